@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd, environment_of
 from tests.parallel.work import members
 
+ROOT = Path(__file__).parents[2]
 SOON_SECONDS = 25.0
 """Far below the time-out of 30 s of the wrapper, far above what it takes on a busy machine."""
 LINE = {"name": "line"}
@@ -63,6 +67,7 @@ def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
         assert new == pytest.approx((own + other) / 2, abs=1e-4)
     for each in found:
         assert each["mean"] == pytest.approx(found[2]["first"], abs=1e-4)
+        assert each["scale"] == 4.0
 
 
 @pytest.mark.parametrize(("name", "overlap", "scaled"), [
@@ -130,3 +135,45 @@ def test_who_differs_is_told_the_first_line_and_the_members_do_not_notice() -> N
         assert crowd.hear(0) == 0
     assert "AssemblyError: this process differs from the job at tcp://127.0.0.1:" in failure
     assert "'parameter weight (2, 3) torch.float32 trained', there 'parameter weight (1, 3)" in failure
+
+
+RESTARTED = """
+import functools, os, sys, torch
+from decentnode.parallel import DecentralizedDataParallel, initialize_dist
+torch.set_num_threads(1)
+rank, _ = initialize_dist("gloo", missing="regroup", timeout_seconds=60)
+again = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+model = DecentralizedDataParallel(torch.nn.Linear(4, 1), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+until = model.steps + 20 if again else None
+while model.steps != until:
+    if model.steps == 20 and rank == 0 and not again:
+        os.kill(os.getpid(), 9)
+    (model(torch.ones(2, 4)) - 1).square().mean().backward()
+    if until is None and model.generation and model.world_size == 3:
+        until = model.steps + 20
+print("ended", rank, again, model.world_size, model.steps, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_a_rank_again_and_it_finds_the_job(tmp_path: Path) -> None:
+    """Rank 0, whose agent has the store that the ranks meet at."""
+    (tmp_path / "script.py").write_text(RESTARTED)
+    port, environment = free_ports(1), {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1", f"--node-rank={rank}",
+             "--master-addr=127.0.0.1", f"--master-port={port}", "--max-restarts=1", str(tmp_path / "script.py")],
+            env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        ) for rank in range(3)
+    ]  # fmt: skip
+    try:
+        told = [agent.communicate(timeout=150)[0].split() for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    assert [each[2] for each in told] == ["1", "0", "0"]
+    assert [each[3] for each in told] == ["3"] * 3
+    assert len({each[4] for each in told}) == 1

@@ -27,7 +27,7 @@ def wrapped(lr: float, seed: int = 0, **more: Any) -> DecentralizedDataParallel:
 def step(model: DecentralizedDataParallel, draw: torch.Generator) -> float:
     x = torch.randn(32, 6, generator=draw)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    loss.backward()
+    (loss if model._scaler is None else model._scaler.scale(loss)).backward()
     return loss.item()
 
 
@@ -87,7 +87,8 @@ def learn(pipe: Connection, transport: str, join: str | None, listen: str | None
 def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]:
     """Nothing is learned; two ranks that begin with their number, and one that comes: the mean must stay."""
     rank, _ = initialize_dist(missing="regroup", join=join, timeout_seconds=30)
-    model = wrapped(0.0, seed=0 if join is None else 9, transport=transport, topology="complete")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 if join is None else 1024.0)
+    model = wrapped(0.0, seed=0 if join is None else 9, transport=transport, topology="complete", scaler=scaler)
     pipe.send(("address", job_address()))
     if join is None:
         with torch.no_grad():
@@ -101,7 +102,7 @@ def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]
         if until is None and model.world_size == 3:
             until = model.steps + 3
     model.global_avg(will_revert=False)
-    return {"first": [float(p.double().sum()) for p in first], "steps": model.steps,
+    return {"first": [float(p.double().sum()) for p in first], "steps": model.steps, "scale": scaler.get_scale(),
             "mean": [float(p.detach().double().sum()) for p in model.parameters()]}  # fmt: skip
 
 
