@@ -18,6 +18,7 @@ from decentnode.node.going_on import OF_MODELS
 from decentnode.node.snapshot import Restored, capture, load_module_state, module_state
 from tests.checkpoint.test_state import same
 from tests.conftest import scale
+from tests.graph.contract import make
 from tests.node.fleet import NODES, ROUNDS, TRAINING, Fleet, check_resumed, whole_until
 from tests.sharing.contract import RULES
 from tests.training import small
@@ -213,3 +214,19 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     wider = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 5))
     with pytest.raises(CheckpointError, match=r"1\.weight is \[4, 6\]"):
         load_module_state(wider, module_state(small.linear()), "there")
+
+
+# -- neighbors that are drawn ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", ["el_local", "random_regular"])
+@pytest.mark.parametrize("name", ["full", "topk"])
+def test_draws_of_a_resumed_run_are_those_of_the_run(
+    tmp_path: Path, name: str, graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They follow from the seed and the round, and so does who sends to whom."""
+    monkeypatch.setattr("tests.node.fleet.suited", lambda _rule, nodes: make(graph, nodes=nodes, degree=2))
+    straight = Fleet(tmp_path / "a", RULES[name]).run()
+    whole_until(tmp_path / "a", 3)
+    check_resumed(straight, Fleet(tmp_path / "b", RULES[name]).resume(tmp_path / "a").run(), 3)
+    assert len({straight.graph.neighbors(0, round) for round in range(7)}) > 1
