@@ -92,7 +92,7 @@ COMMUNICATION: list[list[str]] = [
     ["shared_process"],
     ["counters", "parts", "routing"],
     ["run_state"],
-    ["hooks"],
+    ["hooks", "order_wait"],
     ["__init__", "base"],
     ["receive"],
     ["path"],

@@ -27,6 +27,7 @@ COMMANDS: dict[str, str] = {
     "join": "Come to a run that admits nodes beyond its mapping.",
     "leave": "Have nodes of a run leave in peace while the others go on.",
     "dashboard": "Show runs in a browser: the graph, curves and who waits for whom, live or replayed.",
+    "control": "Pause, resume, stop or evaluate a run that goes on.",
     "status": "Show where the nodes of a run stand and who waits for whom.",
     "doctor": "Check this machine and the way to the others before a run.",
     "validate": "Check an experiment and show every problem with its place.",

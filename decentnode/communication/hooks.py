@@ -14,6 +14,7 @@ from decentnode.communication.run_state import Steps, Wait, at_once
 from decentnode.metrics.history import History
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation
+from decentnode.wire.orders import Action, Next
 
 
 class PendingGeneration(abc.ABC):
@@ -145,6 +146,28 @@ class Hooks(Generic[ConfigT]):
         """What to wait for behind the local steps of a round: the seconds that they take where the clock is virtual.
         None elsewhere."""
         return None
+
+    # -- orders of people to all nodes of the run (wire/orders.py)
+
+    orders_apart: bool = False
+    """Set before the first round: nodes are in different rounds, and each obeys before its next one."""
+
+    def order(self, action: Action) -> None:
+        """Any thread: have all nodes pause, go on or evaluate before the same round. Not blocking."""
+        raise NotImplementedError(f"{type(self).__name__} takes no orders ({action})")
+
+    def next_step(self, round: int) -> Next:  # noqa: ARG002
+        """Returns what this node does before `round`. With "begin", the round is begun."""
+        return "begin"
+
+    def order_obeyed(self, round: int) -> None:
+        """The evaluation that was ordered before `round` is over."""
+
+    def order_steps(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
+        """After "hold" or "agree": waits until there is something else to do, for a second at most. until
+        (`clock.now()`): where nobody says by then when an order is due, the node goes on. Raises Regrouping once the
+        generation is over."""
+        return at_once(None)
 
     # -- generations of members; without them all nodes of the run take part to its end
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar
 
@@ -18,7 +20,10 @@ from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.generation import Generation
+from decentnode.wire.orders import Action, Next, NodeOrders
 
+HOLD_SECONDS = 0.2
+"""While all nodes stand still, one of them waits so long for an order to go on before the others are stepped."""
 ExchangeKey = tuple[int, int, int, int]  # round, phase, source, destination
 
 
@@ -45,6 +50,11 @@ class Hub:
         self.behind: set[int] = set()
         """Who makes rounds before the first of the generation. All others wait in that one, so that all go on in step.
         """
+
+    @functools.cached_property
+    def orders(self) -> Orders:
+        """What people ordered."""
+        return Orders(self)
 
     def lose(self, uid: int) -> None:
         """The node `uid` is stepped no more: the others go on in another generation."""
@@ -87,6 +97,50 @@ class Hub:
 
         sum_, count = total(members[0])
         return sum_.div_(count), count
+
+
+class Orders:
+    """Orders to all nodes of a hub, from any thread: all of them are here, so that nobody has to be asked."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._nodes: dict[int, NodeOrders] = {}
+        self.apart = False
+
+    def order(self, action: Action) -> None:
+        """As `Communication.order`."""
+        with self._lock:
+            nodes = [self._of(uid) for uid in self._hub.generation.members]
+            round = max([each.hear(action) for each in nodes], default=0)
+            for each in nodes:
+                if action != "resume":
+                    each.due(action, round)
+        self._news.set()
+
+    def _of(self, uid: int) -> NodeOrders:
+        if uid not in self._nodes:
+            self._nodes[uid] = NodeOrders()
+        self._nodes[uid].apart = self.apart
+        return self._nodes[uid]
+
+    def next(self, uid: int, round: int) -> Next:
+        """As `Communication.next_step`."""
+        with self._lock:
+            return self._of(uid).next(round)
+
+    def evaluated(self, uid: int, round: int) -> None:
+        """As `Communication.order_obeyed`."""
+        with self._lock:
+            self._of(uid).evaluated(round)
+
+    def wait(self, uid: int) -> None:
+        """To be called by every node that stands still: the last of them blocks for HOLD_SECONDS at most, where all
+        others do, too."""
+        if uid == self._hub.generation.members[-1] and not self._hub.stopping:
+            self._news.wait(HOLD_SECONDS)
+            self._news.clear()
 
 
 class InprocExchange(Exchange):
@@ -352,6 +406,28 @@ class Inproc(Communication[CommunicationConfig]):
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:  # noqa: ARG002
         return dict(sorted(self.hub.reports.items())) if self.uid == self.hub.generation.members[0] else {}
+
+    @property
+    def orders_apart(self) -> bool:
+        return self.hub.orders.apart
+
+    @orders_apart.setter
+    def orders_apart(self, value: bool) -> None:
+        self.hub.orders.apart = value
+
+    def order(self, action: Action) -> None:
+        self.hub.orders.order(action)
+
+    def next_step(self, round: int) -> Next:
+        return self.hub.orders.next(self.uid, round)
+
+    def order_obeyed(self, round: int) -> None:
+        self.hub.orders.evaluated(self.uid, round)
+
+    def order_steps(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
+        self.raise_if_over()
+        self.hub.orders.wait(self.uid)
+        yield None
 
     def announce_stop(self) -> None:
         self.hub.stopping = True

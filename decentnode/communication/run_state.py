@@ -13,6 +13,7 @@ from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.errors import Regrouping
+from decentnode.wire.orders import NodeOrders
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
@@ -181,6 +182,8 @@ class RunFacts:
     """Whether what is sent at this moment waits for nobody, as payloads of mailboxes do not."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
+    orders: NodeOrders = field(default_factory=NodeOrders)
+    """What people ordered the run to do; with the lock of the facts held."""
 
     @property
     def stepped(self) -> bool:

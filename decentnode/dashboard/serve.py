@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from decentnode import entropy
 from decentnode.errors import EnvironmentFault
@@ -81,19 +80,14 @@ def serve(listening: socket.socket, named: Sequence[Path], folders: Sequence[Pat
 
     from decentnode.dashboard.catalog import Catalog
     from decentnode.dashboard.server import application
+    from decentnode.launch.controlling import ask
 
-    config = uvicorn.Config(application(Catalog(named, folders), token, host, _ask()), log_level="critical",
+    config = uvicorn.Config(application(Catalog(named, folders), token, host, ask), log_level="critical",
                             access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False,
                             limit_concurrency=256, ws="none")  # fmt: skip
     server = uvicorn.Server(config)
     with contextlib.suppress(KeyboardInterrupt):
         server.run(sockets=[listening])
-
-
-def _ask() -> Any:
-    from decentnode.dashboard.server import refuse
-
-    return refuse
 
 
 class Child:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from decentnode.communication.inproc import Inproc
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
-from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, StopRun, Task
+from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, OrderRun, StopRun, Task
 from decentnode.launch.node_files import NodeRecords, Reporter, recorded, save_node
 from decentnode.launch.node_process import begin_faults, describe_failure, give_faults, set_up
 from decentnode.launch.pipe import Pipe
@@ -30,6 +30,7 @@ from decentnode.node.schedules import SCHEDULES
 from decentnode.simulate.choice import choose
 from decentnode.simulate.own_rounds import OwnRounds, check_schedule
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
+from decentnode.wire.orders import Action
 
 
 def run_in_process(
@@ -159,3 +160,5 @@ def _listen(channel: Pipe, nodes: Sequence[Stoppable]) -> None:
             os._exit(1)
         if isinstance(message, StopRun):
             nodes[0].ask_stop()
+        elif isinstance(message, OrderRun):
+            nodes[0].order(cast(Action, message.action))

@@ -232,6 +232,14 @@ class StopRun:
 
 
 @dataclass(frozen=True)
+class OrderRun:
+    """People order the whole run to pause, resume or evaluate: the receiver passes it on to all nodes
+    (wire/orders.py)."""
+
+    action: str
+
+
+@dataclass(frozen=True)
 class LeaveRun:
     """This node alone is to end after the round under way; the answer is a LeaveAnswer."""
 
@@ -258,13 +266,13 @@ class PeerFailure:
 
 ChildMessage = (
     Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Closed | FaultDue |
-    Peers | StopRun | LeaveRun | LeaveAnswer | PeerFailure
+    Peers | StopRun | OrderRun | LeaveRun | LeaveAnswer | PeerFailure
 )
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Closed, Peers),
-        *(FaultDue, StopRun, LeaveRun, LeaveAnswer, PeerFailure),
+        *(FaultDue, StopRun, OrderRun, LeaveRun, LeaveAnswer, PeerFailure),
     )
 }

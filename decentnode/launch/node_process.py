@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -39,6 +40,7 @@ from decentnode.launch.messages import (
     LeaveRun,
     NodeJoined,
     NodesAbsent,
+    OrderRun,
     PeerFailure,
     Peers,
     StopRun,
@@ -55,6 +57,7 @@ from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
 from decentnode.wire.messages import MAX_CONFIG_BYTES
+from decentnode.wire.orders import Action
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +98,8 @@ class Commands:
                     self._early.append(message)
                 for node in self._nodes.values():
                     self._obey(node, message)
+                if isinstance(message, OrderRun) and self._nodes:
+                    self._nodes[min(self._nodes)].order(cast(Action, message.action))
                 if isinstance(message, LeaveRun):
                     self._leave(message)
 

@@ -25,6 +25,7 @@ from decentnode.errors import (
     UsageError,
 )
 from decentnode.launch.checked import check_run
+from decentnode.launch.controlling import Controlling
 from decentnode.launch.leaving import Leaving
 from decentnode.launch.messages import (
     Bound,
@@ -115,6 +116,7 @@ class Run:
         self.silent: list[int] = []
         """Nodes that did not end after another's failure and were killed."""
         self._signals_seen = 0
+        self._asked_to_stop = False
         self._killed_by_user = False
         self._kill_at: float | None = None
         """When all children are killed, once the run has failed or the user asked for it."""
@@ -126,6 +128,7 @@ class Run:
         self._trackers: Trackers | None = None
         self._strikes = Strikes(facts.faults, facts.local, self.directory)
         self._leaving = Leaving(facts, self.directory)
+        self._controlling = Controlling(self.directory)
         self._phase_since = self._noticed = clock.now()
 
     # -- starting ---------------------------------------------------------------------------------------------
@@ -176,6 +179,7 @@ class Run:
             ready = set(wait(list(sources), timeout=patience))
             self._strikes.tick(clock.now(), self)
             self._leaving.tick(clock.now(), self)
+            self._controlling.tick(clock.now(), self)
             if self.signals.fileno() in ready:
                 self.signals.clear()
             self._on_signals()
@@ -208,6 +212,8 @@ class Run:
             self.observer.progress(message.uid, message.record)
             if message.record.get("kind") == "generation":
                 self._on_generation(message.record)
+            elif message.record.get("kind") == "control":
+                self._controlling.told(message.record, self)
             elif message.record.get("kind") == "apart":
                 self.observer.notice(apart_notice(message.record))
             elif message.record.get("kind") == "resumed":
@@ -384,6 +390,22 @@ class Run:
         log = node_dir(self.directory, cause.uid) if self.directory else None
         self.observer.failed(cause, log if log is not None and log.is_dir() else None)
 
+    @property
+    def present(self) -> list[Worker]:
+        """As `ControlledRun.present`."""
+        return [worker for worker in self.workers
+                if worker.alive and not worker.over and not self.ledger.lost.keys() >= {*worker.left}]  # fmt: skip
+
+    def stop_as_asked(self) -> bool:
+        """As `ControlledRun.stop_as_asked`."""
+        if self._asked_to_stop or self._signals_seen or self._kill_at is not None:
+            return False
+        self._asked_to_stop = True
+        self.notice("asked to stop: the nodes finish their round and write their results")
+        self._strikes.stop()
+        self._tell_all(StopRun())
+        return True
+
     def _on_signals(self) -> None:
         while self._signals_seen < len(self.signals.received):
             number = self.signals.received[self._signals_seen]
@@ -485,6 +507,7 @@ class Run:
         """Kill and reap every child, and remove the socket folder. Idempotent."""
         end_all(self.workers)
         self._leaving.close()
+        self._controlling.close()
         self._sockets.remove()
 
     def conclude(self) -> Outcome:

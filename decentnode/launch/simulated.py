@@ -20,6 +20,7 @@ from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.simulate.batched import Batched, RoundOfAll, Sink
 from decentnode.simulate.virtual import VirtualTime
 from decentnode.system import write_atomic
+from decentnode.wire.orders import Action
 
 WRITE_SECONDS = 1.0
 """Least time between two writings of all nodes' files."""
@@ -35,6 +36,9 @@ class Stoppable(Protocol):
 
     def ask_stop(self) -> None:
         """Ask for an end after the round under way. Any thread may call it."""
+
+    def order(self, action: Action) -> None:
+        """Have all nodes pause, go on or evaluate before the same round. Any thread may call it."""
 
 
 class _Pace:
@@ -102,6 +106,9 @@ class Files(Sink):
         with self._told:
             for uid, line in enumerate(lines_of([found], self._virtual)):
                 self.send(Progress(uid, json.loads(line)))
+
+    def hold(self) -> None:
+        self.flush("paused")
 
     def tick(self) -> None:
         self._tick()

@@ -190,6 +190,10 @@ class History:
         """This node alone was asked to leave: it begins neither `round` nor a later one, and ends."""
         self._tell("leaving", {"round": round})
 
+    def ordered(self, round: int) -> None:
+        """The node is about to evaluate before this round, because people ordered it."""
+        self._tell("ordered", {"round": round})
+
     def stopping(self, round: int) -> None:
         """The run is asked to stop: the node begins neither `round` nor a later one."""
         self._tell("stopping", {"round": round})

@@ -15,6 +15,7 @@ HISTORY: dict[str, str] = {
     "restored": "a node that comes back takes its own checkpoint, or none is recent enough: which, digest of its state",
     "resumed": "the node goes on from a checkpoint of an earlier run: which, digest, who has none",
     "leaving": "the node alone is asked to leave: it begins no further round, and ends",
+    "ordered": "the node evaluates before a round, as people ordered",
     "stopping": "the run is asked to stop: the node begins no further round",
 }
 """Every kind of record, and its meaning."""

@@ -42,6 +42,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training, Update
 from decentnode.wire.generation import Generation
+from decentnode.wire.orders import Action
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,10 @@ class Node:
         self._stop_asked = True
         self.communication.stop_asked()
 
+    def order(self, action: Action) -> None:
+        """Have all nodes of the run pause, go on or evaluate before the same round. Any thread may call it."""
+        self.communication.order(action)
+
     def ask_leave(self) -> None:
         """Have this node alone end after the round under way. With `node.missing: regroup` the others, which hear of it
         when the communication is closed, go on at once without it. Any thread or signal handler may call it."""
@@ -243,7 +248,11 @@ class Node:
             yield from self.checkpoints.resume()
         if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._stopping():
             yield from self.evaluate_between()
+        self.communication.orders_apart = self.schedule.asynchronous
         while not self._makes_no_more():
+            yield from self._obey_orders()
+            if self._makes_no_more():
+                break
             if self._leave_asked or self.communication.leaving:
                 logger.info("leaves after round %d", self.round)
                 if self.communication.history is not None:
@@ -273,6 +282,33 @@ class Node:
         self.communication.report(self.figures())
         yield None
         self.reports = yield from self.communication.reports_steps(self.communication.config.timeout_seconds)
+
+    def _obey_orders(self) -> Steps[None]:
+        """Before a round: evaluate, or stand still, where people ordered it (wire/orders.py). A stop, and that this
+        node is to leave, end it."""
+        communication, since = self.communication, clock.now()
+        until, held = since + communication.config.timeout_seconds, False
+        while (what := communication.next_step(self.round)) != "begin":
+            if self._stopping() or self._leave_asked or communication.leaving:
+                break
+            if what == "evaluate":
+                if self.evaluated != self.round:
+                    if communication.history is not None:
+                        communication.history.ordered(self.round)
+                    yield from self.evaluate_between(ordered=True)
+                self._tell_order("evaluated")
+                communication.order_obeyed(self.round)
+                continue
+            if what == "hold" and not held:
+                held = True
+                self._tell_order("paused")
+            self.doing = "paused" if what == "hold" else "agreeing on an order"
+            yield from communication.order_steps(self.round, until)
+        if held:
+            self._tell_order("resumed")
+
+    def _tell_order(self, what: str) -> None:
+        self.record({"kind": "control", "what": what, "round": self.round, "time": clock.wall()})
 
     @property
     def over(self) -> bool:
@@ -527,22 +563,25 @@ class Node:
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
-    def evaluate_between(self) -> Steps[None]:
-        """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves
-        begin. Where nodes are in different rounds, each evaluates its own model alone."""
-        if self.schedule.asynchronous and self.round:
+    def evaluate_between(self, ordered: bool = False) -> Steps[None]:
+        """Evaluate before the run's end; a stop cuts it short. The evaluation before round 0 shows where curves begin.
+        Where nodes are in different rounds, each evaluates its own model alone.
+
+        ordered: because people want to know, so that the run's course (early stop, best checkpoint) is not to change.
+        """
+        if self.schedule.asynchronous and (self.round or ordered):
             self.doing = "evaluation"
             self.evaluation, self.evaluated = self._evaluator.alone(), self.round
             self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
             return
         try:
-            yield from self.evaluate()
+            yield from self.evaluate(ordered=ordered)
         except Interrupted:
             logger.info("evaluation after round %d given up: the run is stopping", self.round)
 
-    def evaluate(self, closing: bool = False) -> Steps[None]:
+    def evaluate(self, closing: bool = False, ordered: bool = False) -> Steps[None]:
         """Evaluate the local and the merged model, as steps, and record the result. closing: the last time, which a
-        stop does not cut short."""
+        stop does not cut short. ordered: as in `evaluate_between`."""
         self.doing, started = "evaluation", clock.now()
         members = self.generation.members
         key = EVALUATION + ("closing" if closing else f"round-{self.round}")
@@ -552,7 +591,8 @@ class Node:
         self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
         if self.trace is not None:
             self.trace.evaluated(self.round, started)
-        self.course.take(self.evaluation, self.round)
+        if not ordered:
+            self.course.take(self.evaluation, self.round)
         if self.course.over and not closing:
             self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,10 @@ from decentnode.simulate.stacked_steps import StackedSteps
 from decentnode.simulate.steps import Local, Steps
 from decentnode.training.supervised import Supervised
 from decentnode.wire.control_tree import ControlTree
+from decentnode.wire.orders import Action
+
+HOLD_SECONDS = 0.2
+"""How often a paused run looks whether it is to go on, beside when it is told so."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,17 @@ class Sink(abc.ABC):
     def take_record(self, uid: int, record: dict[str, Any]) -> None:
         """A node has a record of another kind: an evaluation, an early stop."""
 
+    def hold(self) -> None:  # noqa: B027
+        """The run stands still from now on, as people ordered."""
+
     @abc.abstractmethod
     def tick(self) -> None:
         """Called after every round."""
 
 
 class Batched:
-    """A run whose nodes are computed together. Only `ask_stop` may be called from another thread."""
+    """A run whose nodes are computed together. Only `ask_stop` and `order` may be called from another
+    thread."""
 
     def __init__(self, population: Population, steps: Steps) -> None:
         """Raises Unsuitable, and what the parts of nodes raise."""
@@ -83,7 +92,8 @@ class Batched:
         self._data, self._metadata, self._evaluation = (np.zeros(count, np.int64) for _ in range(3))
         self._seconds: list[float] = []
         self._train_seconds = 0.0
-        self._stop_asked = False
+        self._stop_asked = self._paused = self._evaluate_asked = False
+        self._news = threading.Event()
 
     @property
     def over(self) -> bool:
@@ -93,6 +103,40 @@ class Batched:
     def ask_stop(self) -> None:
         """Ask for an end after the round under way. Any thread or signal handler may call it."""
         self._stop_asked = True
+        self._news.set()
+
+    def order(self, action: Action) -> None:
+        """Pause, go on or evaluate before the next round. Any thread may call it."""
+        if action == "evaluate":
+            self._evaluate_asked = True
+        else:
+            self._paused = action == "pause"
+        self._news.set()
+
+    def _obey_orders(self, sink: Sink) -> None:
+        """Before a round. Blocking while the run is paused."""
+        held = False
+        while not self._stop_asked and (self._paused or self._evaluate_asked):
+            self._news.clear()
+            if self._evaluate_asked:
+                self._evaluate_asked = False
+                if self.evaluated != self.round:
+                    self._evaluate(sink, ordered=True)
+                self._tell_order(sink, "evaluated")
+            elif not held:
+                held = True
+                self._tell_order(sink, "paused")
+                sink.hold()
+            else:
+                self._news.wait(HOLD_SECONDS)
+                sink.tick()
+        if held:
+            self._tell_order(sink, "resumed")
+
+    def _tell_order(self, sink: Sink, what: str) -> None:
+        record = {"kind": "control", "what": what, "round": self.round, "time": clock.wall()}
+        for uid in range(self.population.num_nodes):
+            sink.take_record(uid, dict(record))
 
     def run(self, sink: Sink) -> None:
         """Run all rounds and evaluations. Blocking. Raises Diverged, with the node's uid as an attribute, and what
@@ -101,6 +145,9 @@ class Batched:
         if self.config.rounds and every and not self._stop_asked:
             self._evaluate(sink)
         while not self.over and not self._stop_asked:
+            self._obey_orders(sink)
+            if self._stop_asked:
+                break
             sink.take_round(self.step())
             sink.tick()
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._stop_asked:
@@ -147,14 +194,15 @@ class Batched:
             error.__dict__["uid"] = uid
             raise error
 
-    def _evaluate(self, sink: Sink, closing: bool = False) -> None:
+    def _evaluate(self, sink: Sink, closing: bool = False, ordered: bool = False) -> None:
         found = self.found = self._evaluator.evaluate()
         self.evaluated = self.round
         self._evaluation += self._tree * found.sent
         now = clock.wall()
         for uid, figures in enumerate(found.figures):
             sink.take_record(uid, {"kind": "evaluation", "round": self.round, "time": now, **figures})
-        self.course.take(found.figures[0], self.round)
+        if not ordered:
+            self.course.take(found.figures[0], self.round)
         if self.course.over and not closing:
             for uid in range(self.population.num_nodes):
                 sink.take_record(uid, {"kind": "early_stop", "round": self.round, "time": now,

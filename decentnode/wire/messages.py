@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -463,6 +463,36 @@ class Turned(Message):
     at: str = text(128)
 
 
+@dataclass(frozen=True)
+class Order(Message):
+    """Along the tree: people order the run to do `action` (wire/orders.py). Up (down 0) it is a request to the root,
+    which gives it a serial number; down it asks every node for its Position, and to begin no later round before Due."""
+
+    TYPE: ClassVar[int] = 39
+    action: int = number(3)
+    serial: int = number(1 << 32)
+    down: int = number(2)
+
+
+@dataclass(frozen=True)
+class Position(Message):
+    """Up the tree, answer to Order: no node of the sender's subtree has begun `round` or a later one, or begins it
+    before Due."""
+
+    TYPE: ClassVar[int] = 40
+    serial: int = number(1 << 32)
+    round: int = number(MAX_ROUND)
+
+
+@dataclass(frozen=True)
+class Due(Message):
+    """Down the tree: the order is to be obeyed before `round`, by all nodes."""
+
+    TYPE: ClassVar[int] = 41
+    serial: int = number(1 << 32)
+    round: int = number(MAX_ROUND)
+
+
 MESSAGES: dict[int, type[Message]] = {
     message.TYPE: message
     for message in (
@@ -504,6 +534,9 @@ MESSAGES: dict[int, type[Message]] = {
         Knock,
         Granted,
         Turned,
+        Order,
+        Position,
+        Due,
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)

@@ -24,9 +24,12 @@ from decentnode.wire.messages import (
     Absent,
     Arrive,
     Depart,
+    Due,
     Fail,
     Hello,
     Message,
+    Order,
+    Position,
     Present,
     Refused,
     Reject,
@@ -36,6 +39,7 @@ from decentnode.wire.messages import (
     Welcome,
     fitting,
 )
+from decentnode.wire.orders import OrderEvent, OrderTree
 from decentnode.wire.session_states import ADMISSIBLE, FROM_CHILD, FROM_PARENT, IN_A_RUN, Cause, State, next_state
 
 HELLO_EVERY_SECONDS = 0.5
@@ -88,7 +92,7 @@ class PeerDeparted:
     rounds: int
 
 
-SessionEvent = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | Message
+SessionEvent = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | OrderEvent | Message
 
 
 class Session:
@@ -129,6 +133,7 @@ class Session:
         self.failed: dict[int, str] = {}
         self.refusals: dict[int, str] = {}
         self.stop_asked = False
+        self.orders = OrderTree(self.send, lambda: self.tree)
         self._software = software[:128]
         self.describe = describe
         self._welcomed = uid == 0
@@ -155,6 +160,7 @@ class Session:
         self.departed.clear()
         self.failed.clear()
         self.present = set(members)
+        self.orders.begin_generation()
         if self.stop_asked:
             self._flood(Stop)
 
@@ -228,6 +234,8 @@ class Session:
         self.admit(message)
         if isinstance(message, Hello):
             return self._on_hello(message, now)
+        if isinstance(message, Order | Position | Due):
+            return [*self.orders.receive(message)]
         handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
         return [message] if handler is None else handler(message)
 
@@ -247,6 +255,9 @@ class Session:
             raise PeerFault("wrong_sender", f"{kind.__name__} from {message.source}")
         if kind in FROM_CHILD and message.source not in self.tree.children:
             raise PeerFault("wrong_sender", f"{kind.__name__} from {message.source}")
+        if isinstance(message, Order) and message.source not in ((self.tree.parent,) if message.down
+                                                                 else self.tree.children):  # fmt: skip
+            raise PeerFault("wrong_sender", f"Order from {message.source}")
         if kind in (Hello, Reject):
             return
         if kind is Welcome and self.run == NO_RUN:

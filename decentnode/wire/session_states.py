@@ -13,12 +13,15 @@ from decentnode.wire.messages import (
     Chunk,
     Credit,
     Depart,
+    Due,
     Fail,
     Hello,
     Key,
     Message,
+    Order,
     Overdue,
     Part,
+    Position,
     Present,
     Probe,
     Refused,
@@ -54,16 +57,16 @@ IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Overdu
 
 ADMISSIBLE: dict[State, frozenset[type[Message]]] = {
     "joining": _ALWAYS | IN_A_RUN | {Welcome, Start, Absent},
-    "running": _ALWAYS | IN_A_RUN | {Report},
+    "running": _ALWAYS | IN_A_RUN | {Report, Order, Position, Due},
     "failed": frozenset({Ack, Probe, Bye}),
     "outside": frozenset({Ack, Probe, Bye}),
 }
 """The messages that a node takes in each state. Bulk messages are taken before the start: a sender that is higher in
 the tree hears of the start earlier."""
 
-FROM_PARENT = (Welcome, Start, Absent, Reject)
+FROM_PARENT = (Welcome, Start, Absent, Reject, Due)
 """Messages that only the tree parent may send."""
-FROM_CHILD = (Hello, Present, Refused, Report)
+FROM_CHILD = (Hello, Present, Refused, Report, Position)
 """Messages that only tree children may send."""
 
 

@@ -40,6 +40,7 @@ from decentnode.wire.messages import (
     Turned,
     Waits,
 )
+from decentnode.wire.orders import Action, OrderDue, Ordered
 from decentnode.wire.session import (
     Joined,
     NotAssembled,
@@ -147,6 +148,25 @@ class NodeProtocol:
         self._session.ask_stop()
         self._flush(now)
         self._stops(now)
+
+    def order(self, action: Action, now: float) -> None:
+        """Have all nodes obey an order of people (wire/orders.py)."""
+        if self._session.state == "running":
+            for event in self._session.orders.ask(action):
+                self._on_event(event, now)
+            self._flush(now)
+
+    def _on_order(self, event: Ordered | OrderDue, now: float) -> None:
+        with self._lock:
+            orders = self._facts.orders
+            if isinstance(event, OrderDue):
+                orders.due(event.action, event.round)
+                following = []
+            else:
+                following = self._session.orders.answer(event.serial, orders.hear(event.action))
+        self._facts.wake()
+        for each in following:
+            self._on_event(each, now)
 
     def _stops(self, now: float) -> None:
         """The run is to stop."""
@@ -259,6 +279,8 @@ class NodeProtocol:
             if event.uid != own:
                 self._parts.links.forget(event.uid)
             self.fail_with(PeerLost(reason, [event.uid]))
+        elif isinstance(event, Ordered | OrderDue):
+            self._on_order(event, now)
         elif isinstance(event, NotAssembled):
             self.fail_with(self._not_assembled(event))
         elif isinstance(event, Rejected):

@@ -21,6 +21,7 @@ from decentnode import clock, entropy, logs
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
+from decentnode.communication.order_wait import OrderWait
 from decentnode.communication.parts import BindPlan, Collected, Endpoints, Growth, LinkFaults, Schema, TransportParts
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
@@ -56,6 +57,7 @@ from decentnode.errors import AssemblyError, NodeFailed, PeerLost, Regrouping
 from decentnode.payload import Payload
 from decentnode.wire.generation import Generation, Limits, Seated
 from decentnode.wire.membership import Membership
+from decentnode.wire.orders import Action, Next
 from decentnode.wire.session import Session
 
 logger = logging.getLogger(__name__)
@@ -528,7 +530,35 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._driver.restart(generation.fresh)
         self._inbox.reset(generation.first_round)
         self._status.departed.clear()
+        with self._status.lock:
+            again = self._status.orders.begin_generation(generation.first_round)
         self._begin_generation()
+        if again:
+            self._protocol.order("pause", clock.now())
+
+    # -- orders -----------------------------------------------------------------------------------------------
+
+    @property
+    def orders_apart(self) -> bool:
+        return self._status.orders.apart
+
+    @orders_apart.setter
+    def orders_apart(self, value: bool) -> None:
+        self._status.orders.apart = value
+
+    def order(self, action: Action) -> None:
+        self._driver.call(lambda: self._protocol.order(action, clock.now()))
+
+    def next_step(self, round: int) -> Next:
+        with self._status.lock:
+            return self._status.orders.next(round)
+
+    def order_obeyed(self, round: int) -> None:
+        with self._status.lock:
+            self._status.orders.evaluated(round)
+
+    def order_steps(self, round: int, until: float) -> Steps[None]:
+        yield from self._status.until_over(OrderWait(self._status, round, until))
 
     # -- the end ----------------------------------------------------------------------------------------------
 

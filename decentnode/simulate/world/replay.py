@@ -227,6 +227,7 @@ WORDS = {
     "left": "left its generation", "entered": "entered a generation", "stopping": "stopped",
     "leaving": "left the run, as it was asked to",
     "restored": "came back to its own checkpoint", "resumed": "went on from a checkpoint",
+    "ordered": "was ordered to evaluate",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from decentnode.wire.generation import Limits, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.membership.state import name_of
 from decentnode.wire.messages import Go
+from decentnode.wire.orders import Next
 
 
 class Hold(Wait):
@@ -216,6 +217,10 @@ class Replayed(Simulated):
 
     def depart(self, rounds: int, neighbors: Any) -> None:
         """Nobody waits for more than the run's nodes got."""
+
+    def next_step(self, round: int) -> Next:
+        """The record says what people ordered; that the run stood still changes nothing."""
+        return "evaluate" if self.life.follows("ordered") else super().next_step(round)
 
     def announce_stop(self) -> None:
         """The record says when."""

@@ -18,6 +18,7 @@ from decentnode import clock, entropy
 from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
+from decentnode.communication.order_wait import OrderWait
 from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
@@ -51,6 +52,7 @@ from decentnode.simulate.world.shell import Shell, held
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Granted, Slot
+from decentnode.wire.orders import Action, Next
 from decentnode.wire.session import Session
 
 LOOK_SECONDS = 0.02
@@ -414,10 +416,33 @@ class Simulated(Communication[ZeroMQConfig]):
         self.shell.credits.clear()
         self.inbox.reset(generation.first_round)
         self.facts.departed.clear()
+        again = self.facts.orders.begin_generation(generation.first_round)
         self._begin_generation()
+        if again:
+            self.protocol.order("pause", clock.now())
         self.place.witness.installed(self, generation)
 
     # -- the end ----------------------------------------------------------------------------------------------
+
+    @property
+    def orders_apart(self) -> bool:
+        return self.facts.orders.apart
+
+    @orders_apart.setter
+    def orders_apart(self, value: bool) -> None:
+        self.facts.orders.apart = value
+
+    def order(self, action: Action) -> None:
+        self.shell.call(lambda: self.protocol.order(action, clock.now()))
+
+    def next_step(self, round: int) -> Next:
+        return self.facts.orders.next(round)
+
+    def order_obeyed(self, round: int) -> None:
+        self.facts.orders.evaluated(round)
+
+    def order_steps(self, round: int, until: float) -> Steps[None]:
+        yield OrderWait(self.facts, round, until)
 
     def announce_stop(self) -> None:
         self.facts.stopping = True

@@ -1,0 +1,23 @@
+"""`decentnode control`: pause, resume, stop or evaluate a run that goes on."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("run")
+@click.argument("action", metavar="pause|resume|stop|evaluate")
+@click.option("--timeout", type=click.FloatRange(min=0.1), default=10.0, show_default=True, metavar="SECONDS",
+              help="How long to wait for the answer of the run's supervisor.")  # fmt: skip
+def command(run: str, action: str, timeout: float) -> None:
+    """Pause RUN, let it go on, stop it after the round under way, or evaluate its models now.
+
+    All nodes of the run, on all machines, obey before the same round. A paused run stands still until it is told to
+    resume or stop, its nodes in touch with each other. An evaluation that is ordered changes nothing of the run. RUN
+    is a run directory, the folder of an experiment or its name (its latest run), or latest; on any machine of the run.
+    """
+    from decentnode.launch.controlling import ask
+    from decentnode.launch.run_dir import resolve
+
+    click.echo(ask(resolve(run), action, timeout))
