@@ -163,7 +163,7 @@ def test_sides() -> None:
     assert not dict(sides.to_take_in((5,), (5,))), "the smaller one waits to be taken in"
     assert dict(sides.to_take_in((0, 1), (0, 1))) and not dict(sides.to_take_in((5, 6), (5, 6))), "by the lowest uid"
     sides.heard((5, bytes(12)), frozenset({3}), 3, 1.6)
-    assert not dict(sides.to_take_in((0, 1, 2), (0, 1, 2))) or name not in dict(sides.to_take_in((0, 1), (0, 1)))
+    assert dict(sides.to_take_in((0, 1, 2), (0, 1, 2))) == {(5, bytes(12)): {3}}, "node 3 has left node 4"
     sides.pinged(9.0)
     assert not dict(sides.to_take_in((0, 1, 2), (0, 1, 2))), "what was said long ago"
     assert unpacked(packed([name, FIRST])) == {name, FIRST} and unpacked(b"xyz") == set()
