@@ -519,7 +519,7 @@ class NodeSockets(abc.ABC):
             connections.end_monitor(self._senders[which], monitor)
         for each in self._senders.values():
             each.close(linger=int(1000 * min(left, LINGER_SECONDS)))
-        if self.relay is not None and left:
+        if self.relay is not None and left and not self.listeners[CONTROL].closed:
             self._relay_own_last_words(self.relay)
         for listener, monitor in zip(self.listeners, self._monitors, strict=True):
             connections.end_monitor(listener, monitor)
