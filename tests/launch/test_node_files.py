@@ -16,7 +16,7 @@ from decentnode.communication.base import Counters
 from decentnode.errors import EnvironmentFault
 from decentnode.launch import node_files
 from decentnode.launch.messages import ChildMessage, Progress
-from decentnode.launch.node_files import Reporter, StatusWriter, load_merged, save, save_node, snapshot
+from decentnode.launch.node_files import Reporter, StatusWriter, load_merged, save, save_node, snapshot, take_merged
 from tests.node.fakes import Quadratic
 
 ROUNDS = [{"kind": "round", "round": number} for number in range(5)]
@@ -27,8 +27,8 @@ def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = No
     training = Quadratic(uid, 3, buffers=2)
     communication = SimpleNamespace(waiting=waiting, counters=Counters())
     return SimpleNamespace(
-        uid=uid, round=4, config=SimpleNamespace(rounds=9), doing="exchange", training=training, merged=None,
-        averages=None, dumps=None,
+        uid=uid, round=4, config=SimpleNamespace(rounds=9, on_partition="majority"), doing="exchange",
+        training=training, merged=None, averages=None, dumps=None,
         communication=communication, generation=SimpleNamespace(members=members), shared=training.model.num_parameters,
     )  # fmt: skip
 
@@ -156,6 +156,18 @@ def test_the_lowest_uid_that_is_left_writes_the_merged_model(
     if merged:
         found = load_file(tmp_path / "models" / "merged.safetensors")
         assert torch.equal(found["x"], mean[:3]) and torch.equal(found["statistics"], mean[3:])
+
+
+def test_with_sides_a_merged_model_is_kept_beside_until_the_run_takes_one(tmp_path: Path) -> None:
+    """Two nodes that are the lowest of their generations would overwrite each other's."""
+    (tmp_path / "models").mkdir()
+    for uid, members in ((0, (0, 1)), (2, (2, 3))):
+        node = fake_node(uid, members)
+        node.config.on_partition, node.merged = "both", torch.full((5,), float(uid))
+        save_node(node, tmp_path)
+    take_merged(tmp_path)
+    for folder, uid in ((tmp_path / "models", 0), (tmp_path / "models" / "apart-002", 2)):
+        assert load_file(folder / "merged.safetensors")["x"].tolist() == [float(uid)] * 3
 
 
 def test_a_merged_model_is_parameters_then_buffers() -> None:
