@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from decentnode.errors import AssemblyError
 from decentnode.parallel.shutdown import leave_at_exit
+from decentnode.system import boot_id
 
 MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
 
@@ -85,8 +88,28 @@ def local_device() -> torch.device:
 
 
 def ranks_per_machine(given: int | None = None) -> int:
-    """The number of ranks on this machine: the given one, or torchrun's, or 1."""
-    return given or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """The number of ranks on each machine: the given one, or torchrun's, or as counted; 1 where machines have unequally
+    many. Blocking, on all ranks, where neither is given."""
+    return given or told_per_machine() or counted_per_machine() or 1
+
+
+def told_per_machine() -> int | None:
+    """What torchrun says; None without it."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if told is None else int(told)
+
+
+def counted_per_machine() -> int | None:
+    """The number of consecutive ranks on one host; None where it is not the same on all hosts. Blocking, on all
+    ranks."""
+    if num_ranks() == 1:
+        return 1
+    try:
+        host = boot_id()
+    except OSError:
+        host = socket.gethostname()
+    hosts = [len(list(run)) for _, run in itertools.groupby(gather_texts(host, device_of_group(), "name of the host"))]
+    return hosts[0] if len(set(hosts)) == 1 else None
 
 
 _waits: Callable[[Any], None] | None = None

@@ -43,6 +43,14 @@ def test_pulls_in_between_go_to_the_last_leader() -> None:
         assert found["met"] == ([3, 4, 5, 6, 7, 8, 9] if rank else [])
 
 
+@pytest.mark.parametrize(("hosts", "leader", "wrapper"), [
+    ("aabb", 2, 2), ("abab", 1, 1), ("aaab", 4, 1), ("aaaa", 4, 4),
+])  # fmt: skip
+def test_without_torchrun_machines_are_counted(hosts: str, leader: int, wrapper: int) -> None:
+    for found in run_ranks(4, meeting.machines, list(hosts)):
+        assert found == (leader, wrapper, 4)
+
+
 def test_a_rank_whose_loss_is_no_number_does_not_lead() -> None:
     assert run_ranks(3, meeting.diverged, "LSGD") == [(1, False), (1, True), (1, True)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.methods.base import DistOptimizer, Numbers
-from decentnode.parallel.process_group import wait
+from decentnode.parallel.process_group import counted_per_machine, told_per_machine, wait
 from decentnode.sharing.forces import leader_of, toward_
 
 logger = logging.getLogger(__name__)
@@ -49,12 +48,14 @@ class LSGD(DistOptimizer):
     GLOBAL_EVERY = 4
 
     def __init__(self, *args: Any, local_world_size: int | None = None, **kwargs: Any) -> None:
-        """local_world_size: ranks per machine; torchrun's when not given."""
+        """local_world_size: ranks per machine; torchrun's when not given, counted without torchrun (all ranks, where
+        machines have unequally many)."""
         super().__init__(*args, **kwargs)
-        local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world_size)))
+        told = local_world_size or told_per_machine()
+        local = told or self.world_size
         if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
-        self.local = local
+        self.local, self._told = local, told is not None
         self._peers = self._machine()
         self._group = None
         self.meetings = 0
@@ -77,6 +78,9 @@ class LSGD(DistOptimizer):
         return [*super().describe(), f"local_world_size {len(self._peers)}"]
 
     def begin(self) -> None:
+        if not self._told:  # all the ranks of several machines would else be taken for those of one
+            self.local = counted_per_machine() or self.world_size
+            self._peers = self._machine()
         super().begin()
         self.open_groups()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from functools import partial
 from typing import Any
@@ -12,8 +13,20 @@ import torch.distributed as dist
 from torch import nn
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel import CommOptimizer
+from decentnode.parallel import CommOptimizer, process_group
 from tests.parallel.work.models import batch, flat, model
+
+
+def machines(rank: int, n: int, hosts: list[str]) -> tuple[int, int, int]:
+    """Ranks per machine that LSGD and the wrapper count, and LSGD's from torchrun; hosts: [rank] its machine."""
+    def local() -> int:
+        made = CommOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1), "LSGD", world_size=n)
+        return int(made.dist_optimizer.local)
+
+    told = local()
+    del os.environ["LOCAL_WORLD_SIZE"]
+    process_group.boot_id = lambda: hosts[rank]
+    return local(), process_group.ranks_per_machine(), told
 
 
 def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
