@@ -2,7 +2,7 @@
 # bash eval/chaos.sh [SCENARIO...]       16 nodes while processes are killed and suspended, the network falls apart, and
 #                                        messages are lost: what it costs, and that nothing is left behind. 15 minutes.
 # bash eval/chaos.sh --short [...]       the same in a tenth of the time, to try it
-# bash eval/chaos.sh --long [...]        also 1,000 kills, and 30 minutes of everything
+# bash eval/chaos.sh --long [...]        also 1,000 kills, and 30 minutes of everything: an hour in all
 # The table is printed and, without --short, written to docs/tables/chaos.txt. Exit code 1 where a target is missed.
 set -euo pipefail
 . "$(dirname "$0")/_env.sh"
