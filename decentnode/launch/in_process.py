@@ -24,6 +24,7 @@ from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
 from decentnode.launch.simulated import Files, Stoppable, run_batched
+from decentnode.launch.simulated_faults import run_struck
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.node.schedules import SCHEDULES
@@ -74,6 +75,9 @@ def run_nodes(
     try:
         logs.set_level(experiment.run.log_level)
         virtual = _virtual_time(experiment) if task.request.simulate else None
+        if task.request.simulate and experiment.faults:
+            torch.set_num_threads(task.threads)
+            return run_struck(task, experiment, send, ready, tick)
         if task.request.simulate:
             choice = choose(experiment, resume=task.resume is not None)
             send(Engine(choice.name, choice.reason))

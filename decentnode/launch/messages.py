@@ -187,6 +187,8 @@ class Finished:
     """Modules of the user's own that the node had imported in the end: name -> path."""
     left: bool = False
     """Whether this node alone was asked to leave before its last round, and the others go on."""
+    struck: dict[str, int] = field(default_factory=dict)
+    """In a simulated run: how many processes were struck, by the kind of fault; the same of all nodes."""
 
 
 @dataclass(frozen=True)

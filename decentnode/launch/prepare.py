@@ -22,6 +22,7 @@ from decentnode.launch.messages import Facts, Failed, Header, Request
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.schedulers import detect, machine_of
+from decentnode.launch.simulated_faults import refused
 from decentnode.mapping.addresses import own_names
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.hosts import unreachable
@@ -99,9 +100,9 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
-    if request.simulate and experiment.faults:
-        raise UsageError(f"{request.shown}: a simulated run has neither processes nor connections that faults could "
-                         f"strike; run it with processes, or simulate it with --set 'faults=[]'")  # fmt: skip
+    struck = request.simulate and bool(experiment.faults)
+    if struck and (why := refused(experiment, request.resume is not None)):
+        raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]'")
     machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
@@ -136,7 +137,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         hosts=[mapping.place(uids[0]).host for uids in machines],
         threads={str(uid): 1 if request.forked else threads_of(experiment, uid)
                  for uid in machines[machine][: 1 if in_process else None]},
-        regroup=experiment.node.missing == "regroup" and not in_process,
+        regroup=experiment.node.missing == "regroup" and (struck or not in_process),
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),
         processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],

@@ -126,7 +126,7 @@ class Run:
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
         self._sockets = SocketDir()
         self._trackers: Trackers | None = None
-        self._strikes = Strikes(facts.faults, facts.local, self.directory)
+        self._strikes = Strikes([] if self.request.simulate else facts.faults, facts.local, self.directory)
         self._leaving = Leaving(facts, self.directory)
         self._controlling = Controlling(self.directory)
         self._phase_since = self._noticed = clock.now()
@@ -535,7 +535,8 @@ class Run:
         wall = clock.now() - self.started
         found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
         if self.facts.faults:
-            found |= {"struck": dict(self._strikes.counts), "checked": checked}
+            simulated = next((each.struck for each in self.ledger.finished.values() if each.struck), {})
+            found |= {"struck": dict(self._strikes.counts) or simulated, "checked": checked}
         if self.directory is not None and found.get("members"):
             with contextlib.suppress(OSError):  # the models are where the nodes wrote them
                 take_merged(self.directory)
