@@ -31,6 +31,7 @@ from decentnode.parallel.membership.addresses import (
     parsed,
 )
 from decentnode.parallel.membership.control import Control
+from decentnode.parallel.shutdown import close_at_exit
 from decentnode.wire.generation import Generation, proposer_of
 from decentnode.wire.messages import MAX_SEATS
 
@@ -40,6 +41,8 @@ FORM_SECONDS = 20.0
 """How long the making of a process group may take, once all of its ranks wait for it."""
 JOIN_SECONDS = 30.0
 """How long a process asks members to let it in, before it says that none does."""
+DROP_SECONDS = 2.0
+"""How long a process that ends waits for the threads of groups that are over."""
 POLL_SECONDS = (20e-6, 1e-3)
 MAX_ATTEMPTS = 16
 """Generations that may fail one after the other before this process gives up."""
@@ -81,6 +84,7 @@ class Job:
         """[rank] its uid."""
         self._old: list[Any] = []
         """Process groups that are over, but whose operations may still be needed."""
+        self._dropping: list[threading.Thread] = []
 
     @classmethod
     def listening(cls, listen: str | None, toward: str, timeout_seconds: float) -> Job:
@@ -156,6 +160,12 @@ class Job:
         """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
         process_group.wait_with(None)
         self.control.close()
+        for each in self._dropping:
+            each.join(DROP_SECONDS)
+
+    def close(self) -> None:
+        """As `leave`: of a process that ends without a wrapper, too."""
+        self.leave()
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -210,10 +220,11 @@ class Job:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
 
     def _drop_old(self) -> None:
-        """Gives up the process groups that are over. An operation that was broken off ends when its other end gives it
-        up, too; a thread waits for that."""
+        """Gives up the process groups that are over, with what was broken off in them. Nobody needs them any more."""
         groups, self._old = self._old, []
-        threading.Thread(target=groups.clear, name="decentnode-groups", daemon=True).start()
+        self._dropping.append(threading.Thread(target=_drop, args=(groups,), name="decentnode-groups", daemon=True))
+        self._dropping[-1].start()
+        self._dropping = [each for each in self._dropping if each.is_alive()]
 
     def barrier(self) -> None:
         """Blocking until all members are here."""
@@ -234,6 +245,18 @@ class Job:
             work.wait()
         except RuntimeError as error:
             raise ConnectionBroken(f"an operation of all ranks failed: {error}") from error
+
+
+def _drop(groups: list[Any]) -> None:
+    """Blocking: ends what is under way in process groups of gloo, on this rank and, as connections close, on others.
+
+    There is no call for that. But gloo closes all connections of a group when one wait of it takes longer than it may.
+    """
+    for group in groups:
+        if group.size() > 1:
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(timedelta(milliseconds=1))
+    groups.clear()
 
 
 def _forget_frames(error: BaseException) -> None:
@@ -266,6 +289,7 @@ def start(listen: str | None, timeout_seconds: float, min_ranks: int | None, new
     except BaseException:
         made.leave()
         raise
+    close_at_exit(made)
     _job = made
     return made
 
@@ -282,5 +306,6 @@ def join(addresses: Sequence[str], listen: str | None, timeout_seconds: float) -
     except BaseException:
         made.leave()
         raise
+    close_at_exit(made)
     _job = made
     return made
