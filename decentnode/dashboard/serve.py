@@ -64,6 +64,13 @@ def listen(host: str, port: int | None) -> socket.socket:
     raise AssertionError("one of the ports was taken or refused")
 
 
+def _ask(run: Path, action: str) -> str:
+    """As `controlling.ask`, which is imported when somebody asks."""
+    from decentnode.launch.controlling import ask
+
+    return ask(run, action)
+
+
 def url(listening: socket.socket, host: str, token: str) -> str:
     """Returns the address of the page. The token stands behind #, which browsers neither send nor tell other pages."""
     name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
@@ -80,9 +87,8 @@ def serve(listening: socket.socket, named: Sequence[Path], folders: Sequence[Pat
 
     from decentnode.dashboard.catalog import Catalog
     from decentnode.dashboard.server import application
-    from decentnode.launch.controlling import ask
 
-    config = uvicorn.Config(application(Catalog(named, folders), token, host, ask), log_level="critical",
+    config = uvicorn.Config(application(Catalog(named, folders), token, host, _ask), log_level="critical",
                             access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False,
                             limit_concurrency=256, ws="none")  # fmt: skip
     server = uvicorn.Server(config)

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from starlette.applications import Starlette
@@ -19,11 +19,17 @@ from starlette.routing import Route
 
 from decentnode.dashboard.access import Guard
 from decentnode.dashboard.catalog import Catalog
-from decentnode.dashboard.shown import MOST_SHOWN, NOTHING, Shown
 from decentnode.errors import DecentnodeError
+
+if TYPE_CHECKING:
+    from decentnode.dashboard.shown import Shown, Since  # reads runs, with libraries that nobody needs who only waits
 
 TICK_SECONDS = 0.2
 """Between two looks at the files of runs that somebody watches. While nobody does, nothing is read."""
+MOST_SHOWN = 8
+"""Runs that are kept in memory, and that one page shows."""
+NOTHING: Since = (0, 0, 0, "")
+"""What somebody has been told who has just come."""
 MOST_STREAMS = 32
 MOST_FRAMES = 64
 """Of one answer."""
@@ -99,7 +105,7 @@ class _Pages:
         path = await run_in_threadpool(self._catalog.get, id)
         if path is None:
             return None
-        shown = self._shown[id] = await run_in_threadpool(Shown, id, path)
+        shown = self._shown[id] = await run_in_threadpool(_open, id, path)
         for other in [each for each, kept in self._shown.items() if not kept.watchers][: len(self._shown) - MOST_SHOWN]:
             if other != id:
                 del self._shown[other]
@@ -187,6 +193,12 @@ class _Pages:
             self._streams -= 1
             for each in shown:
                 each.watchers -= 1
+
+
+def _open(id: str, path: Path) -> Shown:
+    from decentnode.dashboard.shown import Shown
+
+    return Shown(id, path)
 
 
 def _unknown_run() -> JSONResponse:

@@ -14,8 +14,6 @@ from decentnode.dashboard.tail import Replaced
 from decentnode.metrics.writer import finite
 from decentnode.report.repeats import Ran, read
 
-MOST_SHOWN = 8
-"""Runs that are kept in memory, and that one page shows."""
 READ_SECONDS = 0.15
 """Of one look at the files."""
 STATE_SECONDS = 1.0
@@ -26,7 +24,6 @@ MOST_CONFIG_BYTES = 256 << 10
 
 Since = tuple[int, int, int, str]
 """(how often the run was begun anew, version of the recording, of the status, state): what somebody has been told."""
-NOTHING: Since = (0, 0, 0, "")
 
 
 class Shown:

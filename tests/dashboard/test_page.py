@@ -184,7 +184,7 @@ def test_runs_stand_side_by_side_and_the_theme_is_kept(browser: Any, served: Ser
         assert shown.page.evaluate(background) == "rgb(255, 255, 255)"
         shown.page.keyboard.press("r")
         shown.page.fill("#filter", "over")
-        shown.page.check("#runs input[type=checkbox]")
+        shown.page.check("#runs li:has-text('over') input")
         shown.wait("canvas[data-nodes='5']")
         assert shown.page.locator(".pane").count() == 2
         assert "theme=light" in shown.page.url and "over" in shown.page.url
