@@ -43,7 +43,7 @@ class Crowd:
         self._all.append((process, mine))
         return len(self._all) - 1
 
-    def found(self, n: int, port: int, work: Callable[..., Any], *args: Any, listen: str = "") -> None:
+    def found(self, n: int, port: int, work: Callable[..., Any], *args: Any) -> None:
         """Starts the ranks 0 to n - 1, whose store is at `port`."""
         for rank in range(n):
             self.start(work, environment_of(rank, n, port), *args)

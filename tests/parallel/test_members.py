@@ -1,4 +1,7 @@
-"""Ranks of a wrapper die and come while the others go on: real processes, few and tiny."""
+"""Ranks of a wrapper die and come while the others go on: real processes, few and tiny.
+
+Their time-outs are far longer than a test may take: whoever waits for one hangs.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,6 @@ from tests.parallel.crowd import Crowd, environment_of
 from tests.parallel.work import members
 
 ROOT = Path(__file__).parents[2]
-SOON_SECONDS = 25.0
-"""Far below the time-out of 30 s of the wrapper, far above what it takes on a busy machine."""
 LINE = {"name": "line"}
 
 
@@ -50,7 +51,6 @@ def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, vic
     assert abs(mean - 1) > 0.01
     for rank, each in enumerate(found):
         assert (each["rank"], each["world"], each["steps"]) == (rank, 2, 14)
-        assert each["longest"] < SOON_SECONDS
         assert each["mean"] == pytest.approx(mean, abs=1e-5)
         assert each["level"] == pytest.approx(mean, abs=0.05)
 
