@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import zmq
@@ -155,10 +155,6 @@ class Control:
     def address_of(self, uid: int) -> Address:
         with self._lock:
             return self._addresses[uid]
-
-    def describe(self, uids: Collection[int]) -> str:
-        with self._lock:
-            return self._membership.names(set(uids)) if self._membership is not None else str(sorted(uids))
 
     def waits(self, since: float | None) -> None:
         """The training waits for other ranks since then, or (None) does not."""
