@@ -131,6 +131,13 @@ def test_another_bucket_size_resumes_a_rule_with_state(size: float, alone: None)
     assert flat(other.module).tolist() == pytest.approx(flat(first.module).tolist(), abs=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_takes_a_run_up(ranks: int, tmp_path: Path) -> None:
+    run_ranks(2, face.kept, str(tmp_path))
+    for same, steps, distance in run_ranks(ranks, face.taken_up, str(tmp_path)):
+        assert same and steps == 5 and distance < 0.1
+
+
 def test_states_that_cannot_be_cut_are_refused_before_anything_is_loaded() -> None:
     saved = [[("b", 2)], [("a", 3)]]
     layout = [[("b", 2), ("a", 3)]]

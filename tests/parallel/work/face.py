@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.algorithms.join import Join
 from decentnode.errors import AssemblyError
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
 from tests.parallel.work.models import SGD, batch, flat, model
+
+FUSED = partial(torch.optim.Adam, lr=0.01, fused=True)
 
 
 def step(wrapped: DecentralizedDataParallel, rank: int, t: int) -> None:
@@ -86,3 +89,22 @@ def scaled(rank: int, n: int) -> tuple[list[bool], float, list[float]]:
             plain.zero_grad()
     dist.barrier()
     return moved, float((flat(modules[0]) - flat(modules[1])).abs().max()), scales
+
+
+def kept(rank: int, n: int, folder: str) -> None:
+    """Every rank saves its state after three steps."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=FUSED, topology="complete")
+    for t in range(3):
+        step(wrapped, rank, t)
+    torch.save(wrapped.state_dict(), f"{folder}/{rank}.pt")
+
+
+def taken_up(rank: int, n: int, folder: str) -> tuple[bool, int, float]:
+    """Every rank loads one of two such states and goes on: (has loaded it, steps in the end, spread of the models)."""
+    state = torch.load(f"{folder}/{rank % 2}.pt", weights_only=True)
+    wrapped = DecentralizedDataParallel(model(1), optimizer=FUSED, topology="complete")
+    wrapped.load_state_dict(state)
+    same = all(torch.equal(value, state[f"module.{name}"]) for name, value in wrapped.export().items())
+    for t in range(3, 5):
+        step(wrapped, rank, t)
+    return same, wrapped.steps, wrapped.consensus_distance()
