@@ -1,5 +1,5 @@
 """Pictures of the dashboard, made by a real browser: `docs/screenshots.sh` calls it with runs. The first is shown
-alone, light, dark and on a phone, the first two side by side."""
+alone, light and dark, the first two side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def views(first: str, both: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "dashboard_dark", f"&runs={first}&color=wait&edge=latency&axis=seconds&tab=events&node=3&round=22", {
         "viewport": WIDE, "color_scheme": "dark"}  # fmt: skip
     yield "dashboard_runs", f"&runs={both}&color=loss&axis=bytes&tab=nodes", {"viewport": WIDE}
-    yield "dashboard_phone", f"&runs={first}", {"viewport": {"width": 400, "height": 820}}
 
 
 def main(runs: list[str]) -> None:
