@@ -17,7 +17,10 @@ T = TypeVar("T")
 MAX_AHEAD = 1 << 15
 """How far a number may be above the first missing one. Bounds the bitmap and the receiver's memory."""
 PROBE_SECONDS = (0.5, 5.0)
-"""Shortest and longest time without an acknowledgement after which a sender probes."""
+"""Shortest and longest time without an acknowledgement after which a sender probes. The shortest is twice what a
+receiver may take to acknowledge, and not a few round trips: before, silence says nothing, so that every healthy
+edge would be asked in every round. What TCP carries is lost with a connection alone, and where it is made anew the
+sender asks at once; what is damaged, or followed by anything else, is reported at once."""
 STUCK_SECONDS = 5.0
 """Least time without an acknowledgement after which a connection counts as stuck; doubled every time in a row."""
 CLOSING_STUCK_SECONDS = 1.0
