@@ -158,7 +158,7 @@ def runs_of(name: str, seeds: int, store: Path) -> list[list[repeats.Ran]]:
     return found
 
 
-def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], path: Path) -> None:
+def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, path: Path) -> None:
     """Means over seeds, with bands of one standard deviation; dashed the merged models."""
     shown = FIGURES[name]
     lines = [Line(arm.label, tuple(load(each.path) for each in group))
@@ -171,14 +171,13 @@ def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], path: Path) -> None
         if "accuracy" in shown.metrics:
             figure.axes[0].set_ylim(bottom=shown.bottom)
         seeds = f"1 to {len(groups[0])}"
-        where = machine().partition(", load")[0]  # what else runs changes no bit of it
         plots.sign(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {where}")
         return figure
 
     plots.write(drawn, path)
 
 
-def table(name: str, groups: Sequence[Sequence[repeats.Ran]], seeds: int) -> str:
+def table(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, seeds: int) -> str:
     """A table of reStructuredText, and how it was made."""
     shown = FIGURES[name]
     extra = target_columns([each for group in groups for each in group], f"accuracy={shown.target}")
@@ -187,7 +186,6 @@ def table(name: str, groups: Sequence[Sequence[repeats.Ran]], seeds: int) -> str
     kept = [figure for figure in rows[0].columns if figure.name in COLUMNS or figure.name.endswith("_to_target")]
     cells = compare.table_cells(rows, kept, compare.against_best(groups))
     cells = [[*line[:1], *line[2:]] for line in cells]  # all have as many seeds
-    where = machine().partition(", load")[0]
     made = f"``bash eval/gallery.sh --only {name}`` on {time.strftime('%Y-%m-%d')}, seeds 1 to {seeds}: {where}."
     return f"{compare.simple_table(cells)}\n\n{made}\n"
 
@@ -203,6 +201,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--anew", action="store_true", help="make runs again that are there")
     given = parser.parse_args(words)
     names = given.only or [*FIGURES]
+    where = machine().partition(", load")[0]  # before a figure changes the tree; what else runs changes no bit of it
     if given.anew:
         for name in names:
             shutil.rmtree(given.store / name, ignore_errors=True)
@@ -212,8 +211,8 @@ def main(words: Sequence[str] | None = None) -> None:
         (given.docs / folder).mkdir(parents=True, exist_ok=True)
     for name in names:
         groups = runs_of(name, given.seeds, given.store)
-        draw(name, groups, given.docs / "pictures" / f"gallery_{name}.png")
-        text = table(name, groups, given.seeds)
+        draw(name, groups, where, given.docs / "pictures" / f"gallery_{name}.png")
+        text = table(name, groups, where, given.seeds)
         (given.docs / "tables" / f"gallery_{name}.txt").write_text(text)
         print(f"\n{text}", flush=True)
 
