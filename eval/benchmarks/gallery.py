@@ -169,7 +169,9 @@ def draw(name: str, groups: Sequence[Sequence[repeats.Ran]], where: str, path: P
         if len(shown.metrics) > 1:  # one below the other they would be higher than a page
             figure.set_figwidth(6.4)
         if "accuracy" in shown.metrics:
-            figure.axes[0].set_ylim(bottom=shown.bottom)
+            figure.axes[0].set_ylim(shown.bottom, min(101.0, figure.axes[0].get_ylim()[1]))
+        if "consensus_distance" in shown.metrics:  # the distance of exact means is rounding
+            figure.axes[-1].set_ylim(bottom=1e-4)
         seeds = f"1 to {len(groups[0])}"
         plots.sign(figure, f"configs/gallery/{name}.yaml, seeds {seeds}; {where}")
         return figure
