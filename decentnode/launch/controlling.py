@@ -1,27 +1,20 @@
-"""Orders of people to a run that goes on (pause, resume, stop, evaluate): small files in its folder, between
-`decentnode control` or the dashboard and the supervisor of this machine's nodes.
-
-Whoever may write into the folder of a run may give orders, and nobody else: the supervisor has no port for them.
-Between nodes they travel as all their messages do (wire/orders.py).
-"""
+"""Orders of people to a run that goes on (pause, resume, stop, evaluate), between `decentnode control` or the
+dashboard and the supervisor of this machine's nodes. Between nodes they travel as all their messages do
+(wire/orders.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
-from decentnode import clock, entropy
+from decentnode import entropy
 from decentnode.config.component import nearest
-from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch import supervisor_file
+from decentnode.errors import UsageError
+from decentnode.launch import request_files, supervisor_file
 from decentnode.launch.messages import OrderRun
 from decentnode.launch.workers import Worker
-from decentnode.system import write_atomic
 from decentnode.wire.orders import Action
 
 ACTIONS = {
@@ -33,15 +26,10 @@ ACTIONS = {
 """What can be ordered, and what it means."""
 ANSWER_SECONDS = 10.0
 """How long whoever asks waits for the supervisor."""
-LOOK_SECONDS = 0.25
-"""How often the supervisor looks into the folder."""
-POLL_SECONDS = 0.05
-MOST_AT_ONCE = 16
-"""Requests that are taken in one look."""
-MAX_BYTES = 4096
 TOLD_ORDERS = 64
 """How many orders that were obeyed are remembered, so that the user hears of each once."""
-REQUEST = re.compile(r"control-([0-9a-f]{16})\.request")
+KEY = "[0-9a-f]{16}"
+"""How the orders' files are told apart."""
 
 
 def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
@@ -54,25 +42,12 @@ def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
         hint = nearest(action, ACTIONS)
         raise UsageError(f"the action must be one of {', '.join(ACTIONS)}, got {action[:40]!r}"
                          + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
-    name = entropy.word(8)
-    request, answer = run / f"control-{name}.request", run / f"control-{name}.answer"
-    deadline = clock.now() + timeout_seconds
-    try:
-        if over := _over(run):
-            raise UsageError(f"{run.name} cannot be asked to {action}: {over}")
-        write_atomic(request, json.dumps({"action": action}) + "\n")
-        try:
-            while (found := _read(answer)) is None:
-                if over := _over(run):
-                    raise UsageError(f"{run.name} cannot be asked to {action}: {over}")
-                if clock.now() >= deadline:
-                    raise EnvironmentFault(f"no answer from the supervisor of {run} within {timeout_seconds:g} s")
-                clock.sleep(POLL_SECONDS)
-        finally:
-            request.unlink(missing_ok=True)
-            answer.unlink(missing_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot ask in {run}: {error.strerror}") from error
+    if over := _over(run):
+        raise UsageError(f"{run.name} cannot be asked to {action}: {over}")
+    found = request_files.ask(
+        run, f"control-{entropy.word(8)}", {"action": action}, f"the supervisor of {run.name}", lambda: _over(run),
+        timeout_seconds,
+    )  # fmt: skip
     if found.get("refusal"):
         raise UsageError(f"{run.name} does not {action}: {found['refusal']}")
     return str(found.get("said", ""))
@@ -83,15 +58,6 @@ def _over(run: Path) -> str:
     if not (run / supervisor_file.FILE).exists() and any(run.glob(f"nodes/*/{supervisor_file.FILE}")):
         return "its nodes here have no supervisor (decentnode node); a machine that runs its share takes orders"
     return supervisor_file.ended(run, run)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read(MAX_BYTES))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 class ControlledRun(Protocol):
@@ -117,21 +83,13 @@ class Controlling:
 
     def __init__(self, run: Path | None) -> None:
         """run: None where nothing is written, and nobody can ask."""
-        self._run, self._next = run, 0.0
+        self._requests = request_files.Requests(run, "control", KEY)
         self._told: deque[tuple[str, int]] = deque(maxlen=TOLD_ORDERS)
 
     def tick(self, now: float, run: ControlledRun) -> None:
-        """Obey what was ordered since the last call; looks every LOOK_SECONDS at most."""
-        if self._run is None or now < self._next:
-            return
-        self._next = now + LOOK_SECONDS
-        with contextlib.suppress(OSError):
-            found = [path for path in self._run.iterdir() if REQUEST.fullmatch(path.name)]
-            for path in sorted(found)[:MOST_AT_ONCE]:
-                asked = _read(path)
-                path.unlink(missing_ok=True)
-                answer = self._obey(str((asked or {}).get("action")), run)
-                write_atomic(path.with_suffix(".answer"), json.dumps(answer) + "\n")
+        """Obey what was ordered since the last call."""
+        for key, asked in self._requests.taken(now):
+            self._requests.answer(key, self._obey(str(asked.get("action")), run))
 
     def _obey(self, action: str, run: ControlledRun) -> dict[str, str]:
         if action not in ACTIONS:
@@ -159,13 +117,7 @@ class Controlling:
 
     def close(self) -> None:
         """The run is over: refuse what nobody takes any more, and leave no file."""
-        if self._run is None:
-            return
-        with contextlib.suppress(OSError):
-            for path in [*self._run.iterdir()]:
-                if REQUEST.fullmatch(path.name):
-                    path.unlink(missing_ok=True)
-                    write_atomic(path.with_suffix(".answer"), json.dumps({"refusal": "the run is over"}) + "\n")
+        self._requests.refuse_the_rest("the run is over")
 
 
 assert {*get_args(Action)} < ACTIONS.keys()

@@ -1,39 +1,20 @@
-"""Requests that single nodes leave a run in peace: small files in its folder, between `decentnode leave` and whoever
-runs the nodes."""
+"""Requests that single nodes leave a run in peace, between `decentnode leave` and whoever runs the nodes."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from decentnode import clock
-from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch import supervisor_file
+from decentnode.errors import UsageError
+from decentnode.launch import request_files, supervisor_file
 from decentnode.launch.messages import Facts, Failed, Finished, LeaveAnswer, LeaveRun
 from decentnode.launch.observer import names
+from decentnode.launch.request_files import LOOK_SECONDS
 from decentnode.launch.run_dir import node_dir
 from decentnode.launch.workers import Worker
-from decentnode.system import write_atomic
-
-LOOK_SECONDS = 0.25
-"""How often the folder is looked into."""
-POLL_SECONDS = 0.05
-"""How often whoever asked looks for the answer."""
-MAX_ANSWER_BYTES = 4096
-REQUEST = re.compile(r"leave-([0-9]{1,7})\.request")
-
-
-def _request(run: Path, uid: int) -> Path:
-    return run / f"leave-{uid}.request"
-
-
-def _answer(run: Path, uid: int) -> Path:
-    return run / f"leave-{uid}.answer"
 
 
 def ask(run: Path, uid: int, timeout_seconds: float) -> None:
@@ -42,70 +23,31 @@ def ask(run: Path, uid: int, timeout_seconds: float) -> None:
     Raises UsageError where nobody runs the run any more, and with the reason where the node stays; EnvironmentFault
     where the folder cannot be written, or nobody answers within timeout_seconds.
     """
-    deadline = clock.now() + timeout_seconds
-    try:
-        _answer(run, uid).unlink(missing_ok=True)
-        write_atomic(_request(run, uid), "{}\n")
-        while True:
-            if (found := _read(_answer(run, uid))) is not None:
-                _answer(run, uid).unlink(missing_ok=True)
-                break
-            if gone := supervisor_file.ended(run, node_dir(run, uid)):
-                _request(run, uid).unlink(missing_ok=True)
-                raise UsageError(f"node {uid} of {run} cannot be asked: {gone}")
-            if clock.now() >= deadline:
-                taken = not _request(run, uid).exists()
-                _request(run, uid).unlink(missing_ok=True)
-                later = "; it may still leave, as it was asked" if taken else ""
-                raise EnvironmentFault(f"no answer from node {uid} within {timeout_seconds:g} s{later}")
-            clock.sleep(POLL_SECONDS)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot ask in {run}: {error.strerror}") from error
-    if found:
-        raise UsageError(f"node {uid} stays: {found}")
-
-
-def _read(path: Path) -> str | None:
-    """The reason in an answer, "" where the node leaves; None without an answer."""
-    try:
-        with open(path, "rb") as file:
-            return str(json.loads(file.read(MAX_ANSWER_BYTES))["refusal"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    answer = request_files.ask(
+        run, f"leave-{uid}", {}, f"node {uid}", lambda: supervisor_file.ended(run, node_dir(run, uid)), timeout_seconds
+    )
+    if answer.get("refusal"):
+        raise UsageError(f"node {uid} stays: {answer['refusal']}")
 
 
 class Requests:
-    """Those in one run folder, for whoever runs its nodes."""
+    """Requests to leave in one run folder, for whoever runs its nodes."""
 
     def __init__(self, run: Path | None, uid: int | None = None) -> None:
         """run: None where nothing is written, and nobody can ask. uid: requests to this node alone."""
-        self._run, self._uid, self._next = run, uid, 0.0
+        self._files = request_files.Requests(run, "leave", "[0-9]{1,7}" if uid is None else str(uid))
 
     def taken(self, now: float) -> list[int]:
-        """Returns the uids that were asked for since the last call, ascending; looks every LOOK_SECONDS at most."""
-        if self._run is None or now < self._next:
-            return []
-        self._next = now + LOOK_SECONDS
-        found = []
-        with contextlib.suppress(OSError):
-            for path in self._run.iterdir():
-                asked = REQUEST.fullmatch(path.name)
-                if asked and self._uid in (None, int(asked[1])):
-                    path.unlink(missing_ok=True)
-                    found.append(int(asked[1]))
-        return sorted(found)
+        """Returns the uids that were asked for since the last call."""
+        return [int(key) for key, _ in self._files.taken(now)]
 
     def answer(self, uid: int, refusal: str) -> None:
-        """Say that the node leaves, or (refusal) why it stays. A disk that refuses costs the answer alone."""
-        if self._run is not None:
-            with contextlib.suppress(OSError):
-                write_atomic(_answer(self._run, uid), json.dumps({"refusal": refusal}) + "\n")
+        """Say that the node leaves, or (refusal) why it stays."""
+        self._files.answer(str(uid), {"refusal": refusal})
 
     def clear(self) -> None:
         """The run is over: refuse what nobody takes any more."""
-        self._next = 0.0
-        for uid in self.taken(0.0):
-            self.answer(uid, "the run is over")
+        self._files.refuse_the_rest("the run is over")
 
 
 class LeavingRun(Protocol):
