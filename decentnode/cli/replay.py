@@ -68,7 +68,7 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
 
     if experiment.node.schedule not in ("sequential", "overlapped"):
         raise UsageError(f"node.schedule was {experiment.node.schedule}: its nodes mix what has come by then, and no "
-                         f"record says what had")  # fmt: skip
+                         f"record says when; --check compares the records without repeating the run")  # fmt: skip
     if experiment.node.on_partition == "both" and any(event.kind == "entered" for _, event in every_event(lives)):
         raise UsageError("node.on_partition was both: sides of a broken network may have gone on apart, and a replay "
                          "has one generation at a time; --check compares the records without repeating the run")
@@ -170,12 +170,14 @@ def _compared_models(world: ReplayWorld, folder: Path) -> int:
 
 
 def _text(told: dict[str, Any]) -> str:
+    from decentnode.launch.checked import told as sentence
+
     generations = told["generations"] + 1
     processes = told["processes"] - told["nodes"]
     lines = [
         f"{Path(told['run']).name}: {told['nodes']} nodes, {processes} of them started again, "
         f"{generations} generation{'s' if generations > 1 else ''} of members",
-        f"checked: {told['payloads']:,} payloads were mixed as their sources sent them",
+        sentence(told),
     ]
     if "compared" in told:
         lines.append(f"repeated: {told['rounds']} rounds, {told['compared']:,} records and the models at the end of "

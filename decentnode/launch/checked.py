@@ -17,6 +17,8 @@ from decentnode.simulate.world.records import (
     read_lives,
 )
 
+NOTHING = "no node recorded a payload that it mixed"
+
 
 def check_run(
     run_dir: Path | None, facts: Facts, ledger: Ledger, observer: Observer
@@ -50,6 +52,8 @@ def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
         return {"violation": str(violation)}
     except (UsageError, OSError) as error:
         return {"unchecked": str(error)}
+    if not payloads:
+        return {"unchecked": NOTHING}
     return {"payloads": payloads, "generations": generations}
 
 
@@ -59,4 +63,6 @@ def told(checked: dict[str, Any]) -> str:
         return f"a payload or a generation is not what it must be: {checked['violation']}"
     if "unchecked" in checked:
         return f"not checked: {checked['unchecked']}"
+    if not checked["payloads"]:
+        return f"not checked: {NOTHING}"
     return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them"

@@ -7,7 +7,7 @@ records depends on time: the records of all nodes, with the config, say which bi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,15 @@ def digest_of(payload: Payload) -> str:
     digest = Digest()
     _add(digest, payload)
     return digest.value
+
+
+def _digests(outgoing: Mapping[int, Payload]) -> dict[str, str]:
+    """Returns the digests of payloads by neighbor."""
+    known: dict[int, str] = {}
+    for payload in outgoing.values():
+        if id(payload) not in known:  # one payload for all, as a rule
+            known[id(payload)] = digest_of(payload)
+    return {str(uid): known[id(payload)] for uid, payload in outgoing.items()}
 
 
 def _add(digest: Digest, payload: Payload) -> None:
@@ -137,14 +146,22 @@ class History:
 
     def sent(self, round: int, channel: int, outgoing: Mapping[int, Payload]) -> ExchangeRecord:
         """Payloads are about to be handed to the transport. Returns the record of what comes in exchange."""
-        known: dict[int, str] = {}
-        to = {}
-        for uid, payload in outgoing.items():
-            if id(payload) not in known:  # one payload for all, as a rule
-                known[id(payload)] = digest_of(payload)
-            to[str(uid)] = known[id(payload)]
-        self._tell("sent", {"round": round, "channel": channel, "to": to})
+        self._tell("sent", {"round": round, "channel": channel, "to": _digests(outgoing)})
         return ExchangeRecord(self._tell, round, channel)
+
+    def published(self, number: int, channel: int, outgoing: Mapping[int, Payload]) -> None:
+        """Payloads that nobody waits for by their rounds are about to be handed to the transport. number: tells those
+        of this node in this channel and generation apart (`Communication.publish`)."""
+        self._tell("published", {"round": number, "channel": channel, "to": _digests(outgoing)})
+
+    def mixed_copies(
+        self, round: int, channel: int, copies: Iterable[tuple[int, int, int, Payload]]
+    ) -> None:
+        """What came into the mailbox of a channel is about to be mixed in this node's `round`. copies: (source, number
+        under which it published, own rounds since it came, payload as it came) of each; without any nothing is told."""
+        found = [[source, number, age, digest_of(payload)] for source, number, age, payload in copies]
+        if found:
+            self._tell("mixed_copies", {"round": round, "channel": channel, "from": found})
 
     def averaging(self, key: str) -> None:
         """The node is about to give its part to a mean over all nodes."""

@@ -7,6 +7,8 @@ HISTORY: dict[str, str] = {
     "steps": "the local steps of a round are made, if it has any",
     "sent": "payloads are handed to the transport: digest by neighbor",
     "mixed": "an exchange is over: digest of what was mixed, by source; who is missing, and who got nothing",
+    "published": "payloads are put into mailboxes of neighbors: digest by neighbor; round: the number of that message",
+    "mixed_copies": "what came into a mailbox is mixed: source, its message's number, age in own rounds, and digest",
     "broken_off": "a generation ended while an exchange was mixed into the model, so far",
     "averaging": "the node gives its part to a mean over all nodes",
     "averaged": "that mean is there",

@@ -73,6 +73,31 @@ def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(
     assert summary["exit_code"] == 8 and "violation" in summary["checked"]
 
 
+@pytest.mark.parametrize("schedule", ["gossip_async", "ad_psgd", "epidemic"])
+def test_what_nodes_mixed_that_wait_for_nobody_is_checked(
+    tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = [{"do": "slow", "nodes": [1], "factor": 1.5, "at_round": 0}]
+    found = here(tmp_path, slow, schedule=schedule, rounds=3, evaluate_every=0)
+    assert found.summary["checked"]["payloads"] >= 4
+    publish = Inproc.publish
+
+    def lies(self: Inproc, round: int, outgoing: Mapping[int, Payload], channel: int) -> Any:
+        if self.uid == 2:
+            outgoing = {uid: Payload({k: v + 1 for k, v in p.tensors.items()}, p.scalars, p.metadata)
+                        for uid, p in outgoing.items()}  # fmt: skip
+        return publish(self, round, outgoing, channel)
+
+    monkeypatch.setattr(Inproc, "publish", lies)
+    with pytest.raises(NodeFailed, match=r"not what it must be: nodes/00\d/events.jsonl.* of node 2"):
+        here(tmp_path, slow, schedule=schedule, rounds=3, evaluate_every=0)
+
+
+def test_where_no_payload_was_mixed_no_check_is_claimed(tmp_path: Path) -> None:
+    found = here(tmp_path, [{"do": "slow", "nodes": [1], "factor": 1.5, "at_round": 0}], rounds=0)
+    assert found.summary["checked"] == {"unchecked": "no node recorded a payload that it mixed"}
+
+
 def test_what_a_check_finds_is_said_in_a_sentence() -> None:
     assert told({"payloads": 1234, "generations": 1}) == "checked: 1,234 payloads were mixed as their sources sent them"
     assert told({"unchecked": "they lie elsewhere"}) == "not checked: they lie elsewhere"

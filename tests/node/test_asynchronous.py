@@ -36,11 +36,11 @@ FAULTY = Link(latency_seconds=0.01, jitter_seconds=0.05, queue_messages=20, loss
 
 def run(
     name: str = "full", *, slow: dict[int, float] | None = None, faults: Faults | None = None, seed: int = 1,
-    graph: Any = None, limits: Limits | None = None, **node: Any,
+    graph: Any = None, limits: Limits | None = None, history: History | None = None, **node: Any,
 ) -> tuple[Made, World]:
     """A run in a world in which a round takes .1 s, and slow[uid] times as long for some."""
     made = Made(graph or make("ring", nodes=NODES), RULES[name], **{"schedule": "gossip_async", **node})
-    history = History()
+    history = history or History()
     world = made.world(history, seed=seed, faults=faults or Faults(), limits=limits,
                        compute_seconds=lambda uid, round: 0.1 * (slow or {}).get(uid, 1.0))  # fmt: skip
     history.watch(world)

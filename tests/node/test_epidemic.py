@@ -13,6 +13,7 @@ from decentnode.build import build_in_process, schemas_of, step_all
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.faults import Faults, Kill, Link
+from decentnode.metrics.history import History
 from decentnode.node.asynchronous.epidemic import Epidemic
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
@@ -21,6 +22,7 @@ from decentnode.payload import Payload
 from decentnode.samplers.base import Surroundings
 from decentnode.samplers.cyclon import Cyclon, CyclonConfig
 from decentnode.sharing.full import Full
+from decentnode.simulate.world.records import Life, check_payloads
 from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits
 from tests.communication.contract import nodes as nodes_over
@@ -123,17 +125,20 @@ def test_nodes_that_know_two_others_come_together_over_every_transport(transport
     samplers = [Cyclon(CyclonConfig(name="cyclon", view=4, exchange=2, degree=2),
                        Surroundings(uid, count, graph.neighbors(uid, 0), 1)) for uid in range(count)]  # fmt: skip
     schemas = schemas_of(Full(Full.Config()), trainings[0].model, (), "epidemic")
-    start = stacked(trainings)  # type: ignore[arg-type]
+    start, lives = stacked(trainings), dict[int, list[Life]]()  # type: ignore[arg-type]
     with nodes_over(transport, count, (*schemas, schema_of(samplers[0]))) as ends:
         nodes = []
         for uid, end in enumerate(ends):
             sampling = Sampling(samplers[uid], end, len(schemas))
             parts = NodeParts(graph, trainings[uid], Full(Full.Config()), end, sampling=sampling)
+            lives[uid] = [Life(uid, 0, Path(f"{uid:03d}") / "events.jsonl")]
+            end.history = History(lives[uid][0].add)
             nodes.append(Node(uid, config, parts, seed=1))
         together(ends, lambda end: nodes[end.uid].run())
         edges = {(uid, other) for uid, end in enumerate(ends) for other, edge in end.counters.known()
                  if edge.payload_bytes_received}  # fmt: skip
     assert len({(a, b) for a, b in edges if (a - b) % count not in (1, count - 1)}) > 2
+    assert check_payloads(lives) > 40, "and what they mixed is what others sent"
     # how near they come depends on how the machine lets them run: the first that has made all rounds ends the run
     assert stacked(trainings).std(0).mean() < 0.4 * start.std(0).mean()  # type: ignore[arg-type]
     assert stacked(trainings, "buffers").std(0).max() < 1  # type: ignore[arg-type]

@@ -126,23 +126,23 @@ class ADPSGD(Asynchronous):
 
     def _hear(self, found: list[Collected]) -> None:
         """Take in what neighbors said: first what settles own offers, then answer theirs."""
-        offers: dict[int, Tensor] = {}
+        offers: dict[int, Collected] = {}
         for each in found:
             said = _said(each.payload, self._elements)
             if said is None:
                 self.communication.counters.fault("malformed_payload", each.source, f"message {each.round}")
                 continue
             kind, number = said
-            pair, tensor = self._pair(each.source), each.payload.tensors["x"]
+            pair = self._pair(each.source)
             if kind in (ANSWER, DECLINE):
-                self._close(each.source, pair, kind, number, tensor)
+                self._close(each, pair, kind, number)
                 continue
             if kind == CLOSED:
                 pair.closed, number = True, number - 1
             if number > pair.settled:
                 pair.settled, pair.change, pair.unsaid = number, None, True
                 if kind == OFFER:
-                    offers[each.source] = tensor
+                    offers[each.source] = each
             elif number == pair.settled and kind == WITHDRAW and each.source in offers:
                 del offers[each.source]
             elif number == pair.settled and kind == APPLIED:
@@ -150,7 +150,7 @@ class ADPSGD(Asynchronous):
             elif number == pair.settled and kind in (OFFER, WITHDRAW):  # asked again, as what was said is lost
                 pair.unsaid = True
         for uid, offered in offers.items():
-            self._answer(uid, self._pairs[uid], offered)
+            self._answer(offered, self._pairs[uid])
         self._say_unsaid()
 
     def _say_unsaid(self) -> None:
@@ -161,27 +161,30 @@ class ADPSGD(Asynchronous):
                 kind = DECLINE if pair.change is None else ANSWER
                 pair.unsaid = not self._say(uid, kind, pair.settled, pair.change)
 
-    def _close(self, uid: int, pair: _Pair, kind: str, number: int, change: Tensor) -> None:
+    def _close(self, said: Collected, pair: _Pair, kind: str, number: int) -> None:
         """A neighbor answers or declines an own offer."""
+        uid = said.source
         if number == pair.offered and pair.open:
             pair.open = False
             if kind == ANSWER:
-                self._add(change, -1.0)
+                self.record_new([said])
+                self._add(said.payload.tensors["x"], -1.0)
                 self.taken[uid] += 1
             else:
                 self._refused = uid
         if kind == ANSWER:
             pair.confirm = number
 
-    def _answer(self, uid: int, pair: _Pair, offered: Tensor) -> None:
+    def _answer(self, offered: Collected, pair: _Pair) -> None:
         """Average with what a neighbor offers, unless too much is promised already; then the answer is a decline."""
         waits = any(each.open and not each.withdrawn for each in self._pairs.values())
         if waits and self._answered_meanwhile:
             return
         self._answered_meanwhile = True
-        pair.change = (offered - self._vector()).mul_(0.5)
+        self.record_new([offered])
+        pair.change = (offered.payload.tensors["x"] - self._vector()).mul_(0.5)
         self._add(pair.change, 1.0)
-        self.given[uid] += 1
+        self.given[offered.source] += 1
 
     def _withdraw(self, round: int) -> None:
         """Withdraw what was not answered for too long, and ask again, ever less often, what became of it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.config import AsynchronousConfig
-from decentnode.node.asynchronous.copies import Copies
+from decentnode.node.asynchronous.copies import Copies, Copy
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.schedule import Schedule
 from decentnode.payload import Payload
@@ -29,6 +29,8 @@ class Asynchronous(Schedule):
         super().__init__(*parts, **options)
         self._buffers = Copies(age_weights=self.config.age_weights)
         """The neighbors' float buffers."""
+        self._round = -1
+        """The one under way, or the last; -1 before the first."""
 
     @property
     def config(self) -> AsynchronousConfig:
@@ -44,7 +46,7 @@ class Asynchronous(Schedule):
         return self.fragment.view
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
-        model = self.model.parameters
+        self._round, model = round, self.model.parameters
         with torch.no_grad():
             self.fragment.begin_turn(model)
         yield from self._train(round)
@@ -72,6 +74,8 @@ class Asynchronous(Schedule):
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int = 0) -> frozenset[int]:
         """As `Communication.publish`, with its seconds in `times`."""
+        if self.communication.history is not None:
+            self.communication.history.published(round, channel, outgoing)
         started = clock.now()
         refused = self.communication.publish(round, outgoing, channel)
         self.times.send += clock.now() - started
@@ -88,6 +92,17 @@ class Asynchronous(Schedule):
         self.times.wait += clock.now() - started
         return found
 
+    def record(self, copies: Iterable[Copy], channel: int = 0) -> None:
+        """These copies are about to be mixed: keep which they are, where the node keeps a record."""
+        history, round = self.communication.history, self._round
+        if history is not None:
+            told = ((each.source, each.round, round - each.came, each.as_it_came) for each in copies)
+            history.mixed_copies(round, channel, told)
+
+    def record_new(self, found: Iterable[Collected], channel: int = 0) -> None:
+        """As `record`, of payloads that are mixed in the round in which they were taken out of the mailbox."""
+        self.record((Copy.of(each, self._round) for each in found), channel)
+
     def publish_buffers(self, round: int) -> None:
         """Send the float buffers to the neighbors, where they are averaged."""
         if self.averages_buffers and self.model.buffers.numel():
@@ -99,9 +114,11 @@ class Asynchronous(Schedule):
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         copies = self._buffers
-        copies.take((yield from self.collect(self.buffer_channel)), self.view.round)
+        found = yield from self.collect(self.buffer_channel)
+        copies.take(Copy.of(each, self.view.round) for each in found)
         copies.drop([uid for uid, age in copies.ages(self.view).items() if age > self.config.max_age])
         seen = copies.weighed(self.view, among)
+        self.record(copies.of(seen), self.buffer_channel)
         mixed = self.model.buffers * seen.weights[seen.uid]
         for uid, payload in copies.payloads(seen).items():
             mixed.add_(payload.tensors["x"], alpha=seen.weights[uid])

@@ -14,11 +14,20 @@ from decentnode.payload import Payload
 class Copy:
     """One payload that is kept."""
 
-    payload: Payload
+    source: int
     round: int
-    """Of its source."""
+    """Of the source when it published."""
     came: int
-    """The round of this node in which it was first mixed."""
+    """The round of this node in which it was taken out of the mailbox."""
+    payload: Payload
+    """Decoded."""
+    as_it_came: Payload
+    """As the source published it; the same one where there is nothing to decode."""
+
+    @classmethod
+    def of(cls, found: Collected, came: int, decoded: Payload | None = None) -> Copy:
+        """What was taken out of a mailbox in round `came`. decoded: None where there was nothing to decode."""
+        return cls(found.source, found.round, came, found.payload if decoded is None else decoded, found.payload)
 
 
 class Copies:
@@ -29,12 +38,12 @@ class Copies:
         self._age_weights = age_weights
         self.by_source: dict[int, Copy] = {}
 
-    def take(self, found: Iterable[Collected], round: int) -> None:
-        """Payloads came before the mixing of `round`."""
+    def take(self, found: Iterable[Copy]) -> None:
+        """Payloads came; those that are newer than what is kept of their sources take its place."""
         for each in found:
             known = self.by_source.get(each.source)
             if known is None or each.round > known.round:
-                self.by_source[each.source] = Copy(each.payload, each.round, round)
+                self.by_source[each.source] = each
 
     def ages(self, view: RoundView) -> dict[int, int]:
         """Returns the ages of the copies of a round's sources."""
@@ -54,6 +63,10 @@ class Copies:
         return replace(view, sources=tuple(weights), weights=dict(sorted({**weights, view.uid: own}.items())),
                        averaging_group=())  # fmt: skip
 
+    def of(self, view: RoundView) -> list[Copy]:
+        """Returns the copies of the view's sources."""
+        return [self.by_source[uid] for uid in view.sources]
+
     def payloads(self, view: RoundView) -> dict[int, Payload]:
-        """Returns the payloads of the view's sources."""
-        return {uid: self.by_source[uid].payload for uid in view.sources}
+        """Returns the payloads of the view's sources, decoded."""
+        return {each.source: each.payload for each in self.of(view)}

@@ -36,10 +36,11 @@ class Epidemic(Asynchronous):
 
     def _mix_round(self, round: int) -> Steps[None]:  # noqa: ARG002
         found = yield from self.collect(count=self._enough(), seconds=self._longest_wait())
-        received = self._newest(found)
+        newest, received = self._newest(found)
         started, seen = clock.now(), self.view.mean_of(received)
         with torch.no_grad():
             if received:
+                self.record_new(newest)
                 self.sharing.mix(self.model.parameters, received, seen)
         self._sources = seen.sources
         self.times.mix += clock.now() - started
@@ -61,8 +62,9 @@ class Epidemic(Asynchronous):
             return seconds
         return min(max(LEAST_SECONDS, self.times.train), self.communication.config.timeout_seconds)
 
-    def _newest(self, found: Collection[Collected]) -> dict[int, Payload]:
-        """Returns the newest payload of each source; those that cannot be read are counted as faults."""
+    def _newest(self, found: Collection[Collected]) -> tuple[list[Collected], dict[int, Payload]]:
+        """Returns the newest payload of each source, as it came and decoded; those that cannot be read are counted as
+        faults."""
         newest = {each.source: each for each in sorted(found, key=lambda each: (each.source, each.round))}
         read: dict[int, Payload] = {}
         for source, each in newest.items():
@@ -70,15 +72,17 @@ class Epidemic(Asynchronous):
                 read[source] = decode(self.sharing, each.payload, source, self.view)
             except PeerFault as fault:
                 self.communication.counters.fault(fault.reason, source, str(fault))
-        return read
+        return [newest[source] for source in read], read
 
     def _mix_buffers(self) -> Steps[None]:
         """Mix float buffers of those whose models were mixed, and of nobody else."""
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         found = yield from self.collect(self.buffer_channel)
-        received = {each.source: each.payload.tensors["x"] for each in found if each.source in self._sources}
+        newest = {each.source: each for each in found if each.source in self._sources}
+        received = {source: each.payload.tensors["x"] for source, each in newest.items()}
         if received:
+            self.record_new(newest.values(), self.buffer_channel)
             seen = self.view.mean_of(received)
             mixed = self.model.buffers * seen.weights[seen.uid]
             for uid in seen.sources:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from decentnode.communication.parts import Collected
 from decentnode.communication.run_state import Steps
 from decentnode.errors import PeerFault
 from decentnode.node.asynchronous.base import Asynchronous
-from decentnode.node.asynchronous.copies import Copies
+from decentnode.node.asynchronous.copies import Copies, Copy
 from decentnode.sharing.decoding import decode
 
 
@@ -33,17 +32,18 @@ class GossipAsync(Asynchronous):
         self.publish(round, self.sharing.outgoing(self.model.parameters, self.view))
         self.publish_buffers(round)
 
-    def _mix_round(self, round: int) -> Steps[None]:
+    def _mix_round(self, round: int) -> Steps[None]:  # noqa: ARG002
         copies, config, view = self._copies, self.config, self.view
-        copies.take(self._decoded((yield from self.collect())), round)
+        copies.take(self._decoded((yield from self.collect())))
         late = self._late()
         if late and config.stale == "wait":
             found = yield from self.collect(sources=late, seconds=config.wait_seconds)
-            copies.take(self._decoded(found), round)
+            copies.take(self._decoded(found))
         started = clock.now()
         copies.drop(self._late())
         self._ages = copies.ages(view)
         seen = copies.weighed(view)
+        self.record(copies.of(seen))
         with torch.no_grad():
             self.sharing.mix(self.model.parameters, copies.payloads(seen), seen)
         self.times.mix += clock.now() - started
@@ -53,13 +53,15 @@ class GossipAsync(Asynchronous):
         """Neighbors of whom a model came, and none for longer than `max_age` rounds."""
         return [uid for uid, age in self._copies.ages(self.view).items() if age > self.config.max_age]
 
-    def _decoded(self, found: Collection[Collected]) -> Iterable[Collected]:
+    def _decoded(self, found: Collection[Collected]) -> Iterable[Copy]:
         """Without those that cannot be read, which are counted as faults."""
         for each in found:
             try:
-                yield replace(each, payload=decode(self.sharing, each.payload, each.source, self.view))
+                decoded = decode(self.sharing, each.payload, each.source, self.view)
             except PeerFault as fault:
                 self.communication.counters.fault(fault.reason, each.source, str(fault))
+            else:
+                yield Copy.of(each, self.view.round, decoded)
 
     def report(self) -> dict[str, float]:
         ages = self._ages.values()

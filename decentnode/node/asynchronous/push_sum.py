@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
+from decentnode.communication.parts import Collected
 from decentnode.communication.run_state import Steps
 from decentnode.errors import PeerFault
 from decentnode.node.asynchronous.base import Asynchronous
@@ -74,6 +75,7 @@ class AsynchronousPushSum(Asynchronous):
     def _mix_round(self, round: int) -> Steps[None]:  # noqa: ARG002
         found = yield from self.collect()
         started, rule, model = clock.now(), self.rule, self.model.parameters
+        added: list[Collected] = []
         with torch.no_grad():
             x = model * rule.weight
             for each in found:
@@ -87,7 +89,9 @@ class AsynchronousPushSum(Asynchronous):
                     continue
                 x.add_(payload.tensors["x"] - seen.x)
                 rule.weight += float(payload.scalars["w"]) - seen.w
+                added.append(each)
                 seen.x, seen.w = payload.tensors["x"], float(payload.scalars["w"])
+            self.record_new(added)
             model.copy_(x.div_(rule.weight))
         self.times.mix += clock.now() - started
         yield from self.mix_buffers(self.view.sources)

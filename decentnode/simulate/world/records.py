@@ -86,6 +86,11 @@ class Event:
         """Whose payloads were mixed in part, and up to which element."""
         return {int(uid): int(stop) for uid, (stop, _) in self.fields.get("partly", {}).items()}
 
+    @property
+    def copies(self) -> list[tuple[int, int, int, str]]:
+        """What was mixed that had come into a mailbox: (source, number under which it published, age, digest)."""
+        return [(int(uid), int(number), int(age), str(digest)) for uid, number, age, digest in self.fields["from"]]
+
 
 @dataclass
 class Life:
@@ -185,10 +190,14 @@ def _read(path: Path, uid: int) -> list[Life]:
 
 def _check_fields(event: Event) -> None:
     """Raises KeyError, ValueError or TypeError for what a replay could not read."""
-    if event.kind in ("mixed", "broken_off", "sent"):
+    if event.kind in ("mixed", "broken_off", "sent", "published", "mixed_copies"):
         _ = event.channel
     if event.kind in ("mixed", "broken_off"):
         _ = event.sources, event.partly
+    if event.kind == "mixed_copies":
+        _ = event.copies
+    if event.kind in ("sent", "published"):
+        _ = {int(uid): str(digest) for uid, digest in event.fields["to"].items()}
     if event.kind == "entered":
         _ = event.name, event.members, event.fresh, int(event.fields["round"])
     if event.kind == "restored" and event.fields:
@@ -209,14 +218,10 @@ def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:
 
 
 def check_payloads(lives: Lives) -> int:
-    """Checks that every payload was mixed as its source sent it, to this node, in this round and generation, and in no
-    round twice. Returns how many there were. Raises Violation."""
-    sent: dict[tuple[Name, Channel, int, int], set[str]] = defaultdict(set)
-    for life, event in every_event(lives):
-        if event.kind == "sent":
-            for to, digest in event.fields["to"].items():
-                sent[event.generation, event.channel, life.uid, int(to)].add(digest)
-    checked = 0
+    """Checks that every payload was mixed as its source sent it, to this node, in this round (or, out of a mailbox,
+    under this number) and generation, and in no round twice. Returns how many there were. Raises Violation."""
+    sent = _digests_of("sent", lives)
+    checked = _check_copies(lives)
     for one in (life for each in lives.values() for life in each):
         before: set[tuple[Name, Channel]] = set()
         for event in one.events:
@@ -229,6 +234,38 @@ def check_payloads(lives: Lives) -> int:
                 said = sent.get((event.generation, event.channel, source, one.uid), set())
                 must(digest in said, f"{where} {digest} of node {source}, which sent it in that round "
                                      f"{', '.join(sorted(said)) or 'nothing'}")  # fmt: skip
+                checked += 1
+    return checked
+
+
+def _digests_of(kind: str, lives: Lives) -> Mapping[tuple[Name, Channel, int, int], set[str]]:
+    """Returns what was sent, by generation, channel, source and receiver."""
+    found: dict[tuple[Name, Channel, int, int], set[str]] = defaultdict(set)
+    for life, event in every_event(lives):
+        if event.kind == kind:
+            for to, digest in event.fields["to"].items():
+                found[event.generation, event.channel, life.uid, int(to)].add(digest)
+    return found
+
+
+def _check_copies(lives: Lives) -> int:
+    """As `check_payloads`, of those that came into mailboxes. One that is mixed again came when it came."""
+    published, checked = _digests_of("published", lives), 0
+    for one in (life for each in lives.values() for life in each):
+        came: dict[tuple[Name, Channel, int], int] = {}
+        mixed: set[tuple[Name, Channel, int, int]] = set()
+        for event in one.events:
+            for source, number, age, digest in event.copies if event.kind == "mixed_copies" else ():
+                round, channel = event.channel
+                where, which = f"{place_of(one, event)}: it mixed", (event.generation, (number, channel), source)
+                said = published.get((*which, one.uid), set())
+                must(digest in said, f"{where} {digest} of message {number} of node {source}, which published it under "
+                                     f"that number to this node: {', '.join(sorted(said)) or 'nothing'}")  # fmt: skip
+                must((*which, round) not in mixed, f"{where} message {number} of node {source} twice")
+                mixed.add((*which, round))
+                first = came.setdefault(which, round - age)
+                must(first == round - age, f"{where} message {number} of node {source} as if it came in round "
+                                           f"{round - age}, and before as if in round {first}")  # fmt: skip
                 checked += 1
     return checked
 
@@ -266,7 +303,7 @@ def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, 
     for life, event in every_event(lives):
         if event.kind == "entered":
             entered[event.name].add(life.uid)
-        elif event.kind == "mixed":
+        elif event.kind in ("mixed", "mixed_copies"):
             mixed.add(event.generation)
     return {name: {*event.members} for name, event in found.items()
             if entered[name] == {*event.members} and name in mixed}  # fmt: skip
