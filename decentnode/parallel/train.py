@@ -62,6 +62,14 @@ class _Epoch:
     samples: int = 0
 
 
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config as files give it back: tuples are lists, and keys text. Raises ValueError for what no file takes."""
+    try:
+        return dict(json.loads(json.dumps(config)))
+    except TypeError as error:
+        raise ValueError(f"config must hold numbers, text, lists and dicts alone: {error}") from None
+
+
 class TrainingRun:
     """The run directory of a training, as a context: records by epoch, evaluations, checkpoints, and the summary.
 
@@ -113,7 +121,7 @@ class TrainingRun:
         if not known or None in known:
             raise ValueError(f"metrics must be {', '.join(KNOWN)} or Metric objects, got {metrics!r}")
         self._measured = TaskMetrics("script", tuple(each for each in known if each is not None))
-        self._config = {"name": name, **(config or {})}
+        self._config = _plain({"name": name, **(config or {})})
         self._began, self._planned = clock.now(), 0
         self.path = self._directory(Path(runs), name, resume)
         self._writer = MetricsWriter(self._folder / "metrics.jsonl")
@@ -252,9 +260,7 @@ class TrainingRun:
         common = set(mine).intersection(*(json.loads(each) for each in told))
         with together("go on with the run"):
             if not common:
-                if any(True for _ in reader.read(self._folder / "metrics.jsonl")):
-                    raise CheckpointError(f"{self.path} has no checkpoint that all ranks have: move it away, or "
-                                          "resume=False")  # fmt: skip
+                self._begin_anew({len(each.cut.members) for each in found} - {self.world_size})
                 return
             manifest = mine[max(common)]
             changed = store.differences(manifest.config, self._config)
@@ -268,14 +274,28 @@ class TrainingRun:
         self.done = manifest.cut.round
         self._forget_later()
 
+    def _begin_anew(self, others: set[int]) -> None:
+        """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has
+        checkpoints nevertheless. Raises CheckpointError where more than a first epoch would be lost."""
+        epochs = max((record["round"] + (record["kind"] != "evaluation") for record in
+                      reader.read(self._folder / "metrics.jsonl")), default=0)  # fmt: skip
+        if others or epochs > bool(self._keep):
+            has = f"checkpoints of {' and '.join(map(str, sorted(others)))} ranks alone" if others else "none"
+            raise CheckpointError(f"{self.path} has records of {epochs} epochs and no checkpoint that all "
+                                  f"{self.world_size} ranks have ({has}): move it away, or resume=False")  # fmt: skip
+        self._keep_records([])
+
     def _forget_later(self) -> None:
-        path = self._folder / "metrics.jsonl"
-        kept = [record for record in reader.read(path)
+        kept = [record for record in reader.read(self._folder / "metrics.jsonl")
                 if record["round"] < self.done + (record["kind"] == "evaluation")]  # fmt: skip
+        self._keep_records(kept)
+        self._sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
+
+    def _keep_records(self, kept: Sequence[Mapping[str, Any]]) -> None:
+        path = self._folder / "metrics.jsonl"
         write_atomic(path, b"".join(map(line_of, kept)).decode())
         self._writer.close()
         self._writer = MetricsWriter(path)
-        self._sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,15 @@ def test_a_run_that_failed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert kept == ["00000003", "00000004"]
 
 
+def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> None:
+    for trained, told in run_ranks(2, recording.begun_anew, str(tmp_path)):
+        assert trained == [0, 1]
+        assert "records of 1 epochs and no checkpoint that all 2 ranks have" in told
+    evaluated = [record["round"] for record in read(tmp_path / "script/latest/nodes/000/metrics.jsonl")
+                 if record["kind"] == "evaluation"]  # fmt: skip
+    assert evaluated == [0, 1, 2]
+
+
 def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
     run_ranks(1, recording.train, str(tmp_path), 3, 1, 1)
     assert not (tmp_path / "script/latest/summary.json").exists()
@@ -91,7 +100,7 @@ def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    for metrics, keys, keep, add in run_ranks(2, recording.refusals, str(tmp_path)):
+    for metrics, keys, keep, config, add in run_ranks(2, recording.refusals, str(tmp_path)):
         assert "metrics must be accuracy, loss or Metric objects" in metrics
         assert "evaluate must return loss, got accuracy, loss" in keys
-        assert "keep 0 or more" in keep and "inside `for epoch" in add
+        assert "keep 0 or more" in keep and "numbers, text, lists and dicts" in config and "inside `for epoch" in add

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -35,13 +36,13 @@ def measure(module: nn.Module) -> dict[str, float]:
 
 def train(
     rank: int, n: int, runs: str, epochs: int, seed: int = 1, stop: int | None = None, resume: bool = False,
-    **more: Any,
+    config: Mapping[str, Any] | None = None, **more: Any,
 ) -> tuple[str, list[int], list[float]]:
     """(the run's directory, the epochs trained, the parameters). stop: the epoch in whose midst it fails."""
     model, trained = wrapped(), []
     torch.manual_seed(100 + rank)
-    run = TrainingRun(model, "script", config={"seed": seed, "lr": 0.05}, evaluate=measure, runs=runs, resume=resume,
-                      **more)  # fmt: skip
+    run = TrainingRun(model, "script", config=config or {"seed": seed, "betas": (0.9, 0.99)}, evaluate=measure,
+                      runs=runs, resume=resume, **more)  # fmt: skip
     try:
         with run:
             for epoch in run.epochs(epochs):
@@ -70,10 +71,22 @@ def stopped_and_resumed(rank: int, n: int, runs: str) -> tuple[list[tuple[str, l
     return results, ""
 
 
+def begun_anew(rank: int, n: int, runs: str) -> tuple[list[int], str]:
+    """The epochs of a training that had failed in its first; why one without checkpoints does not go on."""
+    train(rank, n, runs, 2, stop=0)
+    trained = train(rank, n, runs, 2, resume=True)[1]
+    train(rank, n, f"{runs}/bare", 2, stop=1, keep=0)
+    try:
+        train(rank, n, f"{runs}/bare", 2, resume=True, keep=0)
+    except Exception as error:
+        return trained, str(error)
+    return trained, ""
+
+
 def refusals(rank: int, n: int, runs: str) -> list[str]:
     """What a script is told that names an unknown metric, measures another one, or adds a loss between epochs."""
     told = []
-    for more in ({"metrics": ["bleu"]}, {"metrics": ["loss"]}, {"keep": -1}):
+    for more in ({"metrics": ["bleu"]}, {"metrics": ["loss"]}, {"keep": -1}, {"config": {"model": nn.Linear}}):
         try:
             train(rank, n, runs, 1, **more)
         except ValueError as error:
