@@ -25,10 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 LIMITS = {"ceilings": 30, "mixing": 60, "wrapper": 90, "bits": 90, "rounds": 120, "host": 45, "codecs": 60, "nccl": 45,
-          "staging": 20, "ipc": 60}  # fmt: skip
+          "staging": 20, "ipc": 60, "simulator": 60}  # fmt: skip
 """Seconds that a case may take."""
 ABSENT = {
-    "batched simulator, 16 to 4,096 nodes": "the package has no batched simulator yet",
     "several GPUs": "needs two GPUs (pytest -m multigpu)",
 }
 """What the list of wanted figures has and nothing here can measure, with the reason."""
@@ -465,9 +464,60 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
     return copy, moved / milliseconds(lambda: mix_into(x, x, 0.5, weighted), True)
 
 
+def simulator(tiny: bool) -> Iterator[Row]:
+    """Node-updates per second of the batched engine (one local step and one mixing of one node), beside bare
+    steps of SGD of one node after the other, with no data to gather, nothing mixed and nothing recorded."""
+    import torch
+
+    from decentnode.experiment import load
+    from decentnode.experiment.initial_model import make_model
+    from decentnode.simulate.choice import choose
+
+    gpu = on_gpu(tiny)
+    device, batch = torch.device("cuda" if gpu else "cpu"), 8
+    for nodes in (16, 64, 256, 1024, 4096) if gpu else (16,):
+        experiment = load(None, [
+            f"graph={{name: regular, nodes: {nodes}, degree: 4}}", "model=gn_lenet",
+            f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {device.type}}}",
+            "data={name: synthetic, train_samples: 50000, test_samples: 1000, partition: iid}",
+            "data.input_shape=[3, 32, 32]",
+            f"training={{name: supervised, batch_size: {batch}, local_steps: 1, optimizer: {{name: sgd, lr: 0.05}}}}",
+            "node={rounds: 1000000, evaluate_every: 0, check_finite: false}", "simulate.engine=batched",
+        ], environ={}, check=False)  # fmt: skip
+        engine = choose(experiment).batched
+        assert engine is not None
+        times = []
+        for _ in range(12 if gpu else 4):  # a step ends with the losses of all nodes on the host
+            began = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - began)
+        bare = _bare_step(make_model(experiment, experiment.open_data().spec).to(device), batch)
+        floor = 1e-3 * milliseconds(bare, gpu)
+        yield Row("simulator", f"{nodes} nodes with gn_lenet, batch {batch}: node-updates",
+                  nodes / statistics.median(times[2:]), "/s", 1 / floor,
+                  note="beside it: bare steps, one node after the other")  # fmt: skip
+        del engine, bare
+
+
+def _bare_step(model: Any, batch: int) -> Callable[[], object]:
+    """One step of plain SGD of one model of 32 x 32 images in color, on its device."""
+    import torch
+
+    device = next(model.parameters()).device
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    inputs, targets = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
+
+    def work() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    return work
+
+
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
     "ceilings": ceilings, "mixing": mixing, "wrapper": wrapper, "bits": bits, "rounds": rounds, "host": host,
-    "codecs": codecs, "nccl": nccl, "staging": staging, "ipc": ipc,
+    "codecs": codecs, "nccl": nccl, "staging": staging, "ipc": ipc, "simulator": simulator,
 }  # fmt: skip
 MARK = "row: "
 
