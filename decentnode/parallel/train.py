@@ -291,7 +291,7 @@ class TrainingRun:
         self._keep_records(kept)
         self._sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
 
-    def _keep_records(self, kept: Sequence[Mapping[str, Any]]) -> None:
+    def _keep_records(self, kept: Sequence[dict[str, Any]]) -> None:
         path = self._folder / "metrics.jsonl"
         write_atomic(path, b"".join(map(line_of, kept)).decode())
         self._writer.close()
