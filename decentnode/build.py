@@ -18,7 +18,9 @@ from decentnode.errors import DataError, EnvironmentFault
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
-from decentnode.node.node import Node, NodeParts, Record, Rules
+from decentnode.node.node import Node, NodeParts
+from decentnode.node.rounds import Record
+from decentnode.node.rules import Rules
 from decentnode.node.sampling import Sampling, Sketch, schema_of
 from decentnode.node.schedules import schemas_in
 from decentnode.payload import TensorSpec

@@ -100,7 +100,7 @@ def run_nodes(
                 if not experiment.communication.networked:  # else it is a dry run
                     give_faults(node, experiment, send)
                     begin_faults(node, task)
-                    struck.extend([node.faults] if node.faults is not None else [])
+                    struck.extend([node.rounds.faults] if node.rounds.faults is not None else [])
                 send(NodeJoined(node.uid))
 
         def record(uid: int, found: dict[str, Any]) -> None:

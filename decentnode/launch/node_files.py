@@ -154,7 +154,7 @@ class NodeRecords:
                 profiled = run is not None and run.profile is not None and node.uid == run.profile.uid
                 if run is not None and (run.trace or profiled):
                     of_round = run.profile.round if run.profile is not None and profiled else None
-                    node.trace = self._traces[node.uid] = NodeTrace(folders[node.uid], run.trace, of_round)
+                    node.rounds.trace = self._traces[node.uid] = NodeTrace(folders[node.uid], run.trace, of_round)
             self._status = StatusWriter({folders[node.uid] / "status.json": node for node in nodes})
             self._status.start()
 
@@ -301,8 +301,8 @@ def save_node(node: Node, run_dir: Path) -> None:
 
     The node's model may be overwritten by another one: it must not be used afterwards.
     """
-    if node.dumps is not None:
-        node.dumps.close()
+    if node.rounds.dumps is not None:
+        node.rounds.dumps.close()
     model, lowest = node.training.model, node.uid == node.generation.members[0]
     kept = set(model.names_from(node.shared))
     save(model.module, model_path(run_dir, node.uid))

@@ -215,16 +215,16 @@ def link_faults(experiment: Experiment) -> LinkFaults | None:
 
 
 def give_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
-    """Have the faults of the experiment strike this node, once `node.faults.begin` was called."""
+    """Have the faults of the experiment strike this node, once `node.rounds.faults.begin` was called."""
     plan = experiment.make_faults()
     if plan:
-        node.faults = NodeFaults(plan, node.communication, lambda index: send(FaultDue(node.uid, index)))
+        node.rounds.faults = NodeFaults(plan, node.communication, lambda index: send(FaultDue(node.uid, index)))
 
 
 def begin_faults(node: Node, task: Task) -> None:
     """The node has joined: from now on the faults of the experiment strike it."""
-    if node.faults is not None:
-        node.faults.begin(clock.now() if task.began is None else task.began, task.join)
+    if node.rounds.faults is not None:
+        node.rounds.faults.begin(clock.now() if task.began is None else task.began, task.join)
 
 
 def run_task(task: Task, channel: Pipe) -> int:
@@ -273,8 +273,8 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
         if task.run_dir:
             save_node(node, Path(task.run_dir))
         node.communication.close()
-        if node.faults is not None:
-            node.faults.close()
+        if node.rounds.faults is not None:
+            node.rounds.faults.close()
         reporter.close()
         stopped = not node.over and not node.left
         records.over(node, stopped)

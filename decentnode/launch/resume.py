@@ -109,7 +109,7 @@ def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -
     dump = getattr(experiment.sharing, "dump", None)
     if task.run_dir is not None and dump is not None and dump.by(node.uid):
         folder = run_dir.node_dir(task.run_dir, node.uid) / "dumps"
-        node.dumps = Dumps(folder, dump, node.training.model.named_shapes)
+        node.rounds.dumps = Dumps(folder, dump, node.training.model.named_shapes)
     if task.run_dir is None or (experiment.node.checkpoint is None and task.resume is None):
         return
     resume = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decentnode.communication.run_state import Steps
-from decentnode.node.handover import agree_on_course, begin_rules_anew, give_models
+from decentnode.node.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.snapshot import Restored
 
@@ -52,7 +52,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
     else:
         restored.put_progress(node)
     if node.config.orphans == "adopted" and (where.without or node.training.members != node.generation.members):
-        node.deal_samples(where.round)  # the checkpoint is of other members
+        deal_samples(node, where.round)  # the checkpoint is of other members
         node.round = where.round
         yield from begin_rules_anew(node, "resume/dealt")
     if where.without:

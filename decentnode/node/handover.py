@@ -1,14 +1,20 @@
 """What members of a generation give to those that come to it: a model, what the run has measured, and sums that sharing
-rules begin with."""
+rules begin with; and what they take over of those that are not there."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import asdict
+
 import torch
 
+from decentnode import clock
 from decentnode.communication.run_state import Steps
 from decentnode.node.course import SIZE
 from decentnode.node.evaluation import begin_mean, mean_of
 from decentnode.node.resumable import Resumable
+
+logger = logging.getLogger(__name__)
 
 
 def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
@@ -39,6 +45,17 @@ def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps
     timeout_seconds = node.communication.config.timeout_seconds
     mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
     node.course.load_numbers((mean * contributors).tolist())  # the giver, too: rounded alike on all
+
+
+def deal_samples(node: Resumable, first_round: int) -> None:
+    """With `orphans: adopted`: deal the samples of nodes that are not members of the generation to those that are, for
+    rounds from `first_round` on."""
+    if node.config.orphans == "adopted":
+        generation, training = node.generation, node.training
+        training.deal_among(generation.members, generation.number, first_round)
+        node.record({"kind": "dealt", "time": clock.wall(), **asdict(training.dealt[-1])})
+        logger.info("trains on %d samples, %d of them of nodes that are not there", training.num_samples,
+                    training.dealt[-1].adopted)  # fmt: skip
 
 
 def begin_rules_anew(node: Resumable, key: str) -> Steps[None]:

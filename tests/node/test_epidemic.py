@@ -154,7 +154,7 @@ def test_nodes_of_a_ring_meet_others_and_learn(sampler: str) -> None:
     step_all(nodes)
     far = {(each["uid"], int(uid)) for each in rounds for uid, edge in each["edges"].items() if edge[0] > 2000}
     assert len({(a, b) for a, b in far if (a - b) % 6 not in (1, 5)}) > 8
-    assert all(node._sampling is not None and len(node._sampling.sampler.known()) > 1 for node in nodes)
+    assert all(node.rounds.sampling is not None and len(node.rounds.sampling.sampler.known()) > 1 for node in nodes)
     again, _ = made(*keys, rounds=12)
     step_all(again)
     for one, other in zip(nodes, again, strict=True):
@@ -190,7 +190,8 @@ def test_who_dies_is_forgotten_by_those_who_shuffle_over_lossy_links() -> None:
                          sampler={"name": "cyclon", "view": 5, "exchange": 3, "degree": 3})  # fmt: skip
     assert world.happened["kill"] == 1 and world.network.happened["lost"]
     alive = {uid: node for uid, node in made.nodes.items() if uid != 5}
-    known = {uid: set(node._sampling.sampler.known()) for uid, node in alive.items() if node._sampling is not None}
+    samplings = {uid: node.rounds.sampling for uid, node in alive.items()}
+    known = {uid: set(each.sampler.known()) for uid, each in samplings.items() if each is not None}
     assert len(known) == 7 and not any(5 in each for each in known.values())
     assert len({(a, b) for a, each in known.items() for b in each if (a - b) % 8 not in (1, 7)}) > 7
     models = torch.stack([node.training.model.parameters for node in alive.values()])
@@ -200,7 +201,7 @@ def test_who_dies_is_forgotten_by_those_who_shuffle_over_lossy_links() -> None:
 
 def test_what_no_sampler_sends_is_counted_and_dropped() -> None:
     nodes, _ = made("graph={name: ring, nodes: 6}", "node.schedule=epidemic", "node.sampler=cyclon")
-    sampling, transport = nodes[0]._sampling, nodes[1].communication
+    sampling, transport = nodes[0].rounds.sampling, nodes[1].communication
     assert sampling is not None
     channel = sampling._channel
     wrong = {"uids": torch.tensor([3, 3]), "ages": torch.tensor([0, 0])}

@@ -195,7 +195,7 @@ def test_groups_that_average_as_a_whole_follow_the_graph_from_round_to_round() -
                       record=lambda _: None) for uid, transport in enumerate(transports)]  # fmt: skip
         for node in built:
             for round in range(4):
-                views, _ = node._planners.views(round, node.generation, 1.0)
+                views, _ = node._rules.views(round, node.generation)
                 told[node.uid, round] = views[0][0].averaging_group
     expected = {(uid, round): averaging_group_of(graph, uid, round) for uid in range(4) for round in range(4)}
     assert told == expected and len({told[0, round] for round in range(4)}) > 1

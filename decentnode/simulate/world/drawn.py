@@ -20,7 +20,8 @@ from decentnode.faults import AnyFault, Break, Cut, Faults, HalfOpen, Kill, Link
 from decentnode.graph import GRAPHS
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
-from decentnode.node.node import Node, NodeParts, Record
+from decentnode.node.node import Node, NodeParts
+from decentnode.node.rounds import Record
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing

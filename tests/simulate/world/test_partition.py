@@ -47,14 +47,14 @@ class Sides:
         def watched(process: Process) -> None:
             began(process)
             node, uid = process.node, process.uid
-            take_part = node._take_part
+            take_part = node.generations.take_part
             def taking(generation: Any) -> Any:
                 if generation.merging:
                     self.brought[uid] = node.training.model.parameters.clone(), node.round
                 yield from take_part(generation)
                 if generation.merging:
                     self.got[uid] = node.training.model.parameters.clone()
-            node._take_part = taking  # type: ignore[method-assign]
+            node.generations.take_part = taking  # type: ignore[method-assign]
 
         self.world.began = watched
         assert self.world.run(1e4)

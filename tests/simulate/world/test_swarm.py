@@ -17,7 +17,7 @@ from decentnode.communication.run_state import Steps
 from decentnode.communication.zeromq.link_sender import LinkSender
 from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.faults import Link
-from decentnode.node.node import Node
+from decentnode.node.generations import NodeGenerations
 from decentnode.simulate.world.drawn import Run, draw, survive
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
@@ -171,11 +171,11 @@ def old_payloads(patch: pytest.MonkeyPatch) -> None:
 def skipped_rounds(patch: pytest.MonkeyPatch) -> None:
     """Nodes that are behind as a generation begins go on in the round of the furthest."""
 
-    def skip(self: Node, first_round: int) -> Steps[None]:
-        self.round = first_round
+    def skip(self: NodeGenerations, first_round: int) -> Steps[None]:
+        self._node.round = first_round
         yield from ()
 
-    patch.setattr(Node, "_catch_up", skip)
+    patch.setattr(NodeGenerations, "_catch_up", skip)
 
 
 FOUND: dict[Callable[[pytest.MonkeyPatch], None], tuple[range, str]] = {

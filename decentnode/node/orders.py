@@ -1,0 +1,100 @@
+"""What people ask of a node while it runs: to stop with all others, to leave them, to pause, go on or evaluate."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from decentnode import clock
+from decentnode.communication.base import Communication
+from decentnode.communication.run_state import Steps
+from decentnode.wire.orders import Action
+
+
+class Obedient(Protocol):
+    """A node, as what is asked of it sees it; docstrings are those of `Node`."""
+
+    round: int
+    evaluated: int
+    doing: str
+
+    @property
+    def over(self) -> bool: ...
+
+    def record(self, record: dict[str, Any], /) -> None: ...
+
+    def evaluate_between(self, ordered: bool = False) -> Steps[None]: ...
+
+
+class NodeOrders:
+    """Takes what is asked, from any thread or signal handler, and obeys between rounds, on the training thread."""
+
+    def __init__(self, node: Obedient, communication: Communication) -> None:
+        self._node, self._communication = node, communication
+        self._stop_asked = self._leave_asked = False
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def ask_stop(self) -> None:
+        """As `Node.ask_stop`."""
+        self._stop_asked = True
+        self._communication.stop_asked()
+
+    def order(self, action: Action) -> None:
+        """As `Node.order`."""
+        self._communication.order(action)
+
+    def ask_leave(self) -> None:
+        """As `Node.ask_leave`."""
+        self._leave_asked = True
+
+    def refusal_to_leave(self, others: Collection[int]) -> str:
+        """As `Node.refusal_to_leave`."""
+        if self._node.over or self._communication.stopping:
+            return "the run ends at this moment"
+        return self._communication.refusal_to_leave(others)
+
+    @property
+    def left(self) -> bool:
+        """As `Node.left`."""
+        return self._leave_asked and not self._node.over and not self._communication.stopping
+
+    # -- the training thread ----------------------------------------------------------------------------------
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this node is to end before its next round."""
+        return self._leave_asked or self._communication.leaving
+
+    def stopping(self) -> bool:
+        """Whether the run is stopping; says so to the others where this node is the one that was asked."""
+        if self._stop_asked and not self._communication.stopping:
+            self._communication.announce_stop()
+        return self._communication.stopping
+
+    def obey(self) -> Steps[None]:
+        """Before a round: evaluate, or stand still, where people ordered it (wire/orders.py). A stop, and that this
+        node is to leave, end it."""
+        node, communication, since = self._node, self._communication, clock.now()
+        until, held = since + communication.config.timeout_seconds, False
+        while (what := communication.next_step(node.round)) != "begin":
+            if self.stopping() or self.leaving:
+                break
+            if what == "evaluate":
+                if node.evaluated != node.round:
+                    if communication.history is not None:
+                        communication.history.ordered(node.round)
+                    yield from node.evaluate_between(ordered=True)
+                self._tell("evaluated")
+                communication.order_obeyed(node.round)
+                continue
+            if what == "hold" and not held:
+                held = True
+                self._tell("paused")
+            node.doing = "paused" if what == "hold" else "agreeing on an order"
+            yield from communication.order_steps(node.round, until)
+        if held:
+            self._tell("resumed")
+
+    def _tell(self, what: str) -> None:
+        self._node.record({"kind": "control", "what": what, "round": self._node.round, "time": clock.wall()})

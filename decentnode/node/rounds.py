@@ -1,0 +1,152 @@
+"""One round of a node: the local steps, the exchange phase by phase, and the record of what they came to."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from decentnode import clock
+from decentnode.communication.base import Communication
+from decentnode.communication.run_state import Steps
+from decentnode.errors import Diverged, PeerLost
+from decentnode.graph.base import RoundView
+from decentnode.node.buffers import BufferExchange
+from decentnode.node.config import NodeConfig
+from decentnode.node.dumps import Dumps
+from decentnode.node.faults import NodeFaults
+from decentnode.node.fragment_exchange import Mixed
+from decentnode.node.merging import Work
+from decentnode.node.rules import NodeRules
+from decentnode.node.sampling import Sampling
+from decentnode.node.totals import RoundTotals
+from decentnode.node.trace import NodeTrace
+from decentnode.training.base import Training
+from decentnode.wire.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[dict[str, Any]], None]
+
+
+class NodeRounds:
+    """Makes the rounds of one node, one at a time: `begin`, `next_phase` for each further phase, `finish`."""
+
+    def __init__(
+        self, uid: int, config: NodeConfig, training: Training, communication: Communication, rules: NodeRules,
+        sampling: Sampling | None, record: Record,
+    ) -> None:
+        """record: called once per round."""
+        self.totals = RoundTotals(communication.counters)
+        self.trained = Work()
+        self.sampling = sampling
+        """Finds the neighbors of each round, in place of the rules' graphs."""
+        self.faults: NodeFaults | None = None
+        """Let happen in rounds that begin from now on."""
+        self.dumps: Dumps | None = None
+        """Where the rule's choices are written."""
+        self.trace: NodeTrace | None = None
+        self.within = False
+        """Whether a round is begun and not finished."""
+        self._uid, self._config, self._training, self._communication = uid, config, training, communication
+        self._rules, self._record = rules, record
+        self._buffers = BufferExchange(averaged=config.buffers == "average" and not rules.schedule.asynchronous)
+        self._buffer_view: RoundView
+        self._started = self._idle = 0.0
+        self._missing: frozenset[int] = frozenset()
+        self._lost: frozenset[int] = frozenset()
+
+    def begin(self, round: int, among: Generation) -> Steps[None]:
+        """Make the local steps, unless the rule has them later, and begin the exchange with members of `among`."""
+        schedule = self._rules.schedule
+        if self.faults is not None:
+            self.faults.enter(round)
+        if self.trace is not None:
+            schedule.make_times = self.trace.begin(round)
+        self._started, self._idle = clock.now(), self._communication.idle_seconds or 0.0
+        views, self._buffer_view = self._rules.views(round, among)
+        if self.sampling is not None:
+            yield from self.sampling.round(round)
+            views = [[self.sampling.seen(view) for view in each] for each in views]
+        self._missing = self._lost = frozenset()
+        yield from schedule.begin(round, views, lambda: self._after_steps(round))
+        if schedule.sharing.requirements.phases == 1:
+            yield from self._buffers.send(self._buffer_view, schedule)
+        self.within = True
+
+    def next_phase(self, round: int, phase: int) -> Steps[None]:
+        """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later)."""
+        schedule = self._rules.schedule
+        mixed = yield from schedule.mix()
+        self._account_missing(round, phase - 1, mixed)
+        yield from schedule.send(phase)
+        if phase == schedule.sharing.requirements.phases - 1:
+            yield from self._buffers.send(self._buffer_view, schedule)
+
+    def finish(self, round: int) -> Steps[None]:
+        """Wait for the neighbors of the last phase, mix, and record the round."""
+        schedule = self._rules.schedule
+        mixed = yield from schedule.finish()
+        yield from self._buffers.mix(self._buffer_view, schedule)
+        self.within = False
+        self._training.finish_round()
+        if self.dumps is not None:
+            schedule.dump(round, self.dumps)
+        self._account_missing(round, schedule.sharing.requirements.phases - 1, mixed)
+        self._tell(round)
+        if self.trace is not None:
+            self.trace.end(round)
+
+    def abandon(self) -> None:
+        """Give up the round under way, of which nothing is waited for any more."""
+        self.within = False
+        self._rules.schedule.abandon()
+        self._buffers.abandon()
+
+    def _tell(self, round: int) -> None:
+        schedule, counters = self._rules.schedule, self._communication.counters
+        times, update = schedule.times, schedule.update
+        idle = self._communication.idle_seconds
+        if idle is not None:  # while it waited, the thread stepped other nodes: no time was lost but what it slept
+            times.wait = min(times.wait, idle - self._idle)
+        seconds = clock.now() - self._started
+        self.totals.add(seconds, times, self._lost)
+        self._record({
+            "kind": "round", "round": round, "time": clock.wall(), "seconds": seconds,
+            "train_seconds": times.train, "send_seconds": times.send,
+            "wait_seconds": times.wait, "mix_seconds": times.mix, "overlap": times.overlap,
+            "loss": update.loss, "steps": update.steps, "samples": update.samples, **update.report,
+            **{f"{purpose}_bytes_sent": sent for purpose, sent in counters.bytes_sent().items()},
+            "edges": self.totals.edge_deltas(), **self.totals.slowest(), **self.totals.late(),
+            **({"missing": sorted(self._missing)} if self._missing else {}),
+            **({"lost": sorted(self._lost)} if self._lost else {}),
+            **({"fragments": schedule.due} if len(self._rules.fragments) > 1 else {}), **schedule.report(),
+        })
+        logger.debug("round %d: loss %.4f, %.1f ms", round, update.loss, 1e3 * seconds)
+
+    def _after_steps(self, round: int) -> None:
+        schedule = self._rules.schedule
+        self.trained.add(schedule.update.samples)
+        if self.faults is not None:
+            schedule.times.train += self.faults.slow_down(schedule.times.train)
+        if self._config.check_finite and not math.isfinite(float(self._training.model.parameters.sum())):
+            raise Diverged(f"node {self._uid}: the model holds NaN or infinity after the local steps of round {round}")
+
+    def _account_missing(self, round: int, phase: int, mixed: Sequence[Mixed]) -> None:
+        """Note the nodes of which nothing came in one phase. Raises PeerLost with `node.missing: fail`."""
+        missing = frozenset(uid for each in mixed for uid in each.missing)
+        lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
+        self._missing |= missing
+        self._lost |= lost
+        if lost and self._config.missing == "fail":
+            whom = ", ".join(map(str, sorted(lost)))
+            raise PeerLost(
+                f"node {self._uid}: nothing from node {whom} in round {round} within "
+                f"{self._rules.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
+                f"{f' for each of {phase + 1} phases' if phase else ''})", sorted(lost),
+            )
+        if lost and self._config.missing == "regroup":
+            self._communication.suspect(lost, f"nothing from node {sorted(lost)} in round {round}")
+        if missing:
+            logger.warning("round %d: went on without %s", round, sorted(missing))

@@ -1,0 +1,90 @@
+"""The sharing rules of a node, and what follows from them: who hears whom in a round, and the schedule of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from decentnode.communication.base import Communication
+from decentnode.graph.base import RoundView
+from decentnode.node.config import NodeConfig
+from decentnode.node.fragment_exchange import FragmentExchange
+from decentnode.node.plan import Planners
+from decentnode.node.schedules import schedule_of
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
+from decentnode.training.base import Training
+from decentnode.wire.generation import Generation
+
+Rules = Sharing | Sequence[Sharing]
+"""One sharing rule, or one per fragment."""
+
+
+class NodeRules:
+    """The rules in force, from one generation of members to the next."""
+
+    def __init__(
+        self, uid: int, config: NodeConfig, rules: Rules, training: Training, communication: Communication,
+        fragments: tuple[Fragment, ...], *, seed: int, renew: Callable[[], Rules] | None, buffers: Fragment | None,
+    ) -> None:
+        """rules: as they are before their first round; `renew` makes such ones again. fragments: of the parameters, at
+        least one. buffers: as for `Planners`."""
+        self.fragments = fragments
+        self._uid, self._config, self._training, self._communication = uid, config, training, communication
+        self._seed, self._buffers, self._renew = seed, buffers, renew
+        self._take(rules)
+
+    @property
+    def sharing(self) -> Sharing:
+        """The rule, of the first fragment; those of the others have the same requirements."""
+        return self.schedule.sharing
+
+    def _take(self, sharing: Rules) -> None:
+        config, training, communication = self._config, self._training, self._communication
+        rules = (sharing,) if isinstance(sharing, Sharing) else tuple(sharing)
+        for rule in rules:
+            rule.set_samples(training.num_samples)
+        count, groups = len(self.fragments), config.missing == "fail"
+        pairs = list(zip(self.fragments, rules, strict=True))
+        self._planners = Planners(self._uid, self._seed, pairs, buffers=self._buffers, averaging_groups=groups)
+        self.schedule = schedule_of(config.schedule, rules[0])(
+            training, [FragmentExchange(*pair, communication, num_fragments=count, averaging_groups=groups)
+                       for pair in pairs],
+            communication, averaging_groups=groups, in_background=config.mix_in_background,
+            averages_buffers=config.buffers == "average", asynchronous=config.asynchronous,
+        )  # fmt: skip
+
+    def renew(self, generation: Generation) -> None:
+        """Let the rules begin anew, but for what outlives a generation of members. generation: the one that begins."""
+        assert self._renew is not None
+        former = self.schedule
+        self._take(self._renew())
+        self.schedule.succeed(former, generation)
+        for fragment, before in zip(self.schedule.fragments, former.fragments, strict=True):
+            fragment.rule.succeed(before.rule)
+
+    def views(self, round: int, among: Generation) -> tuple[list[list[RoundView]], RoundView]:
+        """As `Planners.views`, with the learning rate of the moment."""
+        return self._planners.views(round, among, self._training.learning_rate)
+
+    def neighbors_from(self, round: int, among: Generation) -> set[int]:
+        """As `Planners.neighbors_from`, with the learning rate of the moment."""
+        return self._planners.neighbors_from(round, among, self._training.learning_rate)
+
+    def at(self, round: int, among: Generation) -> list[tuple[Sharing, Tensor, RoundView]]:
+        """Returns the rules, each with its part of the model and its view of the first phase of the round."""
+        views, _ = self.views(round, among)
+        model = self._training.model.parameters
+        return [(fragment.rule, fragment.part(model), view)
+                for fragment, (view, *_) in zip(self.schedule.fragments, views, strict=True)]  # fmt: skip
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Returns copies of all that the fragments' rules and exchanges keep between rounds."""
+        return [fragment.state_dict() for fragment in self.schedule.fragments]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restores what `state_dict` returned. Raises ValueError for the state of other rules or fragments."""
+        for fragment, each in zip(self.schedule.fragments, state, strict=True):
+            fragment.load_state_dict(each)
