@@ -78,6 +78,8 @@ class Ledger:
     """Of a simulated run."""
     _members: dict[int, list[int]] = field(default_factory=dict)
     """uid -> members of the last generation that this node took part in, the latest report last."""
+    _generations: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    """number -> first round and members of every generation that was told of, as the first node told it."""
     _earlier: Counter[str] = field(default_factory=Counter)
     """Bytes by figure that earlier processes of restarted nodes had sent."""
     _before: dict[int, tuple[int, Figures]] = field(default_factory=dict)
@@ -140,6 +142,8 @@ class Ledger:
         if record.get("kind") == "generation":
             self._members.pop(uid, None)
             self._members[uid] = record.get("members", [])
+            told = int(record.get("round", 0)), self._members[uid]
+            self._generations.setdefault(int(record.get("generation", 0)), told)
 
     def figures(self) -> dict[int, Figures]:
         """Returns by uid the closing figures of every node that has reported them, else the last known ones."""
@@ -151,6 +155,20 @@ class Ledger:
         if self.finished and self.members:
             found = {uid: figures for uid, figures in found.items() if uid in self.members}
         return found
+
+    def newcomers(self, num_nodes: int) -> dict[int, list[list[int | None]]]:
+        """Returns by uid, of the nodes that are in no mapping, the stays of each: the round from which it was a member,
+        and the one from which the others went on without it; None where it was one to the end."""
+        found: dict[int, list[list[int | None]]] = {}
+        for _, (round, members) in sorted(self._generations.items()):
+            for uid, stays in found.items():
+                if uid not in members and stays[-1][1] is None:
+                    stays[-1][1] = round
+            for uid in (uid for uid in members if uid >= num_nodes):
+                stays = found.setdefault(uid, [])
+                if not stays or stays[-1][1] is not None:
+                    stays.append([round, None])
+        return dict(sorted(found.items()))
 
     def samples(self) -> dict[str, list[dict[str, Any]]]:
         """Returns by uid, of all nodes that are known here, what they trained on in each generation; empty where the
@@ -256,6 +274,8 @@ def summary(
         found["apart"] = ledger.apart
     if ledger.left:
         found["left"] = {str(uid): each.figures.get("rounds", 0) for uid, each in sorted(ledger.left.items())}
+    if newcomers := ledger.newcomers(facts.num_nodes):
+        found["newcomers"] = {str(uid): stays for uid, stays in newcomers.items()}
     if samples := ledger.samples():
         found["samples"] = samples
     if ledger.engine is not None:

@@ -73,6 +73,19 @@ def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
 
 
+def test_the_summary_tells_which_newcomers_came_and_went() -> None:
+    ledger = Ledger()
+    courses = [(1, 4, [0, 1, 2, 3, 4]), (2, 9, [0, 1, 2, 4]), (3, 12, [0, 1, 2, 3, 4]), (4, 15, [0, 1, 4])]
+    for uid in (1, 0):
+        for number, round, members in courses:
+            ledger.progress(uid, {"kind": "generation", "generation": number, "round": round, "members": members})
+    ledger.finished[0] = replace(FINISHED, uid=0)
+    found = summary(replace(FACTS, machines=[[0, 1], [2]]), ledger, 0, None, Durations(1.0, 2.0))
+    assert found["newcomers"] == {"3": [[4, 9], [12, 15]], "4": [[4, None]]}, "node 2 is of the mapping"
+    ledger = Ledger(latest=ledger.latest, _members=ledger._members)
+    assert "newcomers" not in summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
+
+
 def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None:
     ledger = Ledger()
     for uid, members in ((0, [0, 1]), (1, [0, 1]), (2, [2, 3]), (3, [2, 3])):
