@@ -19,7 +19,7 @@ from decentnode.errors import Diverged, EnvironmentFault, PeerLost
 from decentnode.experiment import Experiment
 from decentnode.experiment.records import RunConfig
 from decentnode.launch.messages import ChildMessage, Progress
-from decentnode.launch.run_dir import node_dir
+from decentnode.launch.run_dir import APART, node_dir
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.history import History
 from decentnode.metrics.reader import read
@@ -258,11 +258,6 @@ def model_path(run_dir: Path, uid: int) -> Path:
     return run_dir / "models" / f"{uid:03d}.safetensors"
 
 
-APART = "apart-"
-"""A folder in models/ of this name and its uid is where the node of the lowest uid in its generation keeps the merged
-model, as long as another generation may have one, too."""
-
-
 def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
     """Write merged.safetensors, and what follows from adapters, of a module that holds the merged model. folder: the
     run's models/, as a rule. kept: names of parameters that are not shared."""
@@ -273,24 +268,6 @@ def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
         save(module, folder / "adapters.safetensors", without={*kept} | frozen)
         if not kept:
             save_tensors(folded(module), folder / "folded.safetensors")
-
-
-def take_merged(run_dir: Path) -> None:
-    """Where no merged model is in models/: let it be that of the lowest node which kept one in a folder beside. Raises
-    OSError."""
-    models = run_dir / "models"
-    beside = sorted(models.glob(f"{APART}*"))
-    if not beside or (models / "merged.safetensors").exists():
-        return
-    for each in beside[0].iterdir():
-        if each.is_dir():
-            (models / each.name).mkdir(exist_ok=True)
-            for file in each.iterdir():
-                file.replace(models / each.name / file.name)
-            each.rmdir()
-        else:
-            each.replace(models / each.name)
-    beside[0].rmdir()
 
 
 def save_node(node: Node, run_dir: Path) -> None:

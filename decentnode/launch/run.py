@@ -47,7 +47,6 @@ from decentnode.launch.messages import (
     StopRun,
     Task,
 )
-from decentnode.launch.node_files import take_merged
 from decentnode.launch.observer import (
     Observer,
     apart_notice,
@@ -59,7 +58,7 @@ from decentnode.launch.observer import (
 )
 from decentnode.launch.outcome import Durations, Ledger, Outcome, first_cause, summary
 from decentnode.launch.provenance import usable_cores
-from decentnode.launch.run_dir import Records, node_dir
+from decentnode.launch.run_dir import Records, node_dir, take_merged
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.sockets import SocketDir
 from decentnode.launch.strikes import Strikes

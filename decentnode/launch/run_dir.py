@@ -25,6 +25,10 @@ from decentnode.system import write_atomic
 ENVIRONMENT_SECONDS = 30.0
 """Longest wait for versions and git's state at the end of a run."""
 
+APART = "apart-"
+"""A folder in models/ of this name and its uid is where the node of the lowest uid in its generation keeps the merged
+model, as long as another generation may have one, too."""
+
 
 def write_inputs(path: Path, facts: Facts, command: str) -> None:
     """Write configs, graph, mapping, command and copied files. Raises EnvironmentFault when the disk refuses."""
@@ -156,3 +160,21 @@ class Records:
                 written = False
         supervisor_file.remove(self.directory)
         return written
+
+
+def take_merged(run_dir: Path) -> None:
+    """Where no merged model is in models/: let it be that of the lowest node which kept one in a folder beside. Raises
+    OSError."""
+    models = run_dir / "models"
+    beside = sorted(models.glob(f"{APART}*"))
+    if not beside or (models / "merged.safetensors").exists():
+        return
+    for each in beside[0].iterdir():
+        if each.is_dir():
+            (models / each.name).mkdir(exist_ok=True)
+            for file in each.iterdir():
+                file.replace(models / each.name / file.name)
+            each.rmdir()
+        else:
+            each.replace(models / each.name)
+    beside[0].rmdir()

@@ -16,7 +16,8 @@ from decentnode.communication.base import Counters
 from decentnode.errors import EnvironmentFault
 from decentnode.launch import node_files
 from decentnode.launch.messages import ChildMessage, Progress
-from decentnode.launch.node_files import Reporter, StatusWriter, load_merged, save, save_node, snapshot, take_merged
+from decentnode.launch.node_files import Reporter, StatusWriter, load_merged, save, save_node, snapshot
+from decentnode.launch.run_dir import take_merged
 from tests.node.fakes import Quadratic
 
 ROUNDS = [{"kind": "round", "round": number} for number in range(5)]

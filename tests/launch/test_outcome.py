@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.launch.messages import Failed, Finished
-from decentnode.launch.node_files import take_merged
 from decentnode.launch.outcome import Durations, Ledger, first_cause, summary
-from decentnode.launch.run_dir import node_dir
+from decentnode.launch.run_dir import node_dir, take_merged
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.closing import _apart
 from tests.launch.facts import FACTS, FINISHED
