@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 from decentnode.metrics.history_kinds import HISTORY
@@ -36,9 +36,10 @@ class EventList:
     def take(self, uid: int, record: dict[str, Any], version: int) -> None:
         """One record of events.jsonl, or one of metrics.jsonl that is about no round or evaluation."""
         kind, time = record.get("kind"), record.get("time")
-        if not isinstance(kind, str) or kind in QUIET or kind in HISTORY or not isinstance(time, int | float):
+        if not isinstance(kind, str) or kind in QUIET or kind in HISTORY:
             return
-        if not math.isfinite(time):
+        # An integer too large for a float fits no time either.
+        if not isinstance(time, int | float) or not abs(time) <= sys.float_info.max:
             return
         if kind == "generation" and not isinstance(record.get("members"), list):
             return

@@ -41,8 +41,11 @@ Row = list[float | None]
 
 
 def number(value: Any) -> float:
-    """NaN for what is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    """NaN for what is none, or too large for one."""
+    try:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def plain(values: Iterable[float]) -> Row:

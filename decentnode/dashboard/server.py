@@ -143,7 +143,7 @@ class _Pages:
         try:
             asked = json.loads(body)
             id, action = asked["run"], asked["action"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return JSONResponse({"error": "run and action must be given"}, 400)
         path = await run_in_threadpool(self._catalog.get, id) if isinstance(id, str) else None
         if path is None:

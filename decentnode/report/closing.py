@@ -21,9 +21,10 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("ended") == "early_stop":
         did = f"stopped early after round {rounds} of {planned}, {wall}"
     lines = [f"{did}{_main_metric(summary)}", *_best(summary)]
-    count = len(summary["nodes"])
-    if not count:
+    if not summary["nodes"]:
         return lines
+    # Bytes are also of nodes that left or were lost, which have no figures at the end.
+    count = len({*summary["nodes"], *summary.get("left", {}), *summary.get("lost", {})})
     total = summary["bytes_sent_total"]
     traffic = f"traffic  {size(total)} of payloads sent by {plural(count, 'node')}, {size(total / count)} each"
     if rounds and summary["round_seconds_median"] is not None:

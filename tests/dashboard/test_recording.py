@@ -166,9 +166,11 @@ def test_records_that_are_wrong_do_no_harm(tmp_path: Path) -> None:
         {"kind": "round", "round": 1, "time": BEGAN + 2, "edges": [1, 2], "loss": "NaN", "data_bytes_sent": "x"},
         {"kind": "round", "round": 2, "time": BEGAN + 3, "edges": {"../x": [1, 1, 1, 1, 1], "1": "x", "5": [0]}},
         {"kind": ["x"], "round": 1, "time": 1}, {"kind": "generation", "members": 4, "time": 3},
+        {"kind": "round", "round": 1, "time": 10**400, "loss": 10**400},
     ):  # fmt: skip
         line(run / "nodes" / "000" / "metrics.jsonl", record)
     line(run / "nodes" / "000" / "events.jsonl", {"kind": {"x": 1}, "time": 1}, {"kind": "stranger", "time": "x"},
+         {"kind": "stranger", "time": 10**400},
          {"kind": "stranger", "time": BEGAN, "detail": "<script>" * 200})  # fmt: skip
     told = whole(Recording(run))
     assert [point[0] for point in told["points"]] == [0, 1, 2, 3]

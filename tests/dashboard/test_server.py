@@ -222,7 +222,8 @@ def test_other_pages_cannot_control_a_run(run: Path) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"run": 1, "action": "stop"}', b'{"run": [], "action": "stop"}',
-                                  b'{"run": "ring/2026-01-01", "action": 5}', b"x" * 10_000, b"\xff\xfe"])  # fmt: skip
+                                  b'{"run": "ring/2026-01-01", "action": 5}', b"x" * 10_000, b"\xff\xfe",
+                                  b"[" * 4000])  # fmt: skip
 def test_what_is_no_request_is_refused(run: Path, body: bytes) -> None:
     said: list[tuple[Path, str]] = []
     assert asking_to(run, said).post("/api/control", content=body, headers=OWN).status_code in (400, 404, 413)

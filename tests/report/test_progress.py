@@ -93,6 +93,11 @@ def summary(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def test_bytes_are_of_those_that_left_too() -> None:
+    text = "\n".join(closing(summary(left={"2": 7}, lost={"1": "killed", "3": "killed"})))
+    assert "4.0 kB of payloads sent by 4 nodes, 1.0 kB each" in text
+
+
 def test_the_closing_says_who_waited_for_whom() -> None:
     text = "\n".join(closing(summary()))
     assert text.startswith("done in 14.2 s: mean test accuracy 0.750 (min 0.700 node 0, max 0.800 node 1)")
