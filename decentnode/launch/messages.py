@@ -65,6 +65,8 @@ class Facts:
     """The uids of this machine by process."""
     regroup: bool = False
     """Whether the others go on when a node dies."""
+    sides: bool = False
+    """Whether all sides of a broken network go on."""
     restarts: int = 0
     """How many times a node that died is started again."""
     task: dict[str, Any] = field(default_factory=dict)

@@ -178,11 +178,12 @@ class Ledger:
                  for uid, each in sorted(known.items()) if "dealt" in each}  # fmt: skip
         return {str(uid): epochs(text) for uid, text in dealt.items()}
 
-    def outside(self, local: Collection[int]) -> set[int]:
+    def outside(self, local: Collection[int], sides: bool = False) -> set[int]:
         """Returns local nodes that the others went on without: lost ones, and, before a stop, those that are not
         members of the last generation. After a stop, such a node may still close with what it has. Nodes that go on
-        apart, in a generation that shares no node with the last one, are with others, or alone, as they are to be."""
-        if self.stopped:
+        apart, in a generation that shares no node with the last one, are with others, or alone, as they are to be.
+        sides: whether they may (node.on_partition: both): those that are in no new generation may agree on one yet."""
+        if self.stopped or sides:
             return {*self.lost}
         last = {*(self.members or local)}
         apart = {uid for uid, members in self._members.items() if uid in members and last.isdisjoint(members)}

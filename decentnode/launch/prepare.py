@@ -138,6 +138,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         threads={str(uid): 1 if request.forked else threads_of(experiment, uid)
                  for uid in machines[machine][: 1 if in_process else None]},
         regroup=experiment.node.missing == "regroup" and (struck or not in_process),
+        sides=experiment.node.on_partition == "both",
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),
         processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],

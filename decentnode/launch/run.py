@@ -120,6 +120,8 @@ class Run:
         self._kill_at: float | None = None
         """When all children are killed, once the run has failed or the user asked for it."""
         self._first_finish: float | None = None
+        self._heard = 0.0
+        """When a node last told of its progress; `clock.now()`."""
         self._cause_told = False
         self._absent: NodesAbsent | None = None
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
@@ -207,6 +209,7 @@ class Run:
 
     def _on_message(self, worker: Worker, message: ChildMessage) -> None:
         if isinstance(message, Progress):
+            self._heard = clock.now()
             self.ledger.progress(message.uid, message.record)
             self.observer.progress(message.uid, message.record)
             if message.record.get("kind") == "generation":
@@ -435,8 +438,8 @@ class Run:
             self._give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
         elif self._first_finish is not None and late and self._only_they_are_left(late, now):
             self._end_without(late)
-        elif self._first_finish is not None and late and now - self._first_finish > self._closing_seconds:
-            seconds = now - self._first_finish
+        elif self._first_finish is not None and late and now - self._silent_since > self._closing_seconds:
+            seconds = now - self._silent_since
             if self.facts.regroup:
                 self._leave_behind(late, f"silent for {seconds:.0f} s after other nodes had finished")
                 return
@@ -453,6 +456,12 @@ class Run:
         """How much later than the first node the others may end: they may still wait for each other, and write what the
         run leaves, which a short time-out says nothing of."""
         return max(self.facts.timeout_seconds, GRACE_SECONDS)
+
+    @property
+    def _silent_since(self) -> float:
+        """From when the end of the last nodes is awaited; `clock.now()`. A side of a broken network takes its time."""
+        assert self._first_finish is not None
+        return max(self._first_finish, self._heard) if self.facts.sides else self._first_finish
 
     def _kill_all(self) -> None:
         for worker in self.workers:
@@ -477,7 +486,8 @@ class Run:
 
     def _only_they_are_left(self, late: list[int], now: float) -> bool:
         """Returns whether the others went on without the nodes `late`, and all others ended BACK_SECONDS ago."""
-        return self.ledger.outside(self.facts.local).issuperset(late) and now - self._ended > BACK_SECONDS
+        outside = self.ledger.outside(self.facts.local, self.facts.sides)
+        return outside.issuperset(late) and now - self._ended > BACK_SECONDS
 
     def _end_without(self, late: list[int]) -> None:
         """End these nodes: all others have ended, and none is left that could let them in."""

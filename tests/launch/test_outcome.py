@@ -93,6 +93,7 @@ def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None
     ledger.finished[0] = replace(FINISHED, uid=0)
     ledger.finished[1] = replace(FINISHED, uid=1)
     assert ledger.outside(range(5)) == {4} and ledger.apart == []
+    assert not ledger.outside(range(5), sides=True), "node 4 may still agree with others on a generation"
     for uid in (2, 3):
         ledger.finished[uid] = replace(FINISHED, uid=uid)
     found = summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
