@@ -218,6 +218,7 @@ class Batched:
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
             "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds, "wait_seconds": 0.0,
             "overlap": 1.0 if ordered else 0.0, "waited_for": -1, "waited_seconds": 0.0, "rounds_without": 0,
+            "late_payloads": 0,
             "bytes_data": int(self._data[uid]), "bytes_metadata": int(self._metadata[uid]), "bytes_protocol": 0,
             "bytes_evaluation": int(self._evaluation[uid]), "bytes_control": 0, "bytes_saved": 0, "faults": 0,
         }  # fmt: skip
