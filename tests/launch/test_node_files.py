@@ -29,7 +29,7 @@ def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = No
     communication = SimpleNamespace(waiting=waiting, counters=Counters())
     return SimpleNamespace(
         uid=uid, round=4, config=SimpleNamespace(rounds=9, on_partition="majority"), doing="exchange",
-        training=training, merged=None, averages=None, dumps=None,
+        training=training, merged=None, averages=None, rounds=SimpleNamespace(dumps=None),
         communication=communication, generation=SimpleNamespace(members=members), shared=training.model.num_parameters,
     )  # fmt: skip
 
