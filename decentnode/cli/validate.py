@@ -60,7 +60,7 @@ def command(
         ctx.exit(error.exit_code)
     from decentnode.launch.header import short_timeout
 
-    if warning := short_timeout(experiment):
+    for warning in filter(None, [*experiment.doubts, short_timeout(experiment)]):
         click.echo(f"warning: {warning}", err=True)
     if as_json:
         found = {"ok": True, "source": config, "problems": [], "digest": experiment.digest()}

@@ -129,6 +129,20 @@ def _leaves(annotation: Any) -> Iterable[Any]:
     return [leaf for a in arguments for leaf in _leaves(a)] if arguments else [annotation]
 
 
+def told_apart(key: str, known: Iterable[str]) -> pydantic.Discriminator:
+    """Annotation of a union of Settings that one key tells apart: `Annotated[A | B, told_apart("do", known)]`,
+    where A and B have that value as their `Tag`. A section with another value, or none, is an error that names `known`.
+    """
+
+    def tag(value: object) -> object:
+        return value.get(key) if isinstance(value, dict) else getattr(value, key, None)
+
+    context: dict[str, int | str | float] = {"key": key, "known": ", ".join(known)}
+    return pydantic.Discriminator(
+        tag, custom_error_type="kind", custom_error_message="must be one of {known}", custom_error_context=context
+    )
+
+
 LIKENESS = 0.6
 """How alike two words are, at least, of which one is proposed for the other: twice the letters that they have in
 common, in order, by the letters of both."""

@@ -36,6 +36,7 @@ _RULES = {
     "string_pattern_mismatch": "must match {pattern}",
 }
 
+LISTS = ("list_type", "tuple_type")
 MOST_WRITTEN = 1e15
 """Larger numbers are not written out for whom writes them as 1e3."""
 
@@ -48,9 +49,20 @@ class Problem:
     message: str
     hint: str = ""
     other: tuple[str | int, ...] | None = None
+    doubt: bool = False
+    """Whether it is a warning: what is written may be meant."""
 
     def render(self, tree: Item, source: str) -> str:
         """The problem with its place in the tree it was found in."""
+        return problem(*self._told(tree, source))
+
+    def line(self, tree: Item, source: str) -> str:
+        """`render` in one line, without a picture of the place."""
+        place, text, hint = self._told(tree, source)
+        return f"{place}: {text}" + (f" ({hint})" if hint else "")
+
+    def _told(self, tree: Item, source: str) -> tuple[Location | str, str, str]:
+        """(place, text, hint)."""
         place = place_of(tree, self.path) or source
         hint = self.hint
         if self.other is not None:
@@ -58,7 +70,7 @@ class Problem:
             see = f"see {dotted(self.other)}" + (f" at {_short(other, place)}" if other else " (default)")
             hint = f"{hint}; {see}" if hint else see
         separator = "" if self.message.startswith(":") else " "
-        return problem(place, f"{dotted(self.path)}{separator}{self.message}", hint)
+        return place, f"{dotted(self.path)}{separator}{self.message}", hint
 
 
 def _short(place: Location, beside: Location | str) -> str:
@@ -111,10 +123,18 @@ def _descend(tree: Item, path: Sequence[str | int]) -> tuple[Item, int]:
     return tree, len(path)
 
 
+def _at_its_key(details: ErrorDetails) -> ErrorDetails:
+    """A section's own error that begins with one of its keys, as one of that key."""
+    found, given = re.match(r"Value error, (\w+) ((?:must|needs) .*)", details["msg"], re.DOTALL), details["input"]
+    if found is None or not isinstance(given, dict) or found[1] not in given:
+        return details
+    return {**details, "loc": (*details["loc"], found[1]), "input": given[found[1]], "msg": found[2]}
+
+
 def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.BaseModel], source: str) -> list[str]:
     """Every error rendered, in the order of the file; several rules of one union are joined by "or"."""
     grouped: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
-    for details in error.errors(include_url=False):
+    for details in map(_placed, error.errors(include_url=False)):
         grouped.setdefault(_written_path(tree, details), []).append(details)
     rendered: list[tuple[tuple[str, int, int], str]] = []
     for path, group in grouped.items():
@@ -129,9 +149,28 @@ def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.Ba
 def _another_choice_goes_deeper(
     path: tuple[str | int, ...], group: Sequence[ErrorDetails], paths: Iterable[tuple[str | int, ...]]
 ) -> bool:
-    """A section that should have been text, or a section with a wrong key: the wrong key is what matters."""
+    """A section that should have been text, or a section with a wrong key: the wrong key is what matters. A list of
+    which no entry is right counts as too short, too."""
     deeper = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
-    return deeper and all(details["type"].endswith("_type") for details in group)
+    return deeper and all(details["type"].endswith("_type") or details["type"] in ("literal_error", "too_short")
+                          for details in group)  # fmt: skip
+
+
+def _placed(details: ErrorDetails) -> ErrorDetails:
+    """A section's own error as one of the key that it is about. Which of several a section is, is said by one of its
+    keys (`component.told_apart`)."""
+    if details["type"] == "value_error":
+        return _at_its_key(details)
+    if details["type"] != "kind":
+        return details
+    key, known, given = details["ctx"]["key"], details["ctx"]["known"], details["input"]
+    if not isinstance(given, dict):
+        text = f"must be a section such as {{{key}: {known.partition(',')[0]}, ...}}"
+        return {**details, "type": "section", "msg": text}
+    at: ErrorDetails = {**details, "loc": (*details["loc"], key), "input": given.get(key)}
+    if key not in given:
+        return {**at, "type": "kind_missing", "msg": f"one of {known}"}
+    return {**at, "type": "component_name", "msg": f"must be one of {known}"}
 
 
 def _written_path(tree: Item, details: ErrorDetails) -> tuple[str | int, ...]:
@@ -141,7 +180,7 @@ def _written_path(tree: Item, details: ErrorDetails) -> tuple[str | int, ...]:
     loc = details["loc"]
     for depth, part in enumerate(loc):
         found = item.get(part) if item else None
-        if found is not None or (details["type"] == "missing" and depth == len(loc) - 1):
+        if found is not None or (details["type"] in ("missing", "kind_missing") and depth == len(loc) - 1):
             path.append(part)
             item = found
         elif depth == 0:
@@ -164,15 +203,12 @@ def _explain_one(
     if kind == "extra_forbidden":
         place = (written.key or written.place) if written else None
         return problem(place or source, f"{dotted(path)} is not a known key", _key_hint(path, tree, model)), place
-    if kind in ("missing", "section_name"):
-        hint = first["msg"] if kind == "section_name" else _description(model, tree, path)
+    if kind in ("missing", "section_name", "kind_missing"):
+        hint = _description(model, tree, path) if kind == "missing" else first["msg"]
         place = (written.key or written.place) if written else None
         name = (*path, "name") if kind == "section_name" else path
         return problem(place or source, f"{dotted(name)} is missing", hint), place
-    rules: list[str] = []
-    for details in group:
-        rule = _rule(details)
-        rules.extend([rule] if rule not in rules else [])
+    rules = _rules(group)
     joined = rules[0] + "".join(" or " + r.removeprefix("must be ") for r in rules[1:])
     got = "" if ", got " in joined or kind == "component" else f", got {_shown(written, first)}"
     separator = " " if joined.startswith(("must ", "needs ")) else ": "
@@ -181,10 +217,20 @@ def _explain_one(
     return problem(place or source, f"{dotted(path)}{separator}{joined}{got}", hint), place
 
 
+def _rules(group: Sequence[ErrorDetails]) -> list[str]:
+    """The different rules of errors at one place; words that are allowed there are one rule, the last. A value of the
+    right type has one, that of its type."""
+    group = [details for details in group if details["type"] == "value_error"] or group
+    rules = dict.fromkeys(_rule(details) for details in group if details["type"] != "literal_error")
+    options = [option for details in group if details["type"] == "literal_error" for option in _options(details)]
+    if options:
+        one_of = f"one of {', '.join(dict.fromkeys(options))}" if len(options) > 1 or not rules else repr(options[0])
+        rules[f"must be {one_of}"] = None
+    return list(rules)
+
+
 def _rule(details: ErrorDetails) -> str:
     kind, context = details["type"], details.get("ctx", {})
-    if kind == "literal_error":
-        return "must be one of " + ", ".join(_options(details))
     if kind == "value_error":
         return details["msg"].removeprefix("Value error, ")
     if kind == "boolean":
@@ -195,7 +241,8 @@ def _rule(details: ErrorDetails) -> str:
         return "must be a number"
     pattern = _RULES.get(kind) or _RULES.get(re.sub(r"_(type|parsing|attributes_type)$", "", kind))
     if pattern:
-        return pattern.format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
+        said = pattern.format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
+        return re.sub(r"\b1 (entr|character)(ies|s)$", lambda found: f"1 {found[1]}{'y' * (found[2] == 'ies')}", said)
     message = details["msg"]
     return message if message.startswith(("must ", "needs ")) else f"must be valid: {message[:1].lower()}{message[1:]}"
 
@@ -235,6 +282,11 @@ def _value_hint(
     ours = item is not None and item.place.origin in ("--set", "env")
     if replacing and not ours and "must be an argument of" in details["msg"]:
         return replacing[1]
+    lists = [d for d in group if d["type"] in LISTS]
+    if type(value) is int and lists and all(d in lists or d["type"] == "literal_error" for d in group):
+        return f"write [{value}]"
+    if isinstance(value, dict) and details["type"] in LISTS:
+        return "begin its line with '- ', or put [ ] around it"
     wants_text = any(d["type"] in ("literal_error", "string_type", "component_name", "path_type") for d in group)
     if item is not None and item.raw and wants_text and not isinstance(value, str) and value is not None:
         shown = str(value).lower() if isinstance(value, bool) else str(value)
@@ -261,6 +313,8 @@ def _key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.Base
     if owner is None:
         return ""
     known, places = list(owner.model_fields), dict(_places(tree, model))
+    if any(isinstance(part, int) for part in path) and (near := nearest(str(path[-1]), known)):
+        return f"did you mean '{near}'?"  # an entry of a list has nothing to do with other sections
     elsewhere = [place for place, key in places.items() if key == path[-1] and place != dotted(path)]
     if elsewhere:
         return "did you mean " + " or ".join(f"'{place}'" for place in elsewhere[:3]) + "?"
@@ -316,19 +370,22 @@ def _model_at(
     """The class whose fields are the keys of the section at `path`."""
     item: Item | None = tree
     owner: type[pydantic.BaseModel] | None = model
+    annotations: list[Any] = []
     for part in path:
-        item = item.get(part) if item else None
         if isinstance(part, int):
-            continue
-        found = owner.model_fields.get(part) if owner else None
-        if found is None:
-            return None
-        owner = next(_models([found.annotation, *found.metadata], item.plain() if item else {}), None)
+            annotations = [*_entry_types(annotations, item.plain() if item else [])]
+        else:
+            found = owner.model_fields.get(part) if owner else None
+            if found is None:
+                return None
+            annotations = [found.annotation, *found.metadata]
+        item = item.get(part) if item else None
+        owner = next(_models(annotations, item.plain() if item else {}), None)
     return owner
 
 
 def _models(annotations: Sequence[Any], value: Any) -> Iterator[type[pydantic.BaseModel]]:
-    for annotation in reversed(annotations):
+    for annotation in reversed(_chosen(annotations, value)):
         if isinstance(annotation, Section):
             name = annotation.name_of(value)
             try:
@@ -338,4 +395,28 @@ def _models(annotations: Sequence[Any], value: Any) -> Iterator[type[pydantic.Ba
         elif isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
             yield annotation
         else:
-            yield from _models([a for a in typing.get_args(annotation) if not isinstance(a, str)], value)
+            yield from _models(_within(annotation), value)
+
+
+def _entry_types(annotations: Sequence[Any], value: list[Any]) -> Iterator[Any]:
+    """The annotations of the entries of a list."""
+    for annotation in _chosen(annotations, value):
+        if typing.get_origin(annotation) in (list, tuple):
+            yield typing.get_args(annotation)[0]
+        elif not isinstance(annotation, type):
+            yield from _entry_types(_within(annotation), value)
+
+
+def _within(annotation: Any) -> list[Any]:
+    return [each for each in typing.get_args(annotation) if not isinstance(each, str)]
+
+
+def _chosen(annotations: Sequence[Any], value: Any) -> Sequence[Any]:
+    """Of a union whose members are told apart by a tag, the one that a value is of; all there is otherwise."""
+    by = next((each for each in annotations if isinstance(each, pydantic.Discriminator)), None)
+    if by is None or not callable(by.discriminator):
+        return annotations
+    tag = by.discriminator(value)
+    members = [member for each in annotations if each is not by for member in _within(each)]
+    tagged = [m for m in members if any(isinstance(t, pydantic.Tag) and t.tag == tag for t in _within(m))]
+    return tagged if isinstance(tag, str) else annotations

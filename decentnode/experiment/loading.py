@@ -79,9 +79,10 @@ def load(
     experiment, experiment._derived = derived.derive(experiment)
     if check:
         derived.tell_changes(experiment, seen)
-        problems = [found for one in CHECKS for found in one(experiment)]
-        if problems:
-            raise ConfigError([found.render(tree, source) for found in problems], source)
+        found = [problem for one in CHECKS for problem in one(experiment)]
+        if problems := [each.render(tree, source) for each in found if not each.doubt]:
+            raise ConfigError(problems, source)
+        experiment._doubts = tuple(each.line(tree, source) for each in found)
     return experiment
 
 

@@ -116,6 +116,7 @@ class Experiment(Settings):
     _base_dir: Path = PrivateAttr(Path())
     _tree: Item = PrivateAttr(Item({}, Location("")))
     _derived: tuple[str, ...] = PrivateAttr(())
+    _doubts: tuple[str, ...] = PrivateAttr(())
     _graph: Graph | None = PrivateAttr(None)
     _fragment_graphs: tuple[Graph, ...] | None = PrivateAttr(None)
     _mapping: NodeMapping | None = PrivateAttr(None)
@@ -136,6 +137,11 @@ class Experiment(Settings):
     def derived(self) -> tuple[str, ...]:
         """Keys, or sections, whose values nobody gave: `load` found them from the others."""
         return self._derived
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Warnings of `load`: what is written and may be meant, each with its place."""
+        return self._doubts
 
     @property
     def base_dir(self) -> Path:

@@ -8,12 +8,22 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from decentnode.config.component import Settings
+from decentnode.config.component import Settings, told_apart
 
 Share = Annotated[float, Field(ge=0, le=1)]
-Uids = Annotated[tuple[int, ...], Field(min_length=1)] | Literal["all"]
+
+
+def _each_once(uids: tuple[int, ...]) -> tuple[int, ...]:
+    twice = next((uid for index, uid in enumerate(uids) if uid in uids[:index]), None)
+    if twice is not None:
+        raise ValueError(f"must name each node once, got {twice} twice")
+    return uids
+
+
+Some = Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_each_once)]
+Uids = Some | Literal["all"]
 Plane = Literal["control", "bulk"]
 
 
@@ -67,6 +77,10 @@ class Fault(Settings):
             raise ValueError("a fault must have either at_seconds or at_round, or every_seconds, or probability")
         if (self.every_seconds is None) != (self.until_seconds is None):
             raise ValueError("a fault must have every_seconds and until_seconds, or neither")
+        every, until = self.every_seconds or 0.0, self.until_seconds or 0.0
+        if until < every:
+            raise ValueError(f"until_seconds must be at least every_seconds, {every:g}, got {until:g}: the fault comes "
+                             "about for the first time after as many")  # fmt: skip
         return self
 
     @property
@@ -114,6 +128,8 @@ class _OfNodes(Fault):
     def _is_drawn_in_one_way(self) -> Self:
         if self.count is not None and self.probability is not None:
             raise ValueError("a fault must have either count or probability: it strikes each node by itself")
+        if self.count is not None and self.nodes != "all" and self.count > len(self.nodes):
+            raise ValueError(f"count must be at most the number of nodes, {len(self.nodes)}, got {self.count}")
         return self
 
     @property
@@ -162,7 +178,7 @@ class Slow(_OfNodes):
 
     do: Literal["slow"] = "slow"
     """Which fault it is."""
-    factor: float = Field(gt=0)
+    factor: float = Field(ge=1)
     """How many times as long."""
     seconds: float | None = Field(default=None, gt=0)
     """For how long. Default: to the end of the run."""
@@ -192,10 +208,18 @@ class Cut(Fault):
 
     do: Literal["cut"] = "cut"
     """Which fault it is."""
-    sides: tuple[Annotated[tuple[int, ...], Field(min_length=1)], Annotated[tuple[int, ...], Field(min_length=1)]]
+    sides: tuple[Some, Some]
     """Uids of both sides."""
     seconds: float = Field(gt=0)
     """For how long."""
+
+    @field_validator("sides")
+    @classmethod
+    def _are_apart(cls, sides: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        both = sorted({*sides[0]} & {*sides[1]})
+        if both:
+            raise ValueError(f"must have a node on one of the two sides alone, got {both[0]} on both")
+        return sides
 
     @property
     def uids(self) -> tuple[int, ...]:
@@ -214,6 +238,13 @@ class _OfConnection(Fault):
     """Uid of the node that it leads to."""
     plane: Plane = "control"
     """Which of the two connections: of control messages, or of models."""
+
+    @field_validator("to")
+    @classmethod
+    def _is_another(cls, to: int, info: ValidationInfo) -> int:
+        if to == info.data.get("source"):
+            raise ValueError(f"must be another node than source, got {to}")
+        return to
 
     @property
     def uids(self) -> tuple[int, ...]:
@@ -249,6 +280,14 @@ class _OfMessages(Fault):
     """Which messages: those of control, those with models, or all."""
     share: Share = 1.0
     """Share of these messages."""
+
+    @field_validator("to")
+    @classmethod
+    def _has_another(cls, to: Uids, info: ValidationInfo) -> Uids:
+        source = info.data.get("source", "all")
+        if to != "all" and source != "all" and len({*to, *source}) == 1:
+            raise ValueError(f"must have another node than source, got {to[0]} alone")
+        return to
 
     @property
     def uids(self) -> tuple[int, ...]:
@@ -317,20 +356,6 @@ InNode: TypeAlias = Slow | FullDisk | ClockJump
 """Faults that a node brings about itself."""
 
 
-def _kind(value: object) -> object:
-    return value.get("do") if isinstance(value, dict) else getattr(value, "do", None)
-
-
-AnyFault = Annotated[
-    Annotated[Kill, Tag("kill")] | Annotated[Restart, Tag("restart")] | Annotated[Pause, Tag("pause")]
-    | Annotated[Slow, Tag("slow")] | Annotated[FullDisk, Tag("full_disk")] | Annotated[ClockJump, Tag("clock_jump")]
-    | Annotated[Cut, Tag("cut")] | Annotated[Break, Tag("break")] | Annotated[HalfOpen, Tag("half_open")]
-    | Annotated[Delay, Tag("delay")] | Annotated[Drop, Tag("drop")] | Annotated[Corrupt, Tag("corrupt")]
-    | Annotated[Duplicate, Tag("duplicate")] | Annotated[Reorder, Tag("reorder")],
-    Discriminator(_kind),
-]  # fmt: skip
-
-
 FAULTS: dict[str, str] = {
     name: f"{__name__}:{found.__name__}"
     for name, found in {
@@ -340,6 +365,15 @@ FAULTS: dict[str, str] = {
     }.items()
 }  # fmt: skip
 """By the word for it (`do`): the class of each fault."""
+
+AnyFault = Annotated[
+    Annotated[Kill, Tag("kill")] | Annotated[Restart, Tag("restart")] | Annotated[Pause, Tag("pause")]
+    | Annotated[Slow, Tag("slow")] | Annotated[FullDisk, Tag("full_disk")] | Annotated[ClockJump, Tag("clock_jump")]
+    | Annotated[Cut, Tag("cut")] | Annotated[Break, Tag("break")] | Annotated[HalfOpen, Tag("half_open")]
+    | Annotated[Delay, Tag("delay")] | Annotated[Drop, Tag("drop")] | Annotated[Corrupt, Tag("corrupt")]
+    | Annotated[Duplicate, Tag("duplicate")] | Annotated[Reorder, Tag("reorder")],
+    told_apart("do", FAULTS),
+]  # fmt: skip
 
 
 class Faults(Settings):

@@ -51,6 +51,7 @@ def header(experiment: Experiment) -> list[list[str]]:
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         *_parameters(experiment, module),
         ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module))}"],
+        *(["warning", doubt] for doubt in experiment.doubts),
         *([["warning", short]] if (short := short_timeout(experiment)) else []),
         *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
     ]  # fmt: skip

@@ -1,17 +1,22 @@
-"""Faults that cannot come about are said before the run begins."""
+"""Faults that cannot come about, or are not what they seem, are said before the run begins."""
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 import pytest
 
+from decentnode.experiment import load
 from tests.config.experiments import BASE, said
+
+KINDS = "kill, restart, pause, slow, full_disk, clock_jump, cut, break, half_open, delay, drop, corrupt, duplicate, " \
+        "reorder"  # fmt: skip
+ZEROMQ = ["communication.name=zeromq"]
 
 
 @pytest.mark.parametrize(("faults", "more", "wrong"), [
-    ("[{do: kil, nodes: [1], at_round: 1}]", "", "kil"),
-    ("[{do: kill, nodes: [9], at_round: 1}]", "", "nodes below 4, got 9"),
+    ("[{do: kill, nodes: [9], at_round: 1}]", "", "faults[0].nodes[0] must be of nodes below 4, got 9"),
     ("[{do: drop, share: .1}]", "communication: {name: shared_memory}", "drop is of messages that go through sockets"),
     ("[{do: cut, sides: [[0], [1]], at_round: 1, seconds: 1}]", "", "models go through shared_memory here"),
     ("[{do: delay, by_seconds: .1}]", "communication: {name: collective}", "models go through collective here"),
@@ -21,3 +26,120 @@ from tests.config.experiments import BASE, said
 ])  # fmt: skip
 def test_faults_that_cannot_come_about_are_refused_by_name(write: Any, faults: str, more: str, wrong: str) -> None:
     assert wrong in said(write(f"{BASE}faults: {faults}\n{more}\n"))
+
+
+@pytest.mark.parametrize(("fault", "wrong"), [
+    ("{do: cut, sides: [[0, 1], [1, 2]], at_round: 1, seconds: 1}",
+     "7:27: faults[0].sides must have a node on one of the two sides alone, got 1 on both"),
+    ("{do: cut, sides: [[0, 0], [1]], at_round: 1, seconds: 1}",
+     "7:28: faults[0].sides[0] must name each node once, got 0 twice"),
+    ("{do: cut, sides: [[0], [7]], at_round: 1, seconds: 1}",
+     "7:34: faults[0].sides[1][0] must be of nodes below 4, got 7"),
+    ("{do: kill, nodes: [1, 2, 1], at_round: 1}", "7:28: faults[0].nodes must name each node once, got 1 twice"),
+    ("{do: delay, by_seconds: 1, to: [3, 3]}", "7:41: faults[0].to must name each node once, got 3 twice"),
+    ("{do: drop, source: [2], to: [2]}", "7:38: faults[0].to must have another node than source, got 2 alone"),
+    ("{do: break, source: 2, to: 2, at_round: 1}", "7:37: faults[0].to must be another node than source, got 2"),
+    ("{do: kill, nodes: [1], at_round: 6}", "7:43: faults[0].at_round must be below node.rounds, 6, got 6"),
+    ("{do: kill, nodes: [1, 2], count: 3, at_round: 1}",
+     "7:43: faults[0].count must be at most the number of nodes, 2, got 3"),
+    ("{do: kill, nodes: all, count: 5, at_round: 1}",
+     "7:40: faults[0].count must be at most the number of nodes, 4, got 5"),
+    ("{do: kill, nodes: all, every_seconds: 5, until_seconds: 4}",
+     "7:66: faults[0].until_seconds must be at least every_seconds, 5, got 4"),
+    ("{do: slow, nodes: [1], factor: .5, at_round: 1}", "7:41: faults[0].factor must be >= 1, got 0.5"),
+    ("{do: restart, nodes: [1], at_round: 1}", "7:46: faults[0].at_round: a node that was killed begins no round"),
+    ("{do: restart, nodes: [1], probability: .1}", "7:49: faults[0].probability: a node that was killed begins no"),
+])  # fmt: skip
+def test_faults_without_the_effect_that_is_written_are_refused_at_their_place(
+    write: Any, fault: str, wrong: str
+) -> None:
+    node = "node: {missing: regroup, rounds: 6}\n"
+    assert f"a.yaml:{wrong}" in said(write(f"{BASE}{node}faults: [{fault}]\n"), *ZEROMQ)
+
+
+def test_faults_at_the_bounds_are_taken(write: Any) -> None:
+    faults = """
+    - {do: kill, nodes: [1, 2], count: 2, at_round: 5}
+    - {do: pause, nodes: all, count: 4, every_seconds: 5, until_seconds: 5, seconds: 1}
+    - {do: slow, nodes: [3], factor: 1, at_seconds: 1e5}
+    - {do: cut, sides: [[0, 1], [3, 2]], at_round: 5, seconds: 1}
+    - {do: drop, source: [0, 1], to: [1]}
+    - {do: restart, nodes: [1], every_seconds: 1, until_seconds: 3}
+    """
+    node = "node: {missing: regroup, rounds: 6}\n"
+    assert len(load(write(f"{BASE}{node}faults:{faults}\n"), ZEROMQ, {}).faults) == 6
+
+
+TYPOS = {
+    "[{do: puase, nodes: [1], at_round: 1}]": f"""
+        a.yaml:6:15: faults[0].do must be one of {KINDS}, got 'puase'
+            faults: [{{do: puase, nodes: [1], at_round: 1}}]
+                          ^ did you mean 'pause'?
+        """,
+    "[{nodes: [1], at_round: 1}]": f"""
+        a.yaml:6:10: faults[0].do is missing
+            faults: [{{nodes: [1], at_round: 1}}]
+                     ^ one of {KINDS}
+        """,
+    "[kill]": """
+        a.yaml:6:10: faults[0] must be a section such as {do: kill, ...}, got 'kill'
+            faults: [kill]
+                     ^
+        """,
+    "{do: kill}": """
+        a.yaml:6:9: faults must be a list, got {do: kill}
+            faults: {do: kill}
+                    ^ begin its line with '- ', or put [ ] around it
+        """,
+    "[{do: cut, side: [[0], [1]], at_round: 1, seconds: 1}]": """
+        a.yaml:6:10: faults[0].sides is missing
+            faults: [{do: cut, side: [[0], [1]], at_round: 1, seconds: 1}]
+                     ^ Uids of both sides.
+        a.yaml:6:20: faults[0].side is not a known key
+            faults: [{do: cut, side: [[0], [1]], at_round: 1, seconds: 1}]
+                               ^ did you mean 'sides'?
+        """,
+    "[{do: cut, sides: [0, [1]], at_round: 1, seconds: 1}]": """
+        a.yaml:6:28: faults[0].sides[0] must be a list, got 0
+            faults: [{do: cut, sides: [0, [1]], at_round: 1, seconds: 1}]
+                                       ^ write [0]
+        """,
+    "[{do: cut, sides: [[0], [1]], at_round: 1}]": """
+        a.yaml:6:10: faults[0].seconds is missing
+            faults: [{do: cut, sides: [[0], [1]], at_round: 1}]
+                     ^ For how long.
+        """,
+    "[{do: kill, node: [1], nodes: [2], at_round: 1}]": """
+        a.yaml:6:21: faults[0].node is not a known key
+            faults: [{do: kill, node: [1], nodes: [2], at_round: 1}]
+                                ^ did you mean 'nodes'?
+        """,
+    "[{do: kill, nodes: 1, at_round: 1}]": """
+        a.yaml:6:28: faults[0].nodes must be a list or 'all', got 1
+            faults: [{do: kill, nodes: 1, at_round: 1}]
+                                       ^ write [1]
+        """,
+    "[{do: kill, nodes: [a], at_round: x}]": """
+        a.yaml:6:29: faults[0].nodes[0] must be an integer, got 'a'
+            faults: [{do: kill, nodes: [a], at_round: x}]
+                                        ^
+        a.yaml:6:43: faults[0].at_round must be an integer, got 'x'
+            faults: [{do: kill, nodes: [a], at_round: x}]
+                                                      ^
+        """,
+    "[{do: kill, nodes: [], at_round: 1}]": """
+        a.yaml:6:28: faults[0].nodes must have at least 1 entry or 'all', got []
+            faults: [{do: kill, nodes: [], at_round: 1}]
+                                       ^
+        """,
+    "[{do: drop, plane: bluk}]": """
+        a.yaml:6:28: faults[0].plane must be one of control, bulk, all, got 'bluk'
+            faults: [{do: drop, plane: bluk}]
+                                       ^ did you mean 'bulk'?
+        """,
+}
+
+
+@pytest.mark.parametrize("faults", TYPOS)
+def test_slips_of_the_pen_are_told_as_those_of_other_sections(write: Any, faults: str) -> None:
+    assert said(write(f"{BASE}faults: {faults}\n")) == textwrap.dedent(TYPOS[faults]).strip()

@@ -139,7 +139,7 @@ CASES = {
     "either of two": (
         GOOD + "work: {batch: al}\n",
         """
-        a.yaml:2:15: work.batch must be an integer or one of all, got 'al'
+        a.yaml:2:15: work.batch must be an integer or 'all', got 'al'
             work: {batch: al}
                           ^ did you mean 'all'?
         """,

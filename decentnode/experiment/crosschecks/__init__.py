@@ -6,17 +6,22 @@ problem with the places of both values. A part that cannot be made is reported o
 
 from __future__ import annotations
 
-from decentnode.experiment.crosschecks.asynchronous import rounds_need_nobody
+from decentnode.experiment.crosschecks.asynchronous import asynchronous_keys_are_read, rounds_need_nobody
 from decentnode.experiment.crosschecks.communication import (
     edges_have_their_ways,
     generations_can_be_had,
     hidden_machines_can_be_reached,
     inproc_is_one_machine,
+    keys_are_there,
     nodes_can_be_stepped,
     time_outs_follow_each_other,
 )
 from decentnode.experiment.crosschecks.epidemic import sampler_suits_the_run, what_comes_can_be_averaged
-from decentnode.experiment.crosschecks.faults import faults_can_be_planned, faults_can_come_about
+from decentnode.experiment.crosschecks.faults import (
+    faults_are_of_the_run,
+    faults_can_be_planned,
+    faults_can_come_about,
+)
 from decentnode.experiment.crosschecks.federated import (
     clients_suit_the_servers,
     models_suit_a_server,
@@ -56,6 +61,7 @@ from decentnode.experiment.crosschecks.training import (
 
 CHECKS: tuple[Check, ...] = (
     rounds_need_nobody,
+    asynchronous_keys_are_read,
     graph_can_be_made,
     fragment_graphs_can_be_made,
     mapping_can_be_made,
@@ -86,9 +92,11 @@ CHECKS: tuple[Check, ...] = (
     nodes_can_be_stepped,
     edges_have_their_ways,
     hidden_machines_can_be_reached,
+    keys_are_there,
     generations_can_be_had,
     time_outs_follow_each_other,
     newcomers_can_be_admitted,
+    faults_are_of_the_run,
     faults_can_be_planned,
     faults_can_come_about,
     what_comes_can_be_averaged,

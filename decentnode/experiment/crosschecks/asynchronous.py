@@ -11,6 +11,14 @@ from decentnode.experiment.tree import Experiment
 from decentnode.node.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 
+READ_BY = {
+    "gossip_async": ("max_age", "stale", "wait_seconds", "age_weights"),
+    "ad_psgd": ("patience",),
+    "epidemic": ("arrivals", "deadline_seconds"),
+}
+"""Of the keys of `node.asynchronous`: which schedule looks at which."""
+OF_COPIES = ("stale", "wait_seconds")
+"""Those that are about newest models, not about running sums."""
 REASONS = {
     "checkpoint": "a checkpoint is of one round of all nodes",
     "early_stop": "all nodes have to end after the same round",
@@ -40,6 +48,26 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("node", key), f": {why}, got {name}, in which nodes are in different ones; leave it out",
                           other=("node", "schedule"))  # fmt: skip
     yield from _transport(experiment)
+
+
+def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
+    """Names keys of `node.asynchronous` with other values than their defaults that the schedule does not look at."""
+    node, schedule = experiment.node, ("node", "schedule")
+    if node.asynchronous is None:
+        return
+    fields = type(node.asynchronous).model_fields
+    changed = [key for key, value in node.asynchronous if value != fields[key].get_default()]
+    for key in changed:
+        path = "node", "asynchronous", key
+        reader = next(name for name, keys in READ_BY.items() if key in keys)
+        if reader != node.schedule:
+            yield Problem(path, f"is read with schedule: {reader} alone, got {node.schedule}; leave it out",
+                          other=schedule)  # fmt: skip
+        elif experiment.sharing.name == "push_sum" and key in OF_COPIES:
+            yield Problem(path, ": running sums of push_sum are never too old; leave it out", other=("sharing",))
+        elif key == "wait_seconds" and node.asynchronous.stale != "wait":
+            yield Problem(path, f"is read with stale: wait alone, got {node.asynchronous.stale}; leave it out, or "
+                          "write stale: wait", other=("node", "asynchronous", "stale"))  # fmt: skip
 
 
 def _pairs(experiment: Experiment) -> Iterator[Problem]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from decentnode.communication import PATHS
-from decentnode.communication.path import Path
+from decentnode.communication.path import Path as TransportPath
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
@@ -48,7 +49,7 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
     for name in sorted(set(routing.chosen.values()) - {*PATHS, "zeromq"}):
         try:
             found = load_class(name, PATHS, "path")
-            if not (isinstance(found, type) and issubclass(found, Path)):
+            if not (isinstance(found, type) and issubclass(found, TransportPath)):
                 raise UsageError(f"{name} must be a class derived from decentnode.communication.path.Path")
         except UsageError as error:
             yield Problem(("communication", "edges"), f": {error}")
@@ -75,10 +76,30 @@ def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
             return
 
 
+def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
+    """The folder of keys and the file of invitations. Those of several machines may lie on these alone."""
+    config, mapping = experiment.communication, mapping_of(experiment)
+    invitations: Path | None = getattr(config, "invitations", None)
+    for key, path, maker in (("keys", config.key_folder, "keygen"), ("invitations", invitations, "invite")):
+        if path is not None and mapping is not None and not (place := experiment.base_dir / path).exists():
+            elsewhere = mapping.num_machines > 1
+            yield Problem(("communication", key), f": {place} is not there{' on this machine' * elsewhere}; "
+                          f"decentnode {maker} makes it", doubt=elsewhere)  # fmt: skip
+
+
 def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
-    """Whoever waits for something waits longer than for what it consists of: a ping, a silent node, a round. The start
-    of a generation takes the longest round by itself (`GenerationWait`)."""
-    config = experiment.communication
+    """Whoever waits for something waits longer than for what it consists of: a ping, a silent node, a round, all
+    nodes. The start of a generation takes the longest round by itself (`GenerationWait`)."""
+    config, quorum = experiment.communication, experiment.node.quorum
+    if quorum is not None and quorum.grace_seconds >= config.timeout_seconds:
+        yield Problem(("node", "quorum", "grace_seconds"), f"must be less than communication.timeout_seconds, "
+                      f"{config.timeout_seconds:g}, got {quorum.grace_seconds:g}: a round waits no longer than that, "
+                      "with a quorum or without", other=("communication", "timeout_seconds"))  # fmt: skip
+    if config.networked and config.start_timeout_seconds < config.timeout_seconds:
+        yield Problem(("communication", "start_timeout_seconds"), f"is less than timeout_seconds, "
+                      f"{config.timeout_seconds:g}, got {config.start_timeout_seconds:g}: the start gives up on nodes "
+                      "that a round would still wait for; leave it out, and it is as long", doubt=True,
+                      other=("communication", "timeout_seconds"))  # fmt: skip
     if experiment.node.missing != "regroup" or not config.networked:
         return
     beat = Watch.AFTER_SECONDS + Watch.EVERY_SECONDS
@@ -99,10 +120,11 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
     if node.missing != "regroup":
         keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost",
                 "newcomers": node.newcomers, "repair": node.repair != "none",
-                "on_partition": node.on_partition != "majority"}
+                "on_partition": node.on_partition != "majority", "merge_weights": node.merge_weights != "samples"}
         for key in [key for key, given in keys.items() if given][:1]:
-            message = f": {key} needs missing: regroup, got {node.missing}"
-            yield Problem(("node", key), message, other=("node", "missing"))
+            both = " and on_partition: both" if key == "merge_weights" else ""
+            yield Problem(("node", key), f"needs missing: regroup{both}, got {node.missing}",
+                          other=("node", "missing"))  # fmt: skip
         return
     yield from _graph_can_be_repaired(experiment)
     yield from _sides_can_go_on(experiment)
@@ -137,6 +159,9 @@ def _sides_can_go_on(experiment: Experiment) -> Iterator[Problem]:
     """node.on_partition: both asks that nothing belongs to one side of a broken network alone."""
     node, sharing, config = experiment.node, experiment.sharing, experiment.communication
     if node.on_partition == "majority":
+        if node.merge_weights != "samples":
+            yield Problem(("node", "merge_weights"), "needs on_partition: both, got majority: of two sides at most one "
+                          "goes on, and nothing is merged", other=("node", "on_partition"))  # fmt: skip
         return
     needs = getattr(load_class(sharing.name, SHARINGS, "sharing"), "requirements", Requirements())
     reasons: dict[tuple[str, ...], tuple[bool, str]] = {

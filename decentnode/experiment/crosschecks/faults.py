@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.faults import Corrupt, InNode, OnLinks, OnProcesses, Restart
+from decentnode.faults import Corrupt, Fault, InNode, OnLinks, OnProcesses, Restart
 
 ON_LINKS, ON_PROCESSES, IN_NODE = OnLinks.__args__, OnProcesses.__args__, InNode.__args__
 
 
+NAMING = ("nodes", "sides", "source", "to")
+"""Keys of faults that name nodes."""
+
+
+def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+    """Faults are of nodes and rounds that there are."""
+    graph, rounds = graph_of(experiment), experiment.node.rounds
+    for index, fault in enumerate(experiment.faults):
+        if fault.at_round is not None and fault.at_round >= rounds:
+            yield Problem(("faults", index, "at_round"), f"must be below node.rounds, {rounds}, got {fault.at_round}",
+                          other=("node", "rounds"))  # fmt: skip
+        if isinstance(fault, Restart) and (fault.at_round is not None or fault.probability is not None):
+            key = "at_round" if fault.at_round is not None else "probability"
+            yield Problem(("faults", index, key), ": a node that was killed begins no round; a restart needs "
+                          "at_seconds, or every_seconds with until_seconds")  # fmt: skip
+        if graph is None:
+            continue
+        for path, uid in _named(fault):
+            if not 0 <= uid < graph.num_nodes:
+                yield Problem(("faults", index, *path), f"must be of nodes below {graph.num_nodes}, got {uid}",
+                              other=("graph",))  # fmt: skip
+        count = getattr(fault, "count", None)
+        if count is not None and count > graph.num_nodes:
+            yield Problem(("faults", index, "count"), f"must be at most the number of nodes, {graph.num_nodes}, got "
+                          f"{count}", other=("graph",))  # fmt: skip
+
+
+def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
+    """The place of each uid in a fault."""
+
+    def below(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], int]]:
+        if isinstance(value, tuple):
+            for index, each in enumerate(value):
+                yield from below(each, (*path, index))
+        elif isinstance(value, int):
+            yield path, value
+
+    for key in NAMING:
+        yield from below(getattr(fault, key, None), (key,))
+
+
 def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
-    """Faults are of nodes that there are, and of a bounded number."""
-    if graph_of(experiment) is None:
+    """Faults are of a bounded number."""
+    if graph_of(experiment) is None or any(faults_are_of_the_run(experiment)):
         return
     try:
         experiment.make_faults()

@@ -1,0 +1,77 @@
+"""Keys that have no effect beside others, and files that are not there, are said with their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from decentnode.cli import main
+from decentnode.experiment import load
+from tests.config.experiments import BASE, said
+
+TWO = "mapping: {machines: 2, nodes_per_machine: 2, base_port: 20100, addresses: [127.0.0.1, 127.0.0.2]}\n"
+
+
+@pytest.mark.parametrize(("node", "wrong"), [
+    ("{schedule: epidemic, asynchronous: {max_age: 3}}",
+     "6:52: node.asynchronous.max_age is read with schedule: gossip_async alone, got epidemic; leave it out"),
+    ("{schedule: epidemic, asynchronous: {stale: wait, age_weights: false}}", "node.asynchronous.age_weights is read"),
+    ("{schedule: epidemic, asynchronous: {patience: 3}}", "is read with schedule: ad_psgd alone, got epidemic"),
+    ("{schedule: ad_psgd, asynchronous: {deadline_seconds: 3}}", "is read with schedule: epidemic alone, got ad_psgd"),
+    ("{schedule: gossip_async, asynchronous: {arrivals: 1}}", "is read with schedule: epidemic alone"),
+    ("{schedule: gossip_async, asynchronous: {wait_seconds: 2}}", "is read with stale: wait alone, got leave_out"),
+    ("{asynchronous: {max_age: 3}}", "6:22: node.asynchronous needs schedule: gossip_async, ad_psgd or epidemic"),
+    ("{merge_weights: rounds}", "6:23: node.merge_weights needs missing: regroup and on_partition: both, got fail"),
+    ("{missing: regroup, merge_weights: rounds}", "6:41: node.merge_weights needs on_partition: both, got majority"),
+    ("{missing: return_weight, quorum: {grace_seconds: 60}}",
+     "6:56: node.quorum.grace_seconds must be less than communication.timeout_seconds, 60, got 60"),
+    ("{quorum: {share: .5}}", "6:16: node.quorum needs missing: return_weight"),
+])  # fmt: skip
+def test_keys_without_an_effect_are_refused_at_their_place(write: Any, node: str, wrong: str) -> None:
+    assert wrong in said(write(f"{BASE}node: {node}\n"))
+
+
+def test_running_sums_are_never_too_old(write: Any) -> None:
+    node = "node: {schedule: gossip_async, asynchronous: {stale: wait}}\n"
+    assert "asynchronous.stale: running sums" in said(write(BASE + node), "sharing=push_sum")
+    load(write(BASE + node), [], {})
+
+
+@pytest.mark.parametrize("node", [
+    "{schedule: gossip_async, asynchronous: {max_age: 3, stale: wait, wait_seconds: 2, age_weights: false}}",
+    "{schedule: ad_psgd, asynchronous: {patience: 3}}",
+    "{schedule: epidemic, asynchronous: {arrivals: 1, deadline_seconds: 2}}",
+    "{missing: regroup, on_partition: both, merge_weights: rounds}",
+    "{missing: return_weight, quorum: {grace_seconds: 59}}",
+])  # fmt: skip
+def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write: Any, node: str) -> None:
+    experiment = load(write(f"{BASE}node: {node}\n"), [], {})
+    assert load(write(experiment.resolved_yaml(), "again.yaml"), [], {}).node == experiment.node
+    assert not experiment.doubts
+
+
+@pytest.mark.parametrize("key", ["keys", "invitations"])
+def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: str) -> None:
+    port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"
+    text = f"{BASE}{port}node: {{missing: regroup, newcomers: 1}}\ncommunication: {{name: zeromq, {key}: nowhere}}\n"
+    told = said(write(text))
+    assert told.startswith("a.yaml:8:") and f"communication.{key}: " in told and "nowhere is not there" in told
+    write("", "nowhere")
+    load(write(text), [], {})
+
+
+def test_keys_of_several_machines_may_be_there_alone(write: Any) -> None:
+    path = write(f"{BASE}{TWO}communication: {{name: zeromq, keys: nowhere}}\n")
+    (doubt,) = load(path, [], {}).doubts
+    assert doubt.startswith("a.yaml:7:37: communication.keys: ") and "is not there on this machine" in doubt
+    done = CliRunner().invoke(main, ["validate", path])
+    assert done.exit_code == 0 and f"warning: {doubt}" in done.stderr
+
+
+def test_a_start_shorter_than_a_round_is_a_warning(write: Any) -> None:
+    path = write(f"{BASE}communication: {{timeout_seconds: 60, start_timeout_seconds: 30}}\n")
+    (doubt,) = load(path, [], {}).doubts
+    assert doubt.startswith("a.yaml:6:61: communication.start_timeout_seconds is less than timeout_seconds, 60, got 30")
+    assert doubt.endswith("(see communication.timeout_seconds at line 6)")
