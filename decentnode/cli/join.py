@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import click
 
+from decentnode import clock
 from decentnode.cli import start
-from decentnode.errors import UsageError
+from decentnode.errors import AssemblyError, UsageError
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
+    from decentnode.launch.admission import Request
+    from decentnode.launch.messages import ChildMessage
     from decentnode.mapping.newcomer import Newcomer
     from decentnode.wire.messages import Granted
 
@@ -55,18 +58,54 @@ def command(
     members read theirs, unless --set gives others. Ctrl-C or SIGTERM has it finish its round and leave; the others go
     on at once without it.
     """
-    from decentnode.launch.admission import Request, admitted, checked_text, own_address, relayed
+    from decentnode.launch.admission import Request, admitted, checked_text, experiment_of, own_address, relayed
+    from decentnode.launch.newcomer import check
 
+    started = clock.now()
     seed = _address(member, "--seed")
     host, port = own_address(*seed) if listen is None else _address(listen, "--listen")
     request = Request(member, seed_uid, host, port, keys, invitation, ["auto", "direct", "relayed"].index(reach))
-    granted = admitted(request, timeout, lambda why: None if quiet else click.echo(f"asks again: {why}", err=True))
+    chosen = request_of(overrides, keys)
+
+    def tell(why: str) -> None:
+        if not quiet:
+            click.echo(f"asks again: {why}", err=True)
+
+    told = experiment_of(request, timeout, tell)
+    text = checked_text(told.config)
+    check(text, told.digest, chosen, start.environ(), samples_of, device)
+    granted = admitted(request, max(1.0, timeout + started - clock.now()), tell)
     if not quiet:
         how = "; behind NAT: others reach it through relays" if relayed(granted) else ""
         click.echo(f"admitted as node {granted.uid}{how}")
-    text = checked_text(granted.config)
-    ctx.exit(_take_part(granted, text, request_of(overrides, keys), (host, port), run_dir, samples_of,
-                        (device, threads), quiet))  # fmt: skip
+    seat = _Seat(request, granted)
+    with seat:
+        if granted.config != told.config:
+            raise AssemblyError("the run tells another experiment once it has admitted this node", [])
+        ctx.exit(_take_part(seat, text, chosen, (host, port), run_dir, samples_of, (device, threads), quiet))
+
+
+class _Seat:
+    """What the run granted this node. A context: whoever leaves it before the node has joined gives the uid back."""
+
+    def __init__(self, request: Request, granted: Granted) -> None:
+        self.granted = granted
+        self._request, self._joined = request, False
+
+    def tell(self, message: ChildMessage) -> None:
+        """Take note of what the node says."""
+        from decentnode.launch.messages import NodeJoined
+
+        self._joined |= isinstance(message, NodeJoined)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from decentnode.launch.admission import resign
+
+        if not self._joined:
+            resign(self._request, self.granted)
 
 
 def request_of(overrides: tuple[str, ...], keys: Path | None) -> list[str]:
@@ -84,7 +123,7 @@ def _address(text: str, option: str) -> tuple[str, int]:
 
 
 def _take_part(
-    granted: Granted, text: str, chosen: list[str], at: tuple[str, int], run_dir: Path, samples_of: int | None,
+    seat: _Seat, text: str, chosen: list[str], at: tuple[str, int], run_dir: Path, samples_of: int | None,
     computes: tuple[str, int | None], quiet: bool,
 ) -> int:
     """Run the node to its end. Returns the exit code. Blocking."""
@@ -99,6 +138,7 @@ def _take_part(
     from decentnode.launch.prepare import facts as facts_of
     from decentnode.system import write_atomic
 
+    granted = seat.granted
     uid = granted.uid
     directory = run_dirs.create(run_dir.absolute(), "joined", 0, [uid])
     config = directory / "told.yaml"
@@ -112,8 +152,12 @@ def _take_part(
         threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
         join=True,
     )
+    def tell(message: ChildMessage) -> None:
+        seat.tell(message)
+        told.tell(message)
+
     with leavable(directory, uid, leave_on_signals) as attach:
-        code = run_node(task, Link(told.tell, attach, dict), newcomer)
+        code = run_node(task, Link(tell, attach, dict), newcomer)
     told.drain()
     if not quiet:
         click.echo(f"node {uid} ends with exit code {code}; its files are in {directory}")
@@ -124,12 +168,10 @@ def newcomer_of(
     experiment: Experiment, granted: Granted, at: tuple[str, int], samples_of: int | None,
     computes: tuple[str, int | None],
 ) -> Newcomer:
-    """What the process of this node is told of itself. Raises UsageError."""
+    """What the process of this node is told of itself."""
     from decentnode.mapping.base import Place
     from decentnode.mapping.newcomer import Newcomer, machine_of
 
     mapping = experiment.make_mapping()
-    if samples_of is not None and not 0 <= samples_of < mapping.num_nodes:
-        raise UsageError(f"--samples-of must be a node of the mapping, below {mapping.num_nodes}, got {samples_of}")
     place = Place(granted.uid, machine_of(granted.uid, mapping), 0, at[0], at[1], computes[0], at[0], computes[1])
     return Newcomer(place, granted.seat, granted.seats, samples_of)

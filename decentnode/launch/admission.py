@@ -20,7 +20,19 @@ from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.mapping.hosts import endpoint
 from decentnode.wire import codec
 from decentnode.wire.membership.seats import ENDPOINT, Seats
-from decentnode.wire.messages import MAX_NODES, NO_RUN, PROTOCOL_VERSION, REACH_UNKNOWN, Granted, Knock, Turned
+from decentnode.wire.messages import (
+    MAX_NODES,
+    NO_RUN,
+    PROTOCOL_VERSION,
+    REACH_UNKNOWN,
+    Asked,
+    Described,
+    Granted,
+    Inquiry,
+    Knock,
+    Resign,
+    Turned,
+)
 
 ANSWER_SECONDS, ASK_AGAIN_SECONDS = 3.0, 0.5
 """How long an answer is waited for, and the least time between two requests."""
@@ -81,23 +93,60 @@ def relayed(granted: Granted) -> bool:
     return granted.uid in seats.known and bool(seats.known[granted.uid].via)
 
 
-def admitted(request: Request, timeout_seconds: float, tell: Callable[[str], None] = lambda _: None) -> Granted:
+Tell = Callable[[str], None]
+
+
+def experiment_of(request: Request, timeout_seconds: float, tell: Tell = lambda _: None) -> Described:
+    """Returns what a member says that the experiment is, before a uid is asked for. Blocking. As `admitted`."""
+    found = _answer(request, Inquiry(NO_RUN, 0, 0, request.invitation), timeout_seconds, tell)
+    if not isinstance(found, Described):
+        raise AssemblyError(f"the run at {request.seed} does not say what its experiment is", [])
+    return found
+
+
+def admitted(request: Request, timeout_seconds: float, tell: Tell = lambda _: None) -> Granted:
     """Ask until a member grants a uid. Blocking. tell: called with every new reason why none did so far.
 
     Raises AssemblyError when it is refused for good, or after timeout_seconds; EnvironmentFault for broken keys.
     """
+    own = [endpoint(request.host, request.port + plane) for plane in (0, 1)]
+    if not all(ENDPOINT.fullmatch(each) for each in own):
+        raise UsageError(f"--listen must be ADDRESS:PORT with an IP address that members reach, got {own[0][6:]}")
+    knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, own[0], own[1], request.reach, request.invitation)
+    found = _answer(request, knock, timeout_seconds, tell)
+    if not isinstance(found, Granted):
+        raise AssemblyError(f"the run at {request.seed} does not say which uid this node has", [])
+    return found
+
+
+def resign(request: Request, granted: Granted) -> bool:
+    """Tell the run that the node which was admitted does not come, so that its uid is another's at once and not only
+    some time later. Blocking for ANSWER_SECONDS. Returns whether the run has heard it."""
+    try:
+        _answer(request, Resign(granted.run, 0, 0, granted.uid, granted.seat), ANSWER_SECONDS, lambda _: None)
+    except AssemblyError as refused:
+        return isinstance(refused, _RefusedForGood)
+    return False
+
+
+class _RefusedForGood(AssemblyError):
+    """To ask again is in vain."""
+
+
+def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) -> Granted | Described:
+    """Ask until a member answers. Blocking. Raises as `admitted`."""
     keyring = None if request.keys is None else load_newcomer(request.keys)
     seed = at, uid = f"tcp://{request.seed}", request.seed_uid
     reason, deadline = "", clock.now() + timeout_seconds
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         while True:
-            answer = _asked(context, request, keyring, at, uid, deadline)
-            if isinstance(answer, Granted):
+            answer = _asked(context, request, asked, keyring, at, uid, deadline)
+            if isinstance(answer, Granted | Described):
                 return answer
             found = f"no answer from {at}" if answer is None else answer.reason
             if answer is not None and answer.final:
-                raise AssemblyError(f"the run at {request.seed} refuses this node: {answer.reason}", [])
+                raise _RefusedForGood(f"the run at {request.seed} refuses this node: {answer.reason}", [])
             if found != reason:
                 tell(reason := found)
             at, uid = seed if answer is None or not answer.at else (answer.at, answer.uid)
@@ -112,13 +161,10 @@ def admitted(request: Request, timeout_seconds: float, tell: Callable[[str], Non
 
 
 def _asked(
-    context: zmq.Context[zmq.Socket[bytes]], request: Request, keyring: Keyring | None, at: str, uid: int,
+    context: zmq.Context[zmq.Socket[bytes]], request: Request, asked: Asked, keyring: Keyring | None, at: str, uid: int,
     deadline: float,
-) -> Granted | Turned | None:
+) -> Granted | Described | Turned | None:
     """One request to the member `uid` at an endpoint; its answer, or None without one."""
-    own = [endpoint(request.host, request.port + plane) for plane in (0, 1)]
-    if not all(ENDPOINT.fullmatch(each) for each in own):
-        raise UsageError(f"--listen must be ADDRESS:PORT with an IP address that members reach, got {own[0][6:]}")
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, "[" in at
     socket.setsockopt(zmq.ROUTING_ID, b"newcomer" + entropy.draw(8))
@@ -129,8 +175,7 @@ def _asked(
         socket.curve_serverkey = keyring.public[uid]
     try:
         socket.connect(at)
-        socket.send(codec.encode(Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, own[0], own[1], request.reach,
-                                       request.invitation)))  # fmt: skip
+        socket.send(codec.encode(asked))
         left = min(ANSWER_SECONDS, max(0.1, deadline - clock.now()))
         if not socket.poll(math.ceil(1000 * left)):
             return None
@@ -144,7 +189,7 @@ def _asked(
         socket.close(linger=0)
     if isinstance(answer, Turned) and answer.at and not re.fullmatch(r"tcp://[\w.:\[\]-]{1,110}:\d{1,5}", answer.at):
         raise AssemblyError(f"{at} names another member at {answer.at[:80]!r}", [])
-    return answer if isinstance(answer, Granted | Turned) else None
+    return answer if isinstance(answer, Granted | Described | Turned) else None
 
 
 def checked_text(text: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decentnode.errors import UsageError
 from decentnode.mapping.base import Mapping, Place
 
 
@@ -18,6 +19,12 @@ class Newcomer:
     """Who else came (wire/membership/seats.py)."""
     samples_of: int | None = None
     """The node of the mapping whose training samples it has; None where it has none, or private files."""
+
+
+def check_samples_of(uid: int | None, mapping: Mapping) -> None:
+    """Raises UsageError unless a newcomer can have the samples of this node."""
+    if uid is not None and not 0 <= uid < mapping.num_nodes:
+        raise UsageError(f"--samples-of must be a node of the mapping, below {mapping.num_nodes}, got {uid}")
 
 
 class WithNewcomer(Mapping):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -452,8 +452,39 @@ class Granted(Message):
 
 
 @dataclass(frozen=True)
+class Inquiry(Message):
+    """From a node that is not in the mapping, before its Knock: asks what the experiment is, and takes no uid."""
+
+    TYPE: ClassVar[int] = 42
+    invitation: str = text(128)
+
+
+@dataclass(frozen=True)
+class Described(Message):
+    """Answer to Inquiry: `config` is the experiment (YAML), of this digest."""
+
+    TYPE: ClassVar[int] = 43
+    digest: str = text(64)
+    config: bytes = blob(MAX_CONFIG_BYTES)
+
+
+@dataclass(frozen=True)
+class Resign(Message):
+    """From a newcomer that was granted `uid` with the token `seat` and does not come: another one may have it. The
+    answer is a Turned that is final."""
+
+    TYPE: ClassVar[int] = 44
+    uid: int = number(MAX_NODES)
+    seat: bytes = blob(SEAT_TOKEN_BYTES, exact=True)
+
+
+Asked = Knock | Inquiry | Resign
+"""What a node that is not in the mapping sends before it is one of the nodes."""
+
+
+@dataclass(frozen=True)
 class Turned(Message):
-    """Answer to Knock: not here, because of `reason`. final: to ask again is in vain. Else `uid`, which listens at
+    """Answer to Asked: not here, because of `reason`. final: to ask again is in vain. Else `uid`, which listens at
     `at`, is to be asked, or, where that is empty, the sender once more."""
 
     TYPE: ClassVar[int] = 38
@@ -533,6 +564,9 @@ MESSAGES: dict[int, type[Message]] = {
         Waits,
         Knock,
         Granted,
+        Inquiry,
+        Described,
+        Resign,
         Turned,
         Order,
         Position,
@@ -541,7 +575,10 @@ MESSAGES: dict[int, type[Message]] = {
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
 """Messages by which nodes agree on a generation (wire/membership/); they name the generation that they are about."""
-UNNUMBERED = (Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, Knock, Granted, Turned, *MEMBERSHIP)
+UNNUMBERED = (
+    Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, Knock, Granted, Inquiry, Described, Resign, Turned,
+    *MEMBERSHIP,
+)  # fmt: skip
 """Messages without a sequence number: they are repeated until answered, or mean nothing later."""
 BULK = (Chunk, Part)
 """Messages that have a body and travel on the bulk sockets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from decentnode.communication.zeromq.security import (
 )
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
-from decentnode.launch.admission import Request, admitted
+from decentnode.launch.admission import Request, admitted, experiment_of, resign
 from decentnode.wire.generation import Limits
 from decentnode.wire.invitation import SECRET_BYTES, issue
 from decentnode.wire.messages import REACH_DIRECT, REACH_RELAYED, Granted
@@ -37,7 +38,7 @@ class Told(Exception):
 
 
 def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None, granted: Granted | None = None,
-         newcomers: int = 1, secret: bytes = b"") -> ZeroMQ:  # fmt: skip
+         newcomers: int = 1, secret: bytes = b"", told: tuple[bytes, str] = (TOLD, "d")) -> ZeroMQ:  # fmt: skip
     options = {} if keys is None else {"keys": keys, "bulk_security": "none"}
     config = ZeroMQConfig.model_validate({"name": "zeromq", "start_timeout_seconds": 20, **options})
     token, seats = (b"", b"") if granted is None else (granted.seat, granted.seats)
@@ -46,19 +47,20 @@ def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None,
     else:
         keyring = load_newcomer(keys, uid) if granted is not None else load_keyring(keys, uid, 2)
     return ZeroMQ(
-        config, uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8), digest="d",
+        config, uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8),
+        digest=told[1],
         bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), keyring=keyring, limits=LIMITS,
-        growth=Growth(2, TOLD, control, token, seats, secret if granted is None else b""),
+        growth=Growth(2, told[0], control, token, seats, secret if granted is None else b""),
     )  # fmt: skip
 
 
 @contextmanager
 def run_of_two(
-    keys: Path | None = None, newcomers: int = 1, secret: bytes = b"",
+    keys: Path | None = None, newcomers: int = 1, secret: bytes = b"", told: tuple[bytes, str] = (TOLD, "d"),
 ) -> Iterator[tuple[list[ZeroMQ], dict[int, str]]]:
     ports = {uid: free_ports(2) for uid in range(2)}
     control = {uid: f"tcp://127.0.0.1:{port}" for uid, port in ports.items()}
-    nodes = [made(uid, ports[uid], control, keys, newcomers=newcomers, secret=secret) for uid in range(2)]
+    nodes = [made(uid, ports[uid], control, keys, None, newcomers, secret, told) for uid in range(2)]
     try:
         for node in nodes:
             node.bind()
@@ -84,7 +86,7 @@ def asks(
 def takes_part(
     nodes: list[ZeroMQ], control: dict[int, str], keys: Path | None = None, invitation: str = "",
     reach: int = REACH_DIRECT,
-) -> None:
+) -> Granted:
     """A node asks node 1, which sends it to node 0, and becomes a member."""
     granted, port = asks(control, 1, keys, invitation=invitation, reach=reach)
     assert granted.uid == 2 and granted.config == TOLD
@@ -103,6 +105,7 @@ def takes_part(
 
     together(nodes, enter)
     assert found == dict.fromkeys(range(3), (0, 1, 2))
+    return granted
 
 
 def test_a_newcomer_becomes_a_member_whomever_it_asks() -> None:
@@ -192,3 +195,45 @@ def test_a_newcomer_that_nobody_can_connect_to_becomes_a_member(tmp_path: Path, 
         assert sum(node.counters.relayed_bytes for node in nodes) > 0
         # node 1 hears of the newcomer from itself before node 0 has told it who that is
         assert {kind for node in nodes[:2] for kind in node.counters.faults} <= {"unknown_uid", "stranger"}
+
+
+def seats(node: ZeroMQ) -> dict[int, object]:
+    """Who was granted a uid, as far as a member knows."""
+    reconfiguration = node._generations.reconfiguration  # type: ignore[union-attr]
+    return dict(reconfiguration.membership.seats.known)
+
+
+def request(control: dict[int, str], uid: int, invited: str = "") -> Request:
+    return Request(control[uid].removeprefix("tcp://"), uid, "127.0.0.2", free_ports(2), None, invited, REACH_DIRECT)
+
+
+def test_what_the_experiment_is_can_be_asked_without_taking_a_seat() -> None:
+    with run_of_two(secret=SECRET) as (nodes, control):
+        with pytest.raises(AssemblyError, match="refuses this node: it shows no invitation"):
+            experiment_of(request(control, 1), 60.0)
+        for member in (0, 1):
+            told = experiment_of(request(control, member, invitation()), 60.0)
+            assert (told.config, told.digest) == (TOLD, "d")
+        assert not seats(nodes[0]) and not seats(nodes[1])
+    with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match="admits nobody beyond"):
+        experiment_of(request(control, 0), 60.0)
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_who_does_not_come_gives_its_seat_and_its_invitation_back(told: int) -> None:
+    mine = invitation()
+    with run_of_two(secret=SECRET) as (nodes, control):
+        first = request(control, told, mine)
+        granted = admitted(first, 60.0)
+        assert not resign(first, replace(granted, seat=bytes(len(granted.seat)))) or seats(nodes[0]), "whose seat it is"
+        assert set(seats(nodes[0])) == {2}
+        assert resign(first, granted)
+        assert not seats(nodes[0])
+        assert admitted(request(control, 0, mine), 60.0).uid == 2, "another one, at once, with the invitation"
+
+
+def test_a_member_does_not_give_up_its_seat_by_such_a_word() -> None:
+    with run_of_two() as (nodes, control):
+        granted = takes_part(nodes, control)
+        resign(request(control, 0), granted)
+        assert set(seats(nodes[0])) == {2}

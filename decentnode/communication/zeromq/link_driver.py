@@ -29,7 +29,7 @@ from decentnode.communication.zeromq.security import Security
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
 from decentnode.wire.generation import Caller
-from decentnode.wire.messages import Granted, Knock, Message, Turned
+from decentnode.wire.messages import Asked, Described, Granted, Message, Turned
 from decentnode.wire.session import Session
 
 
@@ -40,7 +40,7 @@ class LinkOwner(Protocol):
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """As `LinkPort.deliver`."""
 
-    def knocked(self, knock: Knock, caller: Caller, now: float) -> Granted | Turned:
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
         """As `Reconfiguration.knocked`."""
 
     @property
@@ -210,10 +210,10 @@ class LinkDriver:
                 raise PeerFault("hello_flood", "of newcomers")
             if plane != CONTROL or len(frames) != 1:
                 raise PeerFault("wrong_plane" if plane != CONTROL else "malformed_multipart", "of a newcomer")
-            knock = codec.decode(bytes(frames[0]))
-            if not isinstance(knock, Knock):
-                raise PeerFault("unexpected_message", f"{type(knock).__name__} of a newcomer")
-            return codec.encode(self._owner.knocked(knock, caller, now))
+            asked = codec.decode(bytes(frames[0]))
+            if not isinstance(asked, Asked):
+                raise PeerFault("unexpected_message", f"{type(asked).__name__} of a newcomer")
+            return codec.encode(self._owner.knocked(asked, caller, now))
         except PeerFault as fault:
             self.links.refuse(fault)
             return None

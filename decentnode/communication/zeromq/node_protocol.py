@@ -26,11 +26,12 @@ from decentnode.wire.messages import (
     MEMBERSHIP,
     NO_RUN,
     Arrive,
+    Asked,
     Bye,
     Chunk,
     Depart,
+    Described,
     Granted,
-    Knock,
     Message,
     Overdue,
     Part,
@@ -232,12 +233,12 @@ class NodeProtocol:
                 if self._session.outbox:
                     self._flush(now)
 
-    def knocked(self, knock: Knock, caller: Caller, now: float) -> Granted | Turned:
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
         """As `Reconfiguration.knocked`."""
         if self._reconfiguration is None:
             reason = "the run admits nobody beyond its mapping (node.missing, node.newcomers)"
             return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
-        return self._reconfiguration.knocked(knock, caller, now)
+        return self._reconfiguration.knocked(asked, caller, now)
 
     @property
     def _catches_up(self) -> bool:

@@ -26,7 +26,7 @@ from decentnode.wire.generation import (
 )
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import NO_RUN, Granted, Knock, Message, Turned, fitting
+from decentnode.wire.messages import NO_RUN, Asked, Described, Granted, Inquiry, Knock, Message, Resign, Turned, fitting
 
 logger = logging.getLogger(__name__)
 
@@ -168,32 +168,46 @@ class Reconfiguration:
     def _report(self, kind: str, detail: str) -> None:
         self.counters.on_event(kind, None, detail)
 
-    def knocked(self, knock: Knock, caller: Caller, now: float) -> Granted | Turned:
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
         """Answer a node that is not in the mapping. Raises PeerFault for a malformed request."""
         of = self.membership
         if not self.active:
             return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
+        if isinstance(asked, Resign):
+            return self._sent_on(of.resigned(asked))
         if caller.key and caller.key in self.founder_keys:
             return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
         try:
-            invitation = self.admission(knock.invitation, caller.key)
+            invitation = self.admission(asked.invitation, caller.key)
         except PeerFault as fault:
-            self._refuse_newcomer(fault, knock, caller)
+            self._refuse_newcomer(fault, asked, caller)
             return Turned(of.run, 0, of.uid, fitting(fault.detail), 1, of.uid, "")
+        if isinstance(asked, Inquiry):
+            told = Described(of.run, of.generation.number, of.uid, of.digest, self.config_text)
+            return of.closed_to_newcomers() or told
+        return self._seat_for(asked, caller, now, invitation)
+
+    def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Turned:
+        of = self.membership
         answer = of.knock(knock, caller, now, invitation)
         try:
             if isinstance(answer, Turned):
                 self._report("turned_away", f"{knock.control}: {answer.reason}")
-                return replace(answer, at="" if answer.uid == of.uid else self.control_of(answer.uid))
+                return self._sent_on(answer)
             seat, uid = answer
             self._report("knocked", f"node {uid} at {seat.control}")
             return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text)
         finally:
             self._obey(of.take_events(now), now)
 
-    def _refuse_newcomer(self, fault: PeerFault, knock: Knock, caller: Caller) -> None:
+    def _sent_on(self, turned: Turned) -> Turned:
+        """With where that one listens who is to be asked."""
+        return turned if turned.uid == self.membership.uid else replace(turned, at=self.control_of(turned.uid))
+
+    def _refuse_newcomer(self, fault: PeerFault, asked: Knock | Inquiry, caller: Caller) -> None:
         """Count and name who comes without an invitation that holds; the log has the first few."""
-        who = f"{knock.control}{f' (from {caller.address})' if caller.address else ''}"
+        listens = asked.control if isinstance(asked, Knock) else ""
+        who = f"{listens}{f' (from {caller.address})' if caller.address else ''}".strip()
         known = self.counters.faults.get(fault.reason, 0)
         self.counters.fault(fault.reason, None, f"{who}: {fault.detail}")
         if known < TOLD_STRANGERS:

@@ -35,7 +35,7 @@ from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.simulate.world.transport import Place, Simulated, Witness
 from decentnode.wire.generation import Caller, Limits
-from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Granted, Knock, Turned
+from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Described, Granted, Knock, Turned
 
 ASK_AGAIN_SECONDS = 0.5
 """After which a node that was told so asks once more to be admitted."""
@@ -247,7 +247,7 @@ class World:
         reconfiguration = process.transport.reconfiguration
         assert reconfiguration is not None
         knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001", REACH_DIRECT, "")
-        answer: Granted | Turned | None = None
+        answer: Granted | Described | Turned | None = None
         if process.alive and self.heap.now >= process.shell.thaws_at:
             answer = reconfiguration.knocked(knock, Caller(), self.heap.now)
             process.shell.settle()
@@ -258,9 +258,9 @@ class World:
             self.began(made)
             made.begin()
             return
-        if answer is not None and answer.final:
+        if isinstance(answer, Turned) and answer.final:
             self.turned_away.append(answer.reason)
-        elif answer is not None and answer.uid != ask:
+        elif isinstance(answer, Turned) and answer.uid != ask:
             self.admit(answer.uid, at)
         else:
             follower = next(iter(uid for uid, each in self.processes.items() if each.alive), ask)

@@ -34,6 +34,7 @@ from decentnode.wire.messages import (
     Prepare,
     Promise,
     Ready,
+    Resign,
     Suspect,
     Turned,
     fitting,
@@ -371,10 +372,8 @@ class Membership(MemberState):
         leader = min(self.counted_on() | {self.uid})
         if knock.version != PROTOCOL_VERSION:
             return self._turned(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)
-        if self.seats.stop == self.seats.first:
-            return self._turned("the run admits nobody beyond its mapping (node.newcomers)", final=True)
-        if self.over():
-            return self._turned("the run is over", final=True)
+        if closed := self.closed_to_newcomers():
+            return closed
         if not self.steady or self.guest:
             return self._turned("the members agree on a generation at this moment")
         if leader != self.uid:
@@ -388,6 +387,22 @@ class Membership(MemberState):
                                 "(node.newcomers)")  # fmt: skip
         self.seated(uid)
         return self.seats.known[uid], uid
+
+    def closed_to_newcomers(self) -> Turned | None:
+        """Why nobody who is not in the mapping can come any more, or at all; None where somebody may."""
+        if self.seats.stop == self.seats.first:
+            return self._turned("the run admits nobody beyond its mapping (node.newcomers)", final=True)
+        return self._turned("the run is over", final=True) if self.over() else None
+
+    def resigned(self, resign: Resign) -> Turned:
+        """A newcomer does not come: its uid is free at once, unless it has begun to join. Else whom it should tell."""
+        leader, uid = min(self.counted_on() | {self.uid}), resign.uid
+        if leader != self.uid:
+            return self._turned(f"{self.describe(leader)} admits newcomers", ask=leader)
+        if uid not in {*self.generation.members, *self.joiners} and uid in self.seats.known \
+                and self.seats.admits(uid, resign.seat):  # fmt: skip
+            self.seats.release(uid)
+        return self._turned("its place is free", final=True)
 
     def take_events(self, now: float) -> list[GenerationEvent]:
         """What the owner is told of a knock."""

@@ -112,6 +112,12 @@ class Seats:
         self._note(asked)
         return uid
 
+    def release(self, uid: int) -> None:
+        """Who was granted this uid does not come: it is free at once, and its invitation was not used."""
+        seat = self.known.pop(uid)
+        self._granted.pop(uid, None)
+        self._invited.get(seat.invitation, set()).discard(seat.owner)
+
     def admits(self, uid: int, token: bytes) -> bool:
         """Whether who asks to join as `uid` is who has that uid."""
         return uid < self.first or (uid in self.known and self.known[uid].token == token)
