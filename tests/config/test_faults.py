@@ -39,7 +39,6 @@ def test_faults_that_cannot_come_about_are_refused_by_name(write: Any, faults: s
     ("{do: delay, by_seconds: 1, to: [3, 3]}", "7:41: faults[0].to must name each node once, got 3 twice"),
     ("{do: drop, source: [2], to: [2]}", "7:38: faults[0].to must have another node than source, got 2 alone"),
     ("{do: break, source: 2, to: 2, at_round: 1}", "7:37: faults[0].to must be another node than source, got 2"),
-    ("{do: kill, nodes: [1], at_round: 6}", "7:43: faults[0].at_round must be below node.rounds, 6, got 6"),
     ("{do: kill, nodes: [1, 2], count: 3, at_round: 1}",
      "7:43: faults[0].count must be at most the number of nodes, 2, got 3"),
     ("{do: kill, nodes: all, count: 5, at_round: 1}",
@@ -55,6 +54,14 @@ def test_faults_without_the_effect_that_is_written_are_refused_at_their_place(
 ) -> None:
     node = "node: {missing: regroup, rounds: 6}\n"
     assert f"a.yaml:{wrong}" in said(write(f"{BASE}{node}faults: [{fault}]\n"), *ZEROMQ)
+
+
+def test_faults_of_rounds_that_a_shorter_run_does_not_have_are_a_warning(write: Any) -> None:
+    path = write(f"{BASE}node: {{rounds: 6}}\nfaults: [{{do: kill, nodes: [1], at_round: 5}}]\n")
+    assert not load(path, [], {}).doubts
+    (doubt,) = load(path, ["node.rounds=5"], {}).doubts
+    assert doubt.startswith("a.yaml:7:43: faults[0].at_round is not below node.rounds, 5, got 5: the fault does not")
+    assert doubt.endswith("(see node.rounds at --set node.rounds=5)")
 
 
 def test_faults_at_the_bounds_are_taken(write: Any) -> None:

@@ -20,12 +20,12 @@ NAMING = ("nodes", "sides", "source", "to")
 
 
 def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
-    """Faults are of nodes and rounds that there are."""
+    """Faults are of nodes and rounds that there are; of fewer rounds than the file says, where a run is but tried."""
     graph, rounds = graph_of(experiment), experiment.node.rounds
     for index, fault in enumerate(experiment.faults):
         if fault.at_round is not None and fault.at_round >= rounds:
-            yield Problem(("faults", index, "at_round"), f"must be below node.rounds, {rounds}, got {fault.at_round}",
-                          other=("node", "rounds"))  # fmt: skip
+            message = f"is not below node.rounds, {rounds}, got {fault.at_round}: the fault does not come about"
+            yield Problem(("faults", index, "at_round"), message, doubt=True, other=("node", "rounds"))
         if isinstance(fault, Restart) and (fault.at_round is not None or fault.probability is not None):
             key = "at_round" if fault.at_round is not None else "probability"
             yield Problem(("faults", index, key), ": a node that was killed begins no round; a restart needs "
@@ -58,7 +58,7 @@ def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
 
 def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
     """Faults are of a bounded number."""
-    if graph_of(experiment) is None or any(faults_are_of_the_run(experiment)):
+    if graph_of(experiment) is None or any(not each.doubt for each in faults_are_of_the_run(experiment)):
         return
     try:
         experiment.make_faults()
