@@ -22,7 +22,9 @@ def check_all_alike(model: Module, plan: Plan, device: torch.device) -> None:
     ]  # fmt: skip
     words = {True: "trained", False: "frozen"}
     parameters = [f"{n} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}" for n, p in model.named_parameters()]
+    buffers = [f"{name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
     check_alike("list of parameters", parameters, device)
+    check_alike("list of buffers", buffers, device)
     check_alike("topology", rows, device)
     check_alike("sharing rule", [plan.describe()], device)
 

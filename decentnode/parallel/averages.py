@@ -10,6 +10,7 @@ from torch.nn import Module
 
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import mean_over_ranks
+from decentnode.parallel.memory import distinct
 
 
 class GlobalAverage:
@@ -33,7 +34,7 @@ class GlobalAverage:
             for number, tensor in enumerate(tensors):
                 mean = mean_of(tensor.detach().clone(memory_format=torch.contiguous_format))
                 if measure and number < len(self._params):
-                    square += float((mean - tensor.detach()).square().sum(dtype=torch.float64))
+                    square += float(squared_norm(mean - tensor.detach()))
                 before.append(tensor.detach().clone())
                 tensor.detach().copy_(mean)
         except BaseException:
@@ -65,7 +66,17 @@ class GlobalAverage:
 
     def _tensors(self) -> list[Tensor]:
         buffers = self._module.buffers() if self._buffers else []
-        return self._params + [buffer for buffer in buffers if buffer.is_floating_point()]
+        return self._params + [distinct(each) for each in buffers if each.is_floating_point() or each.is_complex()]
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def squared_norm(tensor: Tensor) -> Tensor:
+    """The sum of |x|^2 over the elements, float64 []. tensor: dense, or sparse with its indices coalesced or not."""
+    tensor = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+    return _exact(tensor).abs().square().sum()
 
 
 @torch.no_grad()
@@ -79,7 +90,7 @@ def consensus_distance(
     for bucket in buckets:
         bucket.gather()
         mean = mean_of(bucket.flat.clone())
-        sums[0] += (bucket.flat.double() - mean.double()).square().sum()
-        sums[1] += mean.double().square().sum()
+        sums[0] += squared_norm(_exact(bucket.flat) - _exact(mean))
+        sums[1] += squared_norm(mean)
     mean_of(sums)
     return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())

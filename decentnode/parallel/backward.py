@@ -40,16 +40,17 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, Mapping | list | tuple):
         for each in output.values() if isinstance(output, Mapping) else output:
             yield from tensors_in(each)
-    elif dataclasses.is_dataclass(output):
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for part in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, part.name))
+            yield from tensors_in(getattr(output, part.name, None))
 
 
 class BackwardWatch:
     """Calls a method once at the end of each backward pass in which one of the parameters got its gradient.
 
-    A pass begins where the gradient of a module's output comes (`output_came`): reentrant checkpoints run passes of
-    their own inside, whose ends do not count. Neither this object nor the method's is kept alive by the parameters.
+    Reentrant checkpoints run passes of their own inside, whose ends do not count: a pass begins where the gradient of
+    a module's output comes (`output_came`), and one that began inside ends with the pass around it. Neither this object
+    nor the method's is kept alive by the parameters.
     """
 
     def __init__(self, params: Sequence[Parameter], on_end: Callable[[], None]) -> None:
@@ -88,17 +89,44 @@ class BackwardWatch:
         if self._queued is not None and self._queued() is not None:
             return
         refuse_compiled_autograd()
+        self._gradient_came = False
+        self._queue_end()
+
+    def _queue_end(self) -> None:
         on_end = self._on_end()
 
         def end_of_backward() -> None:
             self._queued = None
-            if on_end is not None and self._hooks and self._gradient_came:
+            around = torch._C._current_autograd_node()
+            if around is not None:
+                self._await_end_around(around)
+            elif on_end is not None and self._hooks and self._gradient_came:
                 _tell_of_two(self)
                 on_end()
 
-        self._gradient_came = False
         self._queued = weakref.ref(end_of_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end_of_backward)
+
+    def _await_end_around(self, node: Any) -> None:
+        """Called at the end of a pass that `node` of another one runs: that one's end is waited for.
+
+        It is queued where a gradient goes on from `node`, because nothing runs in that pass before.
+        """
+        came = self._gradient_came
+        handles: list[Any] = []
+
+        def goes_on(_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            if self.accumulating:
+                return
+            if self._queued is None or self._queued() is None:
+                self._gradient_came = came
+                self._queue_end()
+            else:
+                self._gradient_came |= came
+
+        handles += [following.register_prehook(goes_on) for following, _ in node.next_functions if following]
 
     def stop(self) -> bool:
         """Take the hooks off the parameters; whether there were any. Idempotent."""

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -21,28 +22,28 @@ from torch.optim import Optimizer
 from decentnode.graph.base import Graph
 from decentnode.optim.parts import divisible
 from decentnode.parallel.agreement import check_all_alike, tag_parameters
+from decentnode.parallel.apart import Apart
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.backward import BackwardWatch, tensors_in
 from decentnode.parallel.buckets import make_buckets
 from decentnode.parallel.copies import DetachedModel
 from decentnode.parallel.exchange import BucketExchange
-from decentnode.parallel.membership.pairs import PairExchange
-from decentnode.parallel.membership.sockets import SocketExchange
 from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
 from decentnode.parallel.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
-from decentnode.parallel.process_group import (
-    broadcast_all,
-    check_alike,
-    device_of_group,
-    ranks_per_machine,
-    together,
+from decentnode.parallel.process_group import broadcast_all, device_of_group, ranks_per_machine, together
+from decentnode.parallel.refusals import (
+    check_frozen,
+    check_makers,
+    check_model,
+    check_optimizer,
+    check_options,
+    refuse_compiled_autograd,
 )
-from decentnode.parallel.refusals import check_optimizer, check_parameters, refuse_compiled_autograd
-from decentnode.parallel.resume import layout, recut, renamed_entries
-from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
-from decentnode.parallel.shutdown import close_at_exit, keep
+from decentnode.parallel.resume import kept_of, load_together, plain_name, renamed_entries, restart, take_up
+from decentnode.parallel.shutdown import close_at_exit, close_others, keep
 from decentnode.parallel.topology_names import TopologyLike, make_topology
+from decentnode.parallel.transports import exchange_for
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +125,11 @@ class DecentralizedDataParallel(Module, Joinable):
         job = job_for(missing, timeout_seconds)
         if not dist.is_initialized() and (job is None or job.admission is None):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
-        if (optim_fn is None) == (optimizer is None):
-            raise ValueError("exactly one of optim_fn and optimizer must be given")
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        with together("wrap the model"):
+            check_makers(optim_fn, lr_scheduler_fn, optimizer)
+            check_options(transport, bucket_size_in_mb, grad_clip_norm, timeout_seconds, local_world_size)
+            check_model(model, DecentralizedDataParallel, param_as_bucket_view)
         self.module = model
         local = ranks_per_machine(local_world_size)
         self._member = None if job is None else WrapperMember(job, self, topology, local, sharing, transport)
@@ -142,11 +145,12 @@ class DecentralizedDataParallel(Module, Joinable):
                               else optimizer([p for _, p in self._named]))  # type: ignore[misc]  # fmt: skip
             self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
             check_optimizer(self.optimizer, self.lr_scheduler)
+            self._apart = Apart(self.optimizer, [p for _, p in self._named])
         self._scaler, self._clip, self._factor = scaler, grad_clip_norm, 1.0
         self._part_steps = PartSteps(self._buckets) if suit_part_by_part(self._buckets) else None
         """None where steps are taken of all parameters at once."""
         self._average = GlobalAverage(model, [p for _, p in self._named], sync_buffer_in_global_avg)
-        self._told_revert = False
+        self._told_revert = self._must_restart = False
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
         self._begin()
@@ -166,9 +170,9 @@ class DecentralizedDataParallel(Module, Joinable):
         model = self.module
         with together("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
-            check_parameters(self._named)
             graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
         if dist.is_initialized():
@@ -179,6 +183,8 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def _begin(self) -> None:
         """Watches backward passes from now on, and starts the exchange of the initial parameters."""
+        if close_others(self, [p for _, p in self._named]):
+            logger.warning("the model was wrapped before: that wrapper takes no steps any more")
         self._watch = BackwardWatch([p for _, p in self._named], self._step)
         close_at_exit(self)
         self._learning_rate = self._rate()
@@ -193,27 +199,19 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> BucketExchange:
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
-        if self.world_size == 1:
-            return BucketExchange(self._plan, timeout_seconds)
-        if transport == "sockets":
-            if self._member is None or device.type != "cpu":
-                raise ValueError('sockets needs missing="regroup" and CPU parameters')
-            return SocketExchange(self._plan, timeout_seconds, self._member.job.host, self._buckets)
-        shared = transport != "collective" and usable(self._buckets, self._plan, device)
-        if transport == "shared_memory" and not shared:
-            raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
-        if shared:
-            return SharedMemoryExchange(self._plan, timeout_seconds, self._buckets)
-        kind = BucketExchange if self._member is None else PairExchange
-        return kind(self._plan, timeout_seconds)
+        host = None if self._member is None else self._member.job.host
+        return exchange_for(transport, self._plan, self._buckets, timeout_seconds, device, host)
 
-    def close(self) -> None:
-        """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent.
+    def close(self) -> bool:
+        """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent; returns
+        whether there were any.
 
         Ranks of the same host that go on training are told that this one does not.
         """
-        if self._watch.stop() and self._exchange.end():
+        open_ = self._watch.stop()
+        if open_ and self._exchange.end():
             keep(self._exchange, self._buckets)
+        return open_
 
     def __del__(self) -> None:
         if hasattr(self, "_watch"):
@@ -228,7 +226,7 @@ class DecentralizedDataParallel(Module, Joinable):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_compiled_autograd()
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook
                     tensor.register_hook(self._on_output_gradient)
         return output
 
@@ -248,21 +246,44 @@ class DecentralizedDataParallel(Module, Joinable):
 
     @torch.no_grad()
     def _take_step(self) -> None:
+        self._check_step()
         Join.notify_join_context(self)
         if self._scaler is None and self._clip > 0:
             self._clip_gradients()
         if self._scaler is None and self._part_steps is not None and divisible(self.optimizer):
+            self._count_change()
             self._part_steps.take(self.optimizer, self._exchange, self._round(self.steps + 1), self._factor)
         else:
             self._step_at_once()
         self.optimizer.zero_grad(set_to_none=True)
+        for p in self._apart.unstepped:
+            p.grad = None
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.steps += 1
 
+    def _check_step(self) -> None:
+        """Raises RuntimeError where a step would be taken of what is not the ranks' own models."""
+        if self._average.local is not None:
+            raise RuntimeError("a backward pass must not go through the average of global_avg, which its step would "
+                               "change: revert_global_avg() first, or global_avg(will_revert=False) to go on from the "
+                               "average")  # fmt: skip
+        check_frozen(self._frozen)
+        self._apart.look()
+        if self._must_restart:
+            restart(self)
+
+    def _count_change(self) -> None:
+        """Lets autograd know that mixing changes the parameters: a second backward pass through a graph of before then
+        raises, as after a step of torch's."""
+        for bucket in self._buckets:
+            increment_version(bucket.params)
+
     @torch.no_grad()
     def _idle_step(self) -> None:
         """Mixes and sends as in a step, without an update."""
+        if self._average.local is not None:
+            self._train_on_after_average()
         self._mix()
         self._launch(self.steps + 1)
         if self.lr_scheduler is not None:
@@ -292,6 +313,7 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def _step_at_once(self) -> None:
         self._mix()
+        self._count_change()  # buckets that look at versions see those of the next snapshot
         self._learning_rate = self._rate()
         if self._scaler is not None:
             if self._clip > 0:
@@ -333,6 +355,15 @@ class DecentralizedDataParallel(Module, Joinable):
         finally:
             self._watch.accumulating = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward pass steps; scripts for torch's DistributedDataParallel set it instead of `no_sync`."""
+        return not self._watch.accumulating
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._watch.accumulating = not value
+
     def set_adaptive_factor(self, factor: float) -> None:
         """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip."""
         if not 0.0 <= factor <= 1.0:
@@ -352,6 +383,10 @@ class DecentralizedDataParallel(Module, Joinable):
         return_d2c: returns the distance of this rank's parameters to the mean, 0 if they are the mean already.
         """
         if self._average.local is not None:
+            if not will_revert:
+                self._average.local = None
+                self._exchange.drain()
+                self._launch(self.steps)
             return 0.0 if return_d2c else None
         if not will_revert:
             self._exchange.drain()
@@ -369,12 +404,15 @@ class DecentralizedDataParallel(Module, Joinable):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the context every rank has the mean model, afterwards its own again. All ranks have to enter it."""
+        """Inside the context every rank has the mean model, afterwards what it had before. All ranks have to enter
+        it."""
+        already = self._average.local is not None
         self.global_avg(will_revert=True)
         try:
             yield
         finally:
-            self.revert_global_avg()
+            if not already:
+                self.revert_global_avg()
 
     # -- metrics ----------------------------------------------------------------------------------------------
 
@@ -397,54 +435,37 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state beside the model in `state_dict`: optimizer, scheduler, scaler, sharing rules, number of steps."""
-        return {
-            "optimizer": self.optimizer.state_dict(), "steps": self.steps, "factor": self._factor,
-            "learning_rate": self._learning_rate,
-            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "sharing": [bucket.rule.state_dict() for bucket in self._buckets],
-            "layout": layout(self._buckets, self._named),
-        }  # fmt: skip
+        return kept_of(self)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
-        kept = recut(state["sharing"], state.get("layout"), layout(self._buckets, self._named))
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
-        if self.lr_scheduler is not None and state["lr_scheduler"] is not None:
-            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
-        self.steps, self._factor = int(state["steps"]), float(state["factor"])
-        self._learning_rate = float(state.get("learning_rate", self._rate()))
-        for bucket, each in zip(self._buckets, kept, strict=True):
-            bucket.rule.load_state_dict(each)
+        take_up(self, state)
+        self._must_restart, self._average.local = True, None
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a state by the names that this object gives them."""
-        return renamed_entries(state_dict, self.get_extra_state)
+        own = [f"module.{name}" for name in self.module.state_dict()]
+        return renamed_entries(state_dict, own, self.get_extra_state)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads a state and starts a new exchange. Blocking: all ranks have to load, each its own or all the same.
 
         Takes states of this class, whatever buckets and number of ranks they were saved with, of torch's
-        DistributedDataParallel and of the module alone; where a state has no optimizer, it stays as it is. If a rank
-        cannot load its state, or has one of another step, all raise (AssemblyError); if one does not load at all,
-        PeerLost names it, or it is named by the ranks that do not.
+        DistributedDataParallel and of the module alone, compiled or not; where a state has no optimizer, it stays as it
+        is. If a rank cannot load its state, or has one of another step, all raise (AssemblyError), with what they have
+        loaded by then; if one does not load at all, PeerLost names it, or it is named by the ranks that do not.
         """
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
-        self._exchange.drain()
-        self._average.local = None
-        with self._exchange.average("load_state_dict"):
-            with together("load the state"):
-                result = super().load_state_dict(self._known_names(state_dict), strict=strict, assign=assign)
-            check_alike("loaded state", [f"step {self.steps}"], device_of_group())
-        self._launch(self.steps)
-        return result
+        return load_together(
+            self, lambda: super(DecentralizedDataParallel, self).load_state_dict(
+                self._known_names(state_dict), strict=strict, assign=assign)
+        )  # fmt: skip
 
     def export(self) -> dict[str, Tensor]:
-        """The module's entries alone, by its own names, in memory of their own: for files of a plain model."""
-        return {name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        """The module's entries alone, by the names that it has without torch.compile, in memory of their own: for files
+        of a plain model."""
+        return {plain_name(name): value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
                 for name, value in self.module.state_dict().items()}  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DetachedModel:

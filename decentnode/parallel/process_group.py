@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.errors import AssemblyError
+from decentnode.parallel.memory import distinct
 from decentnode.parallel.shutdown import leave_at_exit
 from decentnode.system import boot_id
 
@@ -197,10 +198,10 @@ def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
 
 def broadcast_all(tensors: Iterable[Tensor], source: int = 0) -> None:
     """Blocking: replaces every tensor by that of rank `source`, in place."""
-    for tensor in tensors:
-        if tensor.is_contiguous():
-            wait(dist.broadcast(tensor.detach(), source, async_op=True))
-        else:
-            copy = tensor.detach().contiguous()
-            wait(dist.broadcast(copy, source, async_op=True))
-            tensor.detach().copy_(copy)
+    for each in tensors:
+        tensor = distinct(each.detach())
+        if tensor.numel():
+            flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+            wait(dist.broadcast(flat.view(torch.uint8), source, async_op=True))  # backends know few types
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))

@@ -2,19 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from decentnode.errors import AssemblyError
 from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.process_group import check_alike, device_of_group, together
+
+if TYPE_CHECKING:
+    from decentnode.parallel.ddp import DecentralizedDataParallel
+
+T = TypeVar("T")
 
 EXTRA = "_extra_state"
 """The entry of `state_dict` that holds everything but the module."""
 
+PREFIX = "module."
+"""What the wrapper's names of its module's entries begin with, as those of torch's DistributedDataParallel."""
+
+COMPILED = "_orig_mod."
+"""What torch.compile adds to the names of the entries of the module that it is given."""
+
 Layout = list[list[tuple[str, int]]]
 """[bucket]: its parameters in order, each with its number of elements."""
+
+
+def kept_of(wrapper: DecentralizedDataParallel) -> dict[str, Any]:
+    """What a wrapper's state has beside its module's."""
+    scheduler, scaler = wrapper.lr_scheduler, wrapper._scaler
+    return {
+        "optimizer": wrapper.optimizer.state_dict(), "steps": wrapper.steps, "factor": wrapper._factor,
+        "learning_rate": wrapper._learning_rate,
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "sharing": [bucket.rule.state_dict() for bucket in wrapper._buckets],
+        "layout": layout(wrapper._buckets, wrapper._named),
+    }  # fmt: skip
+
+
+def take_up(wrapper: DecentralizedDataParallel, state: Mapping[str, Any]) -> None:
+    """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
+    fit the wrapper's buckets."""
+    kept = recut(state["sharing"], state.get("layout"), layout(wrapper._buckets, wrapper._named))
+    wrapper.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
+    if wrapper.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        wrapper.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if wrapper._scaler is not None and state["scaler"] is not None:
+        wrapper._scaler.load_state_dict(state["scaler"])
+    wrapper.steps, wrapper._factor = int(state["steps"]), float(state["factor"])
+    wrapper._learning_rate = float(state.get("learning_rate", wrapper._rate()))
+    for bucket, each in zip(wrapper._buckets, kept, strict=True):
+        bucket.rule.load_state_dict(each)
+
+
+def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> T:
+    """What `load` returns, which loads a state into the wrapper. Blocking: all ranks do it, or all raise and may go on
+    training from what they have loaded by then. Raises what `load` raised here, else AssemblyError, PeerLost."""
+    before, own = (wrapper.steps, wrapper._factor), None
+    wrapper._exchange.drain()
+    wrapper.revert_global_avg()
+    try:
+        with wrapper._exchange.average("load_state_dict"):
+            with together("load the state"):
+                try:
+                    result = load()
+                except Exception as error:
+                    own = error
+                    raise ValueError(error) from error  # a RuntimeError would be taken for a sign of a lost rank
+            check_alike("loaded state", [f"step {wrapper.steps}"], device_of_group())
+    except (AssemblyError, ValueError):
+        wrapper.steps, wrapper._factor = before
+        _launch_anew(wrapper)
+        if own is not None:
+            raise own from None
+        raise
+    _launch_anew(wrapper)
+    return result
+
+
+def restart(wrapper: DecentralizedDataParallel) -> None:
+    """Begins anew after a state that was loaded as a part of another module's. Blocking, on all ranks."""
+    wrapper._exchange.drain()
+    with wrapper._exchange.average("load_state_dict"):
+        check_alike("loaded state", [f"step {wrapper.steps}"], device_of_group())
+    _launch_anew(wrapper)
+
+
+def _launch_anew(wrapper: DecentralizedDataParallel) -> None:
+    wrapper._must_restart = False
+    wrapper._launch(wrapper.steps)
 
 
 def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> Layout:
@@ -23,15 +104,32 @@ def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> La
     return [[(names[p], p.numel()) for p in bucket.params] for bucket in buckets]
 
 
-def renamed_entries(state_dict: Mapping[str, Any], extra: Callable[[], Any]) -> dict[str, Any]:
-    """The entries of a state by the names that the wrapper gives them. extra: makes the entry EXTRA, where it has
-    none."""
-    found = dict(state_dict)
-    if found and not any(name.startswith("module.") for name in found):  # the module's own
-        found = {name if name == EXTRA else f"module.{name}": value for name, value in found.items()}
-    if EXTRA not in found:  # as in files of torch's DistributedDataParallel
-        found[EXTRA] = extra()
-    return found
+def renamed_entries(
+    state_dict: Mapping[str, Any], own: Iterable[str], extra: Callable[[], Any]
+) -> dict[str, Any]:
+    """The entries of a state by the names that the wrapper gives them.
+
+    own: those names. extra: makes the entry EXTRA, where the state has none. The names may lack the `module.` of the
+    wrapper, and the parts that torch.compile adds; of these readings that which fits most names is taken.
+    """
+    found, wanted = dict(state_dict), list(own)
+    theirs = [name for name in found if name != EXTRA]
+    readings = [{f"{start}{name}": name for name in theirs} for start in ("", PREFIX)]
+    plain = {plain_name(name): name for name in wanted}
+    readings += [{plain.get(plain_name(name), name): old for name, old in reading.items()} for reading in readings]
+    best = max(readings, key=lambda reading: sum(name in reading for name in wanted))
+    entries = OrderedDict({name: found[old] for name, old in best.items()})
+    entries[EXTRA] = found[EXTRA] if EXTRA in found else extra()  # files of torch's class have none
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:  # by modules' names, which modules ask for the format of their entries
+        under = {PREFIX.rstrip(".") + f".{name}" * bool(name): version for name, version in versions.items()}
+        entries._metadata = {**under, **versions}  # type: ignore[attr-defined]
+    return entries
+
+
+def plain_name(name: str) -> str:
+    """The name of an entry without the parts that torch.compile adds."""
+    return name.replace(COMPILED, "")
 
 
 def recut(states: Sequence[Any], saved: Layout | None, wanted: Layout) -> list[Any]:

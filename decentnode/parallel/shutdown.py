@@ -15,10 +15,12 @@ import contextlib
 import gc
 import os
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from decentnode import clock
 
@@ -32,7 +34,7 @@ SETTLE_SECONDS = 0.3
 
 
 class Closable(Protocol):
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 _processes: set[int] = set()
@@ -51,6 +53,16 @@ def close_at_exit(wrapper: Closable) -> None:
     """Closes `wrapper` before that, if it still exists. Its `close` drops its references to process groups."""
     _alive.add(wrapper)
     leave_at_exit()
+
+
+def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
+    """Closes the wrappers of any of these parameters that are still there, because two would both step in a backward
+    pass; returns whether one of them was open. wrapper: the one that goes on."""
+    mine = set(params)
+    others = [each for each in _alive if each is not wrapper
+              and not mine.isdisjoint(p for _, p in getattr(each, "_named", ()))]  # fmt: skip
+    closed = [each.close() for each in others]
+    return any(closed)
 
 
 def keep(exchange: BucketExchange, buckets: list[Bucket]) -> None:

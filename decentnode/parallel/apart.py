@@ -1,0 +1,42 @@
+"""Parameters that only one of the wrapped model and its optimizer has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+
+class Apart:
+    """Compares the parameters of an optimizer with those that ranks exchange, again whenever it has more groups."""
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        """params: those that are exchanged. Raises ValueError where the optimizer has others only."""
+        self._optimizer, self._params = optimizer, list(params)
+        self._groups = -1
+        self._told = False
+        self.unstepped: list[Tensor] = []
+        """Exchanged parameters that the optimizer does not have: nobody else clears their gradients."""
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        if own and own.isdisjoint(self._params):
+            raise ValueError("optimizer must have parameters of the model, got others only: make it of what it is "
+                             "given")  # fmt: skip
+        self.look()
+
+    def look(self) -> None:
+        """Warns, once, of parameters that every rank trains for itself."""
+        if len(self._optimizer.param_groups) == self._groups:
+            return
+        self._groups = len(self._optimizer.param_groups)
+        own = [p for group in self._optimizer.param_groups for p in group["params"]]
+        known, stepped = set(self._params), set(own)
+        self.unstepped = [p for p in self._params if p not in stepped]
+        others = sum(p.requires_grad and p not in known for p in own)
+        if others and not self._told:
+            self._told = True
+            logger.warning("the optimizer has %d parameters that are not of the wrapped model, or came later: ranks do "
+                           "not exchange these, each trains its own", others)  # fmt: skip
