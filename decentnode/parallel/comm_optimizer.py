@@ -14,34 +14,12 @@ from torch.optim import Optimizer
 from decentnode.parallel.membership.meetings import MeetingMember
 from decentnode.parallel.membership.wrapper import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.parallel.methods.ddp import GradientAveraging
 from decentnode.parallel.methods.elastic import EAMSGD, EASGD, EASGDPlus
 from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.process_group import num_ranks
 
 T = TypeVar("T")
-
-
-class GradientAveraging(DistOptimizer):
-    """Plain data parallel training, for comparison: gradients are averaged in every step, parameters never."""
-
-    alike = True
-
-    def check_stable(self) -> None:
-        if self.overlap:
-            raise ValueError("overlap must be False for DDP: a step needs its gradients")
-
-    def before_step(self) -> None:
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if self.world_size > 1 and grads:
-            flat = self.mean(torch.cat([grad.reshape(-1) for grad in grads]))
-            for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view(grad.shape))
-
-    def local_pulling_step(self) -> None:
-        return
-
-    def comm_train_step(self) -> None:
-        return
 
 
 class UnknownMethod(DistOptimizer):
@@ -96,6 +74,7 @@ class CommOptimizer(Optimizer):
         )  # fmt: skip
         self.defaults = optimizer.defaults
         self._share()
+        self.__setstate__({})  # what torch's constructor makes beside groups and state: hooks
         self._member = None if job is None else MeetingMember(job, self.dist_optimizer)
         if self._member is not None:
             self._member.begin()
@@ -125,6 +104,7 @@ class CommOptimizer(Optimizer):
 
     def _take_step(self, loss: Any) -> None:
         method = self.dist_optimizer
+        method.check_params()
         found = getattr(self, "found_inf", None)
         infinite = 0.0 if found is None else float(found)
         if found is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
@@ -173,6 +153,9 @@ class CommOptimizer(Optimizer):
         self.local_optimizer.load_state_dict(state_dict["local"])
         self.dist_optimizer.load_state_dict(state_dict["dist"])
         self._share()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a CommOptimizer cannot be copied or pickled, because it is one of many: its state_dict() can")
 
     def __repr__(self) -> str:
         return f"CommOptimizer({type(self.dist_optimizer).__name__}, {self.local_optimizer!r})"

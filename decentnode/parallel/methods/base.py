@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,22 +14,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.errors import AssemblyError
 from decentnode.parallel.process_group import check_alike, device_of_group, num_ranks, together, wait
+from decentnode.parallel.refusals import check_steps_alone
 from decentnode.parallel.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
+
+ALIKE = "all ranks must take equally many steps, and load states of one step or none"
 
 
 @dataclass
 class Numbers:
-    """One number [1] of every rank, by rank, which may still be on its way."""
+    """One number of every rank, and the number of steps it has taken [2], by rank; they may still be on their way."""
 
     tensors: list[Tensor]
     work: Any = None
 
     def wait(self) -> list[float]:
-        """Blocking: the numbers, by rank."""
+        """Blocking: the numbers, by rank. Raises AssemblyError naming a rank that has taken another number of steps."""
         wait(self.work)
-        return [float(each) for each in self.tensors]
+        told = [(float(number), int(steps)) for number, steps in self.tensors]
+        for rank, (_, steps) in enumerate(told):
+            if steps != told[0][1]:
+                raise AssemblyError(f"rank {rank} exchanges in its step {steps}, rank 0 in step {told[0][1]}: {ALIKE}",
+                                    [rank])  # fmt: skip
+        return [number for number, _ in told]
 
 
 class MadeTogether(abc.ABCMeta):
@@ -85,6 +95,7 @@ class DistOptimizer(metaclass=MadeTogether):
         self.steps = 0
         self._losses: deque[float] = deque(maxlen=comm_period)
         self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
+        check_steps_alone(local_optimizer)
         self.check_stable()
         self.center = self.flat_params()
         """[P] the parameters that ranks are pulled to."""
@@ -109,17 +120,23 @@ class DistOptimizer(metaclass=MadeTogether):
     # -- flat copies ------------------------------------------------------------------------------------------
 
     def flat_params(self) -> Tensor:
-        """A copy [P] of all parameters, in float32 unless all of them have another dtype."""
-        kinds = {p.dtype for p in self.params}
-        kind = kinds.pop() if len(kinds) == 1 else torch.float32
-        return torch.cat([p.detach().reshape(-1).to(kind) for p in self.params])
+        """A copy [P] of all parameters, in the dtype that holds them all."""
+        return torch.cat([p.detach().reshape(-1) for p in self.params])
+
+    @staticmethod
+    def dense_gradients(params: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of these parameters, dense, zeros where there is none."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        return [each if each.layout is torch.strided else each.to_dense() for each in found]
 
     @torch.no_grad()
     def apply_force(self, force: Callable[[Tensor, Tensor, float], Tensor], flat: Tensor, strength: float) -> None:
         """force(p, its piece of `flat` [P], strength) for every parameter p, which the force changes in place."""
         offset = 0
         for p in self.params:
-            force(p, flat[offset : offset + p.numel()].view(p.shape).to(p.dtype), strength)
+            piece = flat[offset : offset + p.numel()].view(p.shape)
+            piece = piece.real if piece.is_complex() and not p.is_complex() else piece
+            force(p, piece.to(p.dtype), strength)
             offset += p.numel()
 
     def pull(self, target: Tensor, strength: float) -> None:
@@ -127,12 +144,15 @@ class DistOptimizer(metaclass=MadeTogether):
         if strength:
             self.apply_force(toward_, target, strength)
 
-    def mean(self, flat: Tensor) -> Tensor:
-        """Blocking: replaces `flat` by its mean over all ranks."""
+    def sum(self, flat: Tensor) -> Tensor:
+        """Blocking: replaces `flat` by its sum over all ranks."""
         if self.world_size > 1:
             wait(dist.all_reduce(flat, async_op=True))
-            flat.div_(self.world_size)
         return flat
+
+    def mean(self, flat: Tensor) -> Tensor:
+        """Blocking: replaces `flat` by its mean over all ranks."""
+        return self.sum(flat).div_(self.world_size)
 
     def largest(self, value: float) -> float:
         """Blocking: the largest of the numbers that the ranks give."""
@@ -143,9 +163,28 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def gather_numbers(self, value: float) -> Numbers:
         """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
-        own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
+        own = torch.tensor([value, self.steps], dtype=torch.float64, device=self.center.device)
         found = [own.clone() for _ in range(self.world_size)]
         return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
+
+    def with_beat(self, *tensors: Tensor) -> Tensor:
+        """The tensors [..] one after the other, and a number of this step, so that `without_beat` can compare."""
+        beat = torch.tensor([self._beat(tensors[0])], dtype=tensors[0].dtype, device=tensors[0].device)
+        return torch.cat([*tensors, beat])
+
+    def without_beat(self, total: Tensor, steps: int) -> Tensor:
+        """The sum over ranks of what `with_beat` made, without its number. steps: taken when it was made.
+
+        Raises AssemblyError where ranks have taken other numbers of steps, as after a state that one of them loaded.
+        """
+        if round(float(total[-1].real)) != self.world_size * self._beat(total, steps):
+            raise AssemblyError(f"rank {self.rank} exchanges in its step {steps}, others in other steps: {ALIKE}")
+        return total[:-1]
+
+    def _beat(self, tensor: Tensor, steps: int | None = None) -> int:
+        """The number of a step as far as sums of it over ranks are exact in the tensor's dtype."""
+        exact = int(2 / torch.finfo(tensor.dtype).eps)
+        return (self.steps if steps is None else steps) % max(1, exact // self.world_size)
 
     # -- one step ---------------------------------------------------------------------------------------------
 
@@ -175,6 +214,13 @@ class DistOptimizer(metaclass=MadeTogether):
     def comm_train_step(self) -> None:
         """Every `comm_period` steps: exchanges with the other ranks. Blocking without overlap."""
 
+    def check_params(self) -> None:
+        """Raises RuntimeError if the local optimizer has other parameters than it had: ranks would train them apart."""
+        now = [p for group in self.local_optimizer.param_groups for p in group["params"]]
+        if len(now) != len(self.params) or not all(map(operator.is_, now, self.params)):
+            raise RuntimeError("the optimizer must keep the parameters that it had when the CommOptimizer was made: "
+                               "the center covers those alone")  # fmt: skip
+
     def step(self, loss: float | None = None) -> None:
         self.local_pulling_step()
         self.dist_train_step(loss)
@@ -193,9 +239,15 @@ class DistOptimizer(metaclass=MadeTogether):
         return
 
     def state_dict(self) -> dict[str, Any]:
-        return {"center": self.center.clone(), "steps": self.steps, "losses": list(self._losses)}
+        return {"center": self.center.clone(), "steps": self.steps, "losses": list(self._losses),
+                "world_size": self.world_size}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads a state. What was under way is lost where it was between another number of ranks."""
         self.center.copy_(state["center"])
         self.steps = int(state["steps"])
         self._losses = deque(state["losses"], maxlen=self.comm_period)
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether a state is of as many ranks as there are."""
+        return bool(state.get("world_size", self.world_size) == self.world_size)

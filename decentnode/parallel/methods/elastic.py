@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.parallel.averages import squared_norm
 from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.process_group import wait
 from decentnode.sharing.forces import elastic_center_, elastic_pull_
@@ -30,19 +31,20 @@ class EASGD(DistOptimizer):
                 f"got {self.dist_pulling_strength}"
             )
 
-    _flight: tuple[Tensor, Tensor, Any] | None = None
-    """The exchange under way: (this rank's x - c [P], its sum over ranks, the operation)."""
+    _flight: tuple[Tensor, Tensor, Any, int] | None = None
+    """The exchange under way: (this rank's x - c [P], its sum over ranks, the operation, the steps taken before)."""
 
     def before_step(self) -> None:
         self._arrive()
         if self.communicates:
             pull = self.flat_params().sub_(self.center)
-            total = self.weighted(pull)
-            self._flight = pull, total, dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
+            total = self.with_beat(*self.weighted(pull))
+            work = dist.all_reduce(total, async_op=True) if self.world_size > 1 else None
+            self._flight = pull, total, work, self.steps
 
-    def weighted(self, difference: Tensor) -> Tensor:
-        """The tensor that is summed over ranks, from this rank's difference x - c [P]."""
-        return difference.clone()
+    def weighted(self, difference: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that are summed over ranks, from this rank's difference x - c [P]."""
+        return (difference,)
 
     def total(self, summed: Tensor) -> Tensor:
         """The sum, or weighted sum, of x_i - c over ranks [P], from the sum of the tensors of `weighted`."""
@@ -55,11 +57,15 @@ class EASGD(DistOptimizer):
     def _arrive(self) -> None:
         """Applies the exchange under way, if there is one. Blocking."""
         if self._flight is not None:
-            pull, summed, work = self._flight
+            pull, summed = self._arrived(*self._flight)
             self._flight = None
-            wait(work)
             self.apply_force(elastic_pull_, pull, self.dist_pulling_strength)
             elastic_center_(self.center, self.total(summed), self.dist_pulling_strength)
+
+    def _arrived(self, pull: Tensor, summed: Tensor, work: Any, steps: int) -> tuple[Tensor, Tensor]:
+        """Blocking: this rank's x - c, and the sum. Raises AssemblyError."""
+        wait(work)
+        return pull, self.without_beat(summed, steps)
 
     def close(self) -> None:
         self._flight = None
@@ -68,16 +74,19 @@ class EASGD(DistOptimizer):
         """Blocking while an exchange is under way. Its result is saved, and is applied in the same step as without."""
         flight = None
         if self._flight is not None:
-            pull, summed, work = self._flight
+            pull, summed, work, steps = self._flight
             wait(work)
-            self._flight = pull, summed, None
-            flight = pull.clone(), summed.clone()
+            self._flight = pull, summed, None, steps
+            flight = pull.clone(), self.without_beat(summed, steps).clone()
         return super().state_dict() | {"flight": flight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        flight = state.get("flight")
-        self._flight = None if flight is None else (flight[0].clone(), flight[1].clone(), None)
+        flight = state.get("flight") if self.fits(state) else None
+        self._flight = None
+        if flight is not None:
+            alone = self.with_beat(torch.zeros_like(flight[1]))[-1:] * self.world_size
+            self._flight = flight[0].clone(), torch.cat([flight[1], alone]), None, self.steps
 
 
 class EAMSGD(EASGD):
@@ -97,16 +106,16 @@ class EASGDPlus(EASGD):
 
     _norm = 0.0
 
-    def weighted(self, difference: Tensor) -> Tensor:
-        """The weighted difference [P] with the weight behind it, so that one sum over ranks gives both sums."""
-        squares = [float(p.grad.square().sum()) for p in self.params if p.grad is not None]
-        norm = sum(squares) ** 0.5
+    def weighted(self, difference: Tensor) -> tuple[Tensor, ...]:
+        """The weighted difference [P] and the weight [1], so that one sum over ranks gives both sums."""
+        norm = sum(float(squared_norm(p.grad)) for p in self.params if p.grad is not None) ** 0.5
         self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm
-        weight = torch.tensor([1.0 / max(self._norm, 1e-12)], device=difference.device)
-        return torch.cat([difference.float() * weight, weight])
+        kind = torch.promote_types(difference.dtype, torch.float32)
+        weight = torch.tensor([1.0 / max(self._norm, 1e-12)], dtype=kind, device=difference.device)
+        return difference.to(kind) * weight, weight
 
     def total(self, summed: Tensor) -> Tensor:
-        return summed[:-1] * (self.world_size / float(summed[-1]))
+        return summed[:-1] * (self.world_size / float(summed[-1].real))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"norm": self._norm}

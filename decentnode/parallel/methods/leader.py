@@ -105,9 +105,7 @@ class LSGD(DistOptimizer):
             self._meeting = self._meet(scores.wait())
         if (not self._losses and self.steps == 0) or self._warned:
             self._before = self.flat_params()
-            self._gradient = torch.cat([
-                (torch.zeros_like(p) if p.grad is None else p.grad).detach().reshape(-1) for p in self.params
-            ])
+            self._gradient = torch.cat([each.detach().reshape(-1) for each in self.dense_gradients(self.params)])
 
     def dist_train_step(self, loss: float | None) -> None:
         super().dist_train_step(loss)
@@ -116,7 +114,9 @@ class LSGD(DistOptimizer):
                 self._warned = True
                 logger.warning("LSGD without step(loss=...): the leader is who the gradients predict to gain most")
             if self._before is not None:
-                gain = float((self._before - self.flat_params()).to(torch.float64) @ self._gradient.to(torch.float64))
+                kind = torch.complex128 if self._before.is_complex() else torch.float64
+                change = (self._before - self.flat_params()).to(kind)
+                gain = float((change * self._gradient.conj().to(kind)).real.sum())
                 self._decrease = 0.9 * self._decrease + 0.1 * gain
         self._before = None
 
@@ -176,8 +176,10 @@ class LSGD(DistOptimizer):
         super().load_state_dict(state)
         self.meetings, self._decrease = int(state["meetings"]), float(state["decrease"])
         self.leader, self._followed = int(state["leader"]), bool(state["followed"])
-        scores, meeting = state["scores"], state["meeting"]
-        self._scores = None if scores is None else Numbers([torch.tensor([each]).double() for each in scores])
+        scores, meeting = (state["scores"], state["meeting"]) if self.fits(state) else (None, None)
+        if not self.fits(state):
+            self.meet_anew(self.meetings)
+        self._scores = None if scores is None else Numbers([torch.tensor([each, 0]).double() for each in scores])
         self._meeting = None if meeting is None else _Meeting(meeting[0], *(each.clone() for each in meeting[1:]))
 
 
