@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -129,10 +130,15 @@ def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str
     experiment stands beside it too. Raises UsageError for another folder.
     """
     if not os.path.isdir(given):
+        if os.path.exists(os.path.join(os.path.dirname(given), "task.json")):
+            from decentnode.launch.run_dir import refuse_script
+
+            refuse_script(Path(given).parent)
         return given, variables
-    from decentnode.launch.run_dir import home_of, resolve
+    from decentnode.launch.run_dir import home_of, refuse_script, resolve
 
     folder = resolve(given)
+    refuse_script(folder)
     home = home_of(folder)
     return os.path.relpath(folder / RESOLVED), {} if home is None else {"DECENTNODE__RUN__DIR": str(home)}
 

@@ -18,6 +18,7 @@ from decentnode.config.component import load_class
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.initial_model import make_model
+from decentnode.launch.run_dir import refuse_script
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import Task
@@ -72,6 +73,7 @@ def evaluate(
         if key not in ("data", "task"):
             raise UsageError(f"evaluate takes other data and another task alone, got {key}; a run's models stay as "
                              "they were trained")  # fmt: skip
+    refuse_script(run)
     if not (run / RESOLVED).is_file():
         raise UsageError(f"{run} has no {RESOLVED}: it does not say what its models are")
     experiment = load(run / RESOLVED, overrides, {}, check=False, layers=[sections] if sections else [])

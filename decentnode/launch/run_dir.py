@@ -17,6 +17,7 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch import provenance, supervisor_file
 from decentnode.launch.messages import Facts
 from decentnode.metrics import summary as summaries
+from decentnode.metrics.run_folder import SCRIPT
 from decentnode.metrics.run_folder import create as create
 from decentnode.metrics.run_folder import node_dir as node_dir
 from decentnode.metrics.run_folder import point as point
@@ -71,6 +72,20 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
             return candidate.resolve()
     there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
     raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{there}")
+
+
+def refuse_script(run: Path) -> None:
+    """Raises UsageError for the run of a script (`decentnode.parallel.train`): its config is the script's own, and no
+    experiment."""
+    try:
+        told = json.loads((run / "task.json").read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    if told == SCRIPT:
+        raise UsageError(
+            f"{run} is the run of a script, whose config is no experiment and whose models are in its checkpoints: "
+            f"start the script again, as {run / 'command.txt'} says, with resume=True to go on"
+        )
 
 
 def home_of(run: Path) -> Path | None:

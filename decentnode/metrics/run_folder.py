@@ -11,6 +11,9 @@ from decentnode import clock, entropy
 from decentnode.errors import EnvironmentFault
 from decentnode.system import replacing
 
+SCRIPT = "script"
+"""What task.json of the run of a script calls its task (`decentnode.parallel.train`)."""
+
 
 def node_dir(run_dir: str | Path, uid: int) -> Path:
     """Returns the folder that a node writes into: nodes/<uid>, three digits."""

@@ -5,8 +5,10 @@ A rank of the wrapper is a node of the run, an epoch of the script a round.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -27,7 +29,7 @@ from decentnode.errors import CheckpointError
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
-from decentnode.metrics.run_folder import create, node_dir
+from decentnode.metrics.run_folder import SCRIPT, create, node_dir
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.metrics.writer import encode as line_of
 from decentnode.parallel.ddp import DecentralizedDataParallel
@@ -120,7 +122,7 @@ class TrainingRun:
         known = tuple(each if isinstance(each, Metric) else KNOWN.get(each) for each in metrics)
         if not known or None in known:
             raise ValueError(f"metrics must be {', '.join(KNOWN)} or Metric objects, got {metrics!r}")
-        self._measured = TaskMetrics("script", tuple(each for each in known if each is not None))
+        self._measured = TaskMetrics(SCRIPT, tuple(each for each in known if each is not None))
         self._config = _plain({"name": name, **(config or {})})
         self._began, self._planned = clock.now(), 0
         self.path = self._directory(Path(runs), name, resume)
@@ -131,6 +133,7 @@ class TrainingRun:
         if resume:
             self._go_on()
         self._from = self.done
+        self._says("begins")
 
     # -- the directory ------------------------------------------------------------------------------------------
 
@@ -166,6 +169,7 @@ class TrainingRun:
         if self.done == 0:
             self.evaluate()
         while self.done < total:
+            self._says("trains")
             self._epoch = _Epoch(clock.now(), self.model.metrics["exposed_seconds"], self.model.steps)
             yield self.done
             self._record()
@@ -204,6 +208,7 @@ class TrainingRun:
         """Measures the rank's own model, the mean of all, and the consensus distance, and records them. Blocking, on
         all ranks. Returns the record's figures."""
         found: dict[str, float] = {}
+        self._says("evaluates")
         if self._evaluate_model is not None:
             with together("evaluate the model"):
                 own = self._measure()
@@ -306,6 +311,7 @@ class TrainingRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Blocking, on all ranks: writes the summary, unless the script failed."""
+        self._says("finished" if kind is None else "failed")
         if kind is None:
             own = json.dumps(self.figures())
             told = gather_texts(own, device_of_group(), "figures") if num_ranks() > 1 else [own]
@@ -313,6 +319,14 @@ class TrainingRun:
             if self.rank == 0 and not ended_before:
                 self._summarize({uid: json.loads(each) for uid, each in enumerate(told)})
         self._writer.close()
+
+    def _says(self, doing: str) -> None:
+        """Writes what this rank does for `decentnode status`; a disk that refuses costs that alone."""
+        status = {"uid": self.rank, "pid": os.getpid(), "time": clock.wall(), "round": self.done,
+                  "rounds": self._planned, "doing": doing, "waiting_for": [], "waiting_seconds": 0.0, "edges": {},
+                  "faults": {}}  # fmt: skip
+        with contextlib.suppress(OSError):
+            write_atomic(self._folder / "status.json", json.dumps(status))
 
     def figures(self) -> dict[str, Any]:
         """This rank's closing figures, by the names of summary.json."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,11 @@ def _of_node(uid: int, folder: Path, first: int, last: int | None) -> tuple[list
             found += [_span(uid, name, at, seconds, record["round"]) for name, at, seconds in spans if name in ROWS]
     exact, ended = True, 0.0
     for record in _records(folder / "metrics.jsonl"):
-        kind, time = record.get("kind"), record.get("time")
-        if kind == "generation" and isinstance(time, int | float):
+        kind, time = record.get("kind"), _time(record)
+        if kind == "generation" and time is not None:
             members = {"members": record.get("members")}
             found.append(_instant(uid, f"generation {record.get('generation')}", time, members))
-        if not isinstance(time, int | float) or not isinstance(record.get("round"), int):
+        if time is None or not isinstance(record.get("round"), int):
             continue
         if kind == "evaluation" and not evaluated and ended and wanted(record["round"]):
             found.append(_span(uid, "evaluate", ended, time - ended, record["round"]))
@@ -95,9 +96,9 @@ def _of_node(uid: int, folder: Path, first: int, last: int | None) -> tuple[list
                 found += _usual(uid, record, time - seconds)
         ended = time if kind in ("round", "evaluation") else ended
     for event in _records(folder / "events.jsonl"):
-        if event.get("kind") not in HISTORY and isinstance(event.get("time"), int | float):
+        if event.get("kind") not in HISTORY and (time := _time(event)) is not None:
             told = {key: event[key] for key in ("peer", "detail", "count") if event.get(key) is not None}
-            found.append(_instant(uid, str(event.get("kind")).replace("_", " "), event["time"], told))
+            found.append(_instant(uid, str(event.get("kind")).replace("_", " "), time, told))
     return found, exact
 
 
@@ -118,6 +119,12 @@ def _span(uid: int, row: str, at: float, seconds: float, round: int, told: dict[
 
 def _instant(uid: int, name: str, at: float, told: dict[str, Any]) -> Event:
     return {"ph": "i", "s": "p", "pid": uid, "tid": 0, "name": name, "ts": 1e6 * at, "args": told}
+
+
+def _time(record: dict[str, Any]) -> float | None:
+    """When, in seconds; None where it says none."""
+    time = record.get("time")
+    return time if isinstance(time, int | float) and math.isfinite(time) else None
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

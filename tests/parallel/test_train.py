@@ -104,3 +104,26 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert "metrics must be accuracy, loss or Metric objects" in metrics
         assert "evaluate must return loss, got accuracy, loss" in keys
         assert "keep 0 or more" in keep and "numbers, text, lists and dicts" in config and "inside `for epoch" in add
+
+
+@pytest.mark.parametrize("words", [["run"], ["validate"], ["evaluate"], ["simulate"]])
+def test_what_runs_experiments_says_that_it_is_a_scripts(runs: Path, words: list[str]) -> None:
+    latest = runs / "script/latest"
+    for what in (latest, *([] if words == ["evaluate"] else [latest / "config.resolved.yaml"])):
+        done = CliRunner().invoke(main, [*words, str(what)])
+        assert done.exit_code == 2 and "is the run of a script, whose config is no experiment" in done.stderr
+        assert "not a known key" not in done.stderr and "command.txt" in done.stderr
+
+
+def test_status_says_what_became_of_the_ranks(runs: Path, tmp_path: Path) -> None:
+    told = json.loads(invoke("status", str(runs / "script/latest"), "--json"))
+    assert {uid: (each["doing"], each["round"], each["rounds"]) for uid, each in told.items()} == {
+        "0": ("finished", 3, 3), "1": ("finished", 3, 3),
+    }  # fmt: skip
+    run_ranks(1, recording.train, str(tmp_path), 3, 1, 1)
+    assert "failed" in invoke("status", str(tmp_path / "script/latest"), "--once")
+    path = tmp_path / "script/latest/nodes/000/status.json"
+    status = json.loads(path.read_text())
+    assert (status["doing"], status["round"], status["rounds"]) == ("failed", 1, 3)
+    path.write_text(json.dumps({**status, "doing": "trains", "time": status["time"] - 60}))  # as SIGKILL leaves it
+    assert "gone" in invoke("status", str(tmp_path / "script/latest"), "--once")
