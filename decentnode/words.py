@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -37,3 +38,14 @@ def plural(count: int, noun: str) -> str:
 def number(value: Any, digits: str) -> str:
     """Returns a figure as text, or a placeholder where it is missing."""
     return format(value, digits) if isinstance(value, int | float) else "-"
+
+
+def names(uids: Sequence[int]) -> str:
+    """"0-7, 9" for ascending uids."""
+    ranges: list[list[int]] = []
+    for uid in uids:
+        if ranges and uid == ranges[-1][1] + 1:
+            ranges[-1][1] = uid
+        else:
+            ranges.append([uid, uid])
+    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in ranges)

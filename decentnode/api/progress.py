@@ -118,6 +118,14 @@ class NotebookObserver(Observer):
             self._state.update(uid, record)
             self._changed = True
 
+    def lost(self, uid: int) -> None:
+        if self._state is not None:
+            self._state.lose(uid)
+
+    def restarted(self, uid: int) -> None:
+        if self._state is not None:
+            self._state.restart(uid)
+
     def tick(self) -> None:
         if self._changed and clock.now() - self._drawn >= REFRESH_SECONDS:
             self._draw()
@@ -160,6 +168,7 @@ class NotebookObserver(Observer):
         whole = Table.grid()
         lines = [Text(each) for each in self._notices]
         if state is not None and state.latest:
-            lines.insert(0, Text(state.evaluation_line(again=True), style="dim"))
+            told = [Text(state.evaluation_line(again=True, evaluation=each), style="dim") for each in state.evaluations]
+            lines = [*told, *lines]
         whole.add_row(Group(row, *lines))
         return whole

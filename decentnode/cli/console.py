@@ -164,8 +164,16 @@ class ConsoleObserver(Observer):
         complete = self._state.update(uid, record)
         self._changed = True
         if self._live is None and not self.quiet and complete:
-            round = self._state.latest["round"]
-            self._say_line(self._state.evaluation_line(again=round <= self._said_round), round)
+            round, side = self._state.latest["round"], self._state.latest["side"]
+            self._say_line(self._state.evaluation_line(again=round <= self._said_round and not side), round)
+
+    def lost(self, uid: int) -> None:
+        if self._state is not None:
+            self._state.lose(uid)
+
+    def restarted(self, uid: int) -> None:
+        if self._state is not None:
+            self._state.restart(uid)
 
     def _say_line(self, line: str, round: int) -> None:
         assert self._state is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.launch.messages import Engine, Facts, Failed, NodesAbsent
+from decentnode.words import names
 
 if TYPE_CHECKING:
     from decentnode.launch.outcome import Outcome
@@ -38,6 +39,12 @@ class Observer:
     def notice(self, text: str) -> None:
         """`text` is something that the user should know and that does not stop the run."""
 
+    def lost(self, uid: int) -> None:
+        """The others go on without this node; it takes part again once a generation has it."""
+
+    def restarted(self, uid: int) -> None:
+        """A new process of this node was started: its records count bytes from 0."""
+
     def failed(self, failure: Failed, log: Path | None) -> None:
         """The run fails, because of `failure`; `log` is the folder of the node's logs."""
 
@@ -60,17 +67,6 @@ class Observer:
 def engine_notice(engine: Engine) -> str:
     """Returns how a simulated run computes its nodes, in words."""
     return f"simulated, {engine.name}: {engine.reason}"
-
-
-def names(uids: Sequence[int]) -> str:
-    """"0-7, 9" for ascending uids."""
-    ranges: list[list[int]] = []
-    for uid in uids:
-        if ranges and uid == ranges[-1][1] + 1:
-            ranges[-1][1] = uid
-        else:
-            ranges.append([uid, uid])
-    return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in ranges)
 
 
 def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbsent | None, waited: float) -> str:

@@ -319,6 +319,7 @@ class Run:
             self.ledger.lost.setdefault(failed.uid, failed)
             return
         self.ledger.lost[failed.uid] = failed
+        self.observer.lost(failed.uid)
         never_in = self.request.join and not self.ledger.members
         if not told:
             self.observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
@@ -331,6 +332,7 @@ class Run:
             return None
         for uid in again:
             self.ledger.restarted(uid)
+            self.observer.restarted(uid)
             self.observer.notice(f"node {uid} is started again ({restarts[uid]} of {self.facts.restarts} times)")
         return start_node(self._context, self._task(again, join=True))
 
@@ -343,6 +345,7 @@ class Run:
         if uid not in self.ledger.lost or self.signals.received or self._first_finish:
             return
         self.ledger.restarted(uid)
+        self.observer.restarted(uid)
         self.observer.notice(f"node {uid} is started again, as `faults` says")
         for worker in self.workers:
             worker.uids = tuple(each for each in worker.uids if each != uid)

@@ -8,7 +8,7 @@ from typing import Any
 
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.report.measured import BEFORE
-from decentnode.words import duration, number, size
+from decentnode.words import duration, names, number, size
 
 
 @dataclass
@@ -26,11 +26,36 @@ class NodeState:
     evaluated: int = -1
     """The round after which it was evaluated."""
     sent_bytes: int = 0
+    """By all of its processes."""
+    earlier_bytes: int = 0
+    """By those before the present one, whose records count from 0."""
+    lost: bool = False
+    """Whether the others go on without it."""
     round_seconds: float = 0.0
     wait_seconds: float = 0.0
     """From the last known round."""
     waited_for: int = -1
     waited_seconds: float = 0.0
+
+
+    def count_bytes(self, of_process: int) -> None:
+        """Take in how much its process has sent."""
+        if self.earlier_bytes + of_process < self.sent_bytes:  # another process, of which nobody told
+            self.earlier_bytes = self.sent_bytes
+        self.sent_bytes = self.earlier_bytes + of_process
+
+
+@dataclass(frozen=True)
+class Side:
+    """The members of one generation that goes on. There are several where a network is broken and each side goes on."""
+
+    number: int
+    """Of the generation; each side counts its own."""
+    members: frozenset[int]
+
+    @property
+    def label(self) -> str:
+        return names(sorted(self.members)).replace(" ", "")
 
 
 @dataclass(frozen=True)
@@ -49,15 +74,18 @@ class RunProgress:
     rounds: int
     """The number of rounds of the run."""
     nodes: dict[int, NodeState]
-    members: frozenset[int] | None = None
-    """The members of the last reported generation; None while all nodes take part."""
+    sides: list[Side] = field(default_factory=list)
+    """The last reported generations that share no node, the one with the lowest uid first; none while all nodes take
+    part."""
     latest: dict[str, Any] = field(default_factory=dict)
-    """The last evaluation that every local node has reported."""
+    """The last evaluation that every local node has reported, or every one of a side, whose label is its `side`."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
     measured: TaskMetrics = BEFORE
     """What the run's task measures."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
+    _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last evaluation by the side's label, of the present sides; "" while there is one."""
     _mark: tuple[float, int] | None = None
     """When it was first asked how long it takes, and the round then: what came before is the start, or another run."""
 
@@ -75,32 +103,85 @@ class RunProgress:
         if record.get("kind") == "round":
             node.rounds = record["round"] + 1
             node.loss = record.get("loss")
-            node.sent_bytes = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
+            node.count_bytes(record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0))
             node.round_seconds, node.wait_seconds = record.get("seconds", 0.0), record.get("wait_seconds", 0.0)
             node.waited_for, node.waited_seconds = record.get("waited_for", -1), record.get("waited_seconds", 0.0)
             return False
         if record.get("kind") == "generation":
-            self.members = frozenset(record.get("members", ()))
+            node.lost = False
+            self._enter(Side(record.get("generation", 0), frozenset(record.get("members", ()))))
         if record.get("kind") != "evaluation":
             return False
         round = record["round"]
         if node.rounds < round:  # the round's own record was lost
             node.rounds, node.loss = round, None
-        main = self.measured.main
-        node.metric, node.evaluated = record.get(main.name), round
-        known = self._evaluations.setdefault(round, {})
-        known[uid] = Told(record, node.loss, node.sent_bytes)
-        if not known.keys() >= {node.uid for node in self.taking_part()}:
+        node.metric, node.evaluated = record.get(self.measured.main.name), round
+        self._evaluations.setdefault(round, {})[uid] = Told(record, node.loss, node.sent_bytes)
+        return self._complete(uid, round)
+
+    def _complete(self, uid: int, round: int) -> bool:
+        """Returns whether all local nodes of this node's side have told of their evaluation after `round`, and if so
+        takes it as the side's latest."""
+        label, nodes = next(((label, nodes) for label, nodes in self.parts() if uid in {each.uid for each in nodes}),
+                            ("", []))  # fmt: skip
+        known = self._evaluations[round]
+        if not nodes or not known.keys() >= {each.uid for each in nodes}:
             return False
-        metrics = [each.record[main.name] for each in known.values() if each.record.get(main.name) is not None]
-        losses = [each.loss for each in known.values() if each.loss is not None]
-        self.latest = {
-            **record, "worst": (min if main.worst == "min" else max)(metrics, default=None), "round": round,
-            "train_loss": sum(losses) / len(losses) if losses else None,
-            "sent_bytes": sum(each.sent_bytes for each in known.values()),
+        main, told = self.measured.main, {each.uid: known[each.uid] for each in nodes}
+        metrics = [each.record[main.name] for each in told.values() if each.record.get(main.name) is not None]
+        losses = [each.loss for each in told.values() if each.loss is not None]
+        beside = [node.sent_bytes for node in self.nodes.values() if node.uid not in told]
+        self.latest = self._latest[label] = {
+            **told[uid].record, "worst": (min if main.worst == "min" else max)(metrics, default=None), "round": round,
+            "train_loss": sum(losses) / len(losses) if losses else None, "side": label,
+            "sent_bytes": sum(each.sent_bytes for each in told.values()) + sum(beside),
         }  # fmt: skip
-        self._evaluations = {later: told for later, told in self._evaluations.items() if later > round}
+        over = [known for earlier, known in self._evaluations.items() if earlier <= round]
+        for known in over:
+            for each in nodes:
+                known.pop(each.uid, None)
+        self._evaluations = {each: known for each, known in self._evaluations.items() if known}
         return True
+
+    def lose(self, uid: int) -> None:
+        """The others go on without this node, until a generation has it again."""
+        if uid in self.nodes:
+            self.nodes[uid].lost = True
+
+    def restart(self, uid: int) -> None:
+        """The node's next records are of a new process."""
+        if uid in self.nodes:
+            self.nodes[uid].earlier_bytes = self.nodes[uid].sent_bytes
+
+    def _enter(self, side: Side) -> None:
+        """A node reported this generation: it is in the place of those that it shares nodes with, unless a later one
+        was reported before."""
+        met = [each for each in self.sides if not side.members.isdisjoint(each.members)]
+        if any(each.number > side.number or each == side for each in met):
+            return
+        self.sides = sorted([*(each for each in self.sides if each not in met), side], key=lambda one: min(one.members))
+        labels = {label for label, _ in self.parts()}
+        self._latest = {label: latest for label, latest in self._latest.items() if label in labels}
+        for uid in side.members & self.nodes.keys():
+            self.nodes[uid].lost = False
+
+    def parts(self) -> list[tuple[str, list[NodeState]]]:
+        """Returns (label, local nodes) of each side that has local nodes; ("", those that take part) where there is
+        one."""
+        if not self.sides:
+            return [("", [node for node in self.nodes.values() if not node.lost])]
+        found = [(side.label, [self.nodes[uid] for uid in sorted(side.members & self.nodes.keys())
+                               if not self.nodes[uid].lost]) for side in self.sides]  # fmt: skip
+        found = [(label, nodes) for label, nodes in found if nodes]
+        return found if len(found) > 1 else [("", nodes) for _, nodes in found]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The latest evaluation of each of several sides that has one; of all nodes, the latest."""
+        labels = [label for label, _ in self.parts()]
+        if len(labels) < 2:
+            return [self.latest] if self.latest else []
+        return [self._latest[label] for label in labels if label in self._latest]
 
     @property
     def round(self) -> int:
@@ -110,13 +191,17 @@ class RunProgress:
     @property
     def due(self) -> bool:
         """Returns whether an evaluation after this round is still to come and will be reported."""
+        return any(self._due(min(node.rounds for node in nodes), label) for label, nodes in self.parts())
+
+    def _due(self, round: int, label: str) -> bool:
         every = self.evaluate_every
-        evaluated = self.round == self.rounds or (every > 0 and self.round % every == 0)
-        return evaluated and self.latest.get("round", -1) < self.round
+        evaluated = round == self.rounds or (every > 0 and round % every == 0)
+        latest = self._latest.get(label, {}) if label else self.latest
+        return evaluated and latest.get("round", -1) < round
 
     def taking_part(self) -> list[NodeState]:
-        """The local nodes that are members of the last generation."""
-        return [node for uid, node in self.nodes.items() if self.members is None or uid in self.members]
+        """The local nodes that are members of a generation that goes on."""
+        return [node for _, nodes in self.parts() for node in nodes]
 
     @property
     def sent_bytes(self) -> int:
@@ -148,14 +233,15 @@ class RunProgress:
         left = self.seconds_left(now)
         return "" if left is None or self.round >= self.rounds else f" left={duration(left).replace(' ', '')}"
 
-    def evaluation_line(self, again: bool = False) -> str:
-        """Returns the last evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round
-        alone.
+    def evaluation_line(self, again: bool = False, evaluation: Mapping[str, Any] | None = None) -> str:
+        """Returns an evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round alone; the
+        latest when None. That of a side begins with whose it is: `nodes=0-3 round=20/60 ...`.
 
         again: a line told of the round already, so that this one begins with `evaluated=20/60`.
         """
-        latest, main = self.latest, self.measured.main
-        parts = [f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}"]
+        latest, main = evaluation or self.latest, self.measured.main
+        parts = [f"nodes={latest['side']}"] if latest.get("side") else []
+        parts.append(f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}")
         if latest["train_loss"] is not None:
             parts.append(f"loss={latest['train_loss']:.4f}")
         parts += [
@@ -168,12 +254,14 @@ class RunProgress:
 
     def line(self) -> str:
         """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without evaluations of earlier
-        rounds."""
-        losses = [node.loss for node in self.taking_part() if node.loss is not None]
-        parts = [f"round={self.round}/{self.rounds}"]
-        if losses:
-            parts.append(f"loss={sum(losses) / len(losses):.4f}")
-        return self._with_costs(parts, self.sent_bytes)
+        rounds; of several sides `nodes=0-3 round=24/60 loss=0.1234, nodes=4-7 round=22/60 ...`."""
+        told = []
+        for label, nodes in self.parts():
+            losses = [node.loss for node in nodes if node.loss is not None]
+            round = min(node.rounds for node in nodes)
+            parts = [*([f"nodes={label}"] if label else []), f"round={round}/{self.rounds}"]
+            told.append(" ".join([*parts, *([f"loss={sum(losses) / len(losses):.4f}"] if losses else [])]))
+        return self._with_costs([", ".join(told or [f"round=0/{self.rounds}"])], self.sent_bytes)
 
     def _with_costs(self, parts: list[str], sent_bytes: int) -> str:
         parts.append(f"sent={size(sent_bytes).replace(' ', '')}")

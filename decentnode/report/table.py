@@ -43,10 +43,10 @@ def live_table(
             f"node {node.waited_for}" if node.waited_for >= 0 else "",
         )
     parts = [f"... and {len(nodes) - max_rows} more nodes"] if len(nodes) > max_rows else []
-    latest = state.latest
-    if latest:
+    for latest in state.evaluations:
+        whose = f"nodes {latest['side']} " if latest["side"] else ""
         parts.append(
-            f"after round {latest['round']}: mean {main.text} "
+            f"{whose}after round {latest['round']}: mean {main.text} "
             f"{number(latest.get(f'{main.name}_mean'), '.3f')}, "
             f"merged {number(latest.get(f'{main.name}_merged'), '.3f')}, "
             f"consensus distance {number(latest.get('consensus_distance'), '.1e')}"

@@ -69,6 +69,59 @@ def test_an_accuracy_is_never_shown_as_that_of_another_round() -> None:
     assert "0.500 (4)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def sent_in(line: str) -> str:
+    return next(part for part in line.split() if part.startswith("sent="))
+
+
+def test_what_was_sent_grows_over_the_restart_of_a_node() -> None:
+    """Its new process counts from 0. Also a node that is away has sent what it has."""
+    state = RunProgress.of(20, [0, 1], evaluate_every=4)
+    told(state, 0, 4, 0.3, 4000, 0.5)
+    assert told(state, 1, 4, 0.3, 4000, 0.5) and sent_in(state.evaluation_line()) == "sent=8.0kB"
+    state.lose(1)
+    assert told(state, 0, 8, 0.3, 8000, 0.5), "nobody waits for it"
+    assert sent_in(state.evaluation_line()) == sent_in(state.line()) == "sent=12.0kB"
+    state.restart(1)
+    state.update(1, {"kind": "generation", "generation": 2, "members": [0, 1], "joined": [1], "round": 9})
+    told(state, 1, 10, 0.3, 5000)  # more than ever before at its first word
+    assert sent_in(state.line()) == "sent=17.0kB" and state.nodes[1].sent_bytes == 9000
+    told(state, 1, 11, 0.3, 1000)  # and another process, of which nobody told
+    assert sent_in(state.line()) == "sent=18.0kB"
+    console = Console(file=io.StringIO(), width=120)
+    console.print(live_table(state, 4.0, "", 20))
+    assert "10.0 kB" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_sides_of_a_broken_network_have_lines_of_their_own() -> None:
+    """Nothing is a mean over nodes that hear nothing of each other."""
+    state = RunProgress.of(20, range(4), evaluate_every=4)
+    for uid in range(4):
+        told(state, uid, 4, 0.5, 1000, 0.5)
+    for uid in range(4):
+        members = [0, 1] if uid < 2 else [2, 3]
+        state.update(uid, {"kind": "generation", "generation": 1, "members": members, "left": [], "round": 5})
+    told(state, 0, 8, 0.1, 2000, 0.9)
+    assert told(state, 1, 8, 0.3, 2000, 0.9)
+    assert state.evaluation_line().startswith("nodes=0-1 round=8/20 loss=0.2000 acc_mean=0.500 acc_min=0.900 ")
+    told(state, 2, 7, 0.7, 1500)
+    told(state, 3, 6, 0.9, 1500)
+    assert state.line() == "nodes=0-1 round=8/20 loss=0.2000, nodes=2-3 round=6/20 loss=0.8000 sent=7.0kB"
+    told(state, 2, 8, 0.6, 2000, 0.2)
+    told(state, 3, 8, 0.6, 2000)
+    assert state.due, "that of the second side is to come"
+    assert told(state, 3, 8, 0.6, 2000, 0.2) and not state.due
+    assert state.evaluation_line().startswith("nodes=2-3 round=8/20 loss=0.6000 acc_mean=0.500 acc_min=0.200 ")
+    console = Console(file=io.StringIO(), width=120)
+    console.print(live_table(state, 4.0, "", 20))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "nodes 0-1 after round 8: mean accuracy" in text and "nodes 2-3 after round 8: mean accuracy" in text
+    late = {"kind": "generation", "generation": 0, "members": [0, 1, 2, 3], "round": 5}
+    state.update(3, late)
+    assert len(state.parts()) == 2, "an earlier generation is nobody's any more"
+    state.update(0, {**late, "generation": 2, "round": 9})
+    assert state.line().startswith("round=8/20 loss=")
+
+
 def test_the_line_needs_nothing_to_have_happened() -> None:
     assert RunProgress.of(10, [0, 1]).line() == "round=0/10 sent=0B"
 
