@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 MOST_UNKNOWN = 4
 """Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
 
+PROBLEM_TEXT = 200
+"""Most characters of what keeps a node from writing a checkpoint in its closing figures."""
+
 STOP_SECONDS = 1.0
 """After a stop: longest wait for the checkpoint before to be written, while other nodes wait to close with this one."""
 
@@ -48,6 +51,14 @@ class CheckpointFigures:
     """The training thread's: waiting for the checkpoint before to be written."""
     cpu_seconds: float = 0.0
     """The writing thread's."""
+    missed: int = 0
+    """Those that were due and are not on the disk."""
+    problem: str = ""
+    """Why the last of these is not."""
+
+    def miss(self, problem: str) -> None:
+        self.missed += 1
+        self.problem = problem[:PROBLEM_TEXT]
 
 
 class Checkpoints:
@@ -78,7 +89,7 @@ class Checkpoints:
         """Of this node, on the disk or being written."""
         self._copies: dict[Cut, tuple[float, float]] = {}
         """(copy_seconds, wait_seconds) of those being written."""
-        self._whole: set[Cut] = set()
+        self._whole = {*self._cuts}
         self._known_to_all: Cut | None = None
         """The newest that every node is known to have."""
         best = self.config.best
@@ -88,14 +99,15 @@ class Checkpoints:
         self._by_minutes = None if minutes is None else DueByMinutes(node, minutes)
         self.begin_generation()
 
-    def closing_figures(self) -> dict[str, float | int]:
+    def closing_figures(self) -> dict[str, float | int | str]:
         """Returns what checkpoints have cost, by the names of summary.json; nothing without any."""
         found = self.figures
-        return {} if not found.count else {
+        return {} if not (found.count or found.missed) else {
             "checkpoints": found.count, "checkpoints_kept": len(self._whole.intersection(self._cuts)),
             "bytes_checkpoints": found.bytes,
             "checkpoint_copy_seconds": found.copy_seconds, "checkpoint_wait_seconds": found.wait_seconds,
             "checkpoint_cpu_seconds": found.cpu_seconds,
+            **({"checkpoints_missed": found.missed, "checkpoint_problem": found.problem} if found.missed else {}),
         }  # fmt: skip
 
     # -- while rounds go on -----------------------------------------------------------------------------------
@@ -183,6 +195,7 @@ class Checkpoints:
         if self._by_minutes is not None:
             self._by_minutes.begin_period(started)
         if not free:
+            self.figures.miss("the one before was still being written")
             logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
             return
         cut = self.cut
@@ -239,6 +252,7 @@ class Checkpoints:
         copied, waited = self._copies.pop(written.cut, (0.0, 0.0))
         if written.problem:
             self._cuts = [cut for cut in self._cuts if cut != written.cut]
+            self.figures.miss(written.problem)
             self.node.record({"kind": "checkpoint", "round": written.cut.round, "problem": written.problem})
             return
         self._whole.add(written.cut)

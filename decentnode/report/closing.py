@@ -32,7 +32,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     others = ("evaluation", "protocol", "control")
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
     found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
-    return [*found, *_left(summary), *_apart(summary), *_losses(summary), *_checkpoints(summary)]
+    return [*found, *_left(summary), *_losses(summary), *_checkpoints(summary)]
 
 
 def _apart(summary: Mapping[str, Any]) -> list[str]:
@@ -101,19 +101,38 @@ def _waiting(waiting: Mapping[str, Any]) -> list[str]:
 
 
 def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
-    if not summary.get("checkpoints"):
+    told = {uid: figures for uid, figures in summary["nodes"].items() if uid not in summary.get("lost", {})}
+    wrote = {uid: round(figures.get("checkpoints", 0)) for uid, figures in told.items()}
+    counts = {uid: round(figures.get("checkpoints_kept", wrote[uid])) for uid, figures in told.items()}
+    made = max(wrote.values(), default=0)
+    missed = {uid: figures for uid, figures in told.items() if figures.get("checkpoints_missed")}
+    if not made and not missed:
         return []
-    waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
-    made = round(summary["checkpoints"])
-    kept = round(summary.get("checkpoints_kept", made))
+    kept = max(counts.values())
     of = f" of {made}" if kept < made else f" ({made} of them new)" if kept > made else ""
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
     apart: list[str] = []
     if summary["status"] == "interrupted" and len(ended) > 1:
         apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: --resume takes an earlier one"]
     return [
-        f"kept     {plural(kept, 'checkpoint')}{of} per node, "
+        f"kept     {plural(kept, 'checkpoint')}{of} per node{' but for those below' if named else ''}, "
         f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "
         f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time",
         *apart,
     ]
+    waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
+    fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
+    named = [f"{'':9}{_fewer(uid, counts[uid], told[uid])}" for uid in fewer[:MOST_NAMED]]
+    if len(fewer) > MOST_NAMED:
+        named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
+        *named,
+
+
+def _fewer(uid: str, count: int, figures: Mapping[str, Any]) -> str:
+    """Of a node that has not all the checkpoints that others have, or could not write one of its own."""
+    has = f"node {uid} has {count or 'none'}"
+    if missed := figures.get("checkpoints_missed"):
+        last = ", the last of them" if missed > 1 else ""
+        why = figures.get("checkpoint_problem", "")
+        return f"{has}: {plural(missed, 'checkpoint')} could not be written{last}: {why}"
+    return f"{has}: its process wrote {figures.get('checkpoints', 0) or 'none'}"

@@ -48,6 +48,30 @@ def test_while_one_node_cannot_write_the_others_keep_what_it_has(tmp_path: Path)
     assert own[0] in (3, 4) and own[0] in others and len(others) <= 7
     resumed = Fleet(tmp_path / "b", rounds=15).resume(tmp_path / "a").run()
     assert {record["round"] for record in resumed.of_kind("resumed")} == {own[0]}
+    told = fleet.nodes[1].checkpoints
+    assert told is not None
+    figures = told.closing_figures()
+    assert figures["checkpoints_missed"] == 15 - own[0] and "broken" in str(figures["checkpoint_problem"])
+    assert "checkpoints_missed" not in fleet.nodes[0].figures()
+
+
+def test_a_node_that_writes_none_says_so_at_the_end(tmp_path: Path) -> None:
+    """Without figures it would not be among those that the run's are made from."""
+    fleet = Fleet(tmp_path / "a", rounds=3, checkpoint={"every": 1})
+    (tmp_path / "broken").write_text("")
+    told = fleet.nodes[1].checkpoints
+    assert told is not None
+    told._writer._folder = tmp_path / "broken"  # type: ignore[attr-defined]
+    figures = fleet.run().nodes[1].figures()
+    assert (figures["checkpoints"], figures["checkpoints_kept"], figures["checkpoints_missed"]) == (0, 0, 3)
+
+
+def test_what_an_earlier_process_wrote_counts_as_kept(tmp_path: Path) -> None:
+    Fleet(tmp_path / "a", rounds=3, checkpoint={"every": 1, "keep": 9}).run()
+    again = Fleet(tmp_path / "a", rounds=2, checkpoint={"every": 1, "keep": 9}).nodes[0].checkpoints
+    assert again is not None
+    again.figures.count = 1  # type: ignore[attr-defined]
+    assert again.closing_figures()["checkpoints_kept"] == 3
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:

@@ -1,0 +1,47 @@
+"""The closing lines of runs in which not all went well with all nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from decentnode.report.closing import closing
+from tests.report.test_progress import summary
+
+
+def written(kept: int, count: int = 8, **more: Any) -> dict[str, Any]:
+    """Figures of a node about its checkpoints."""
+    return {"accuracy": 0.7, "rounds": 10, "checkpoints": count, "checkpoints_kept": kept, **more}
+
+
+def about_checkpoints(nodes: dict[str, dict[str, Any]], **changes: Any) -> list[str]:
+    costs = {"bytes_checkpoints_total": 5000, "checkpoint_copy_seconds": 0.1, "checkpoint_wait_seconds": 0.1,
+             "checkpoint_cpu_seconds": 0.2}  # fmt: skip
+    found = closing(summary(nodes=nodes, **costs, **changes))
+    at = next((i for i, line in enumerate(found) if line.startswith("kept ")), len(found))
+    return found[at:]
+
+
+def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
+    full = written(0, 0, checkpoints_missed=8, checkpoint_problem="[Errno 28] No space left on device")
+    assert about_checkpoints({"0": written(3), "1": full, "2": written(3)}) == [
+        "kept     3 checkpoints of 8 per node but for those below, 5.0 kB written in all; training waited 200 ms for "
+        "them, writing took 200 ms of CPU time",
+        "         node 1 has none: 8 checkpoints could not be written, the last of them: "
+        "[Errno 28] No space left on device",
+    ]
+    once = written(3, 7, checkpoints_missed=1, checkpoint_problem="the one before was still being written")
+    assert about_checkpoints({"0": written(3), "1": once})[1:] == [
+        "         node 1 has 3: 1 checkpoint could not be written: the one before was still being written",
+    ]
+    assert about_checkpoints({"0": full})[0].startswith("kept     0 checkpoints per node but for those below, ")
+
+
+def test_nodes_that_have_what_all_have_are_not_named() -> None:
+    assert len(about_checkpoints({"0": written(3), "1": written(4)})) == 1, "one more than others is no loss"
+    assert about_checkpoints({"0": {"accuracy": 0.7}, "1": {"accuracy": 0.7}}) == []
+    named = about_checkpoints({"0": written(3), "1": {"accuracy": 0.7}, "2": written(1, 1), "3": {"accuracy": 0.7}},
+                              lost={"3": "killed"})  # fmt: skip
+    assert named[1:] == ["         node 1 has none: its process wrote none",
+                         "         node 2 has 1: its process wrote 1"]  # fmt: skip
+    many = about_checkpoints({"0": written(3), **{str(uid): written(0, 0) for uid in range(1, 9)}})
+    assert len(many) == 7 and many[-1] == "         3 other nodes did not keep all either"
