@@ -164,6 +164,18 @@ def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     assert min(weights) >= LEAST_WEIGHT and spread(made.nodes) < 0.3
 
 
+def test_push_sum_tells_what_it_mixed_and_how_old_it_was() -> None:
+    """As other rules do: who is slower is heard of less often, and nobody mixes more than its neighbors sent."""
+    made, _ = run("push_sum", slow={2: 6.0}, rounds=40)
+    rounds = [each for each in made.records if each["kind"] == "round"]
+    degree = {uid: len(made.graph.sources(uid, 0)) for uid in range(NODES)}
+    assert all(0 <= each["mixed_copies"] <= degree[each["uid"]] for each in rounds)
+    assert any(each["mixed_copies"] for each in rounds)
+    ages = {uid: max(each["copy_age"] for each in rounds if each["uid"] == uid) for uid in range(NODES)}
+    listeners = [uid for uid in range(NODES) if 2 in made.graph.sources(uid, 0)]
+    assert min(ages[uid] for uid in listeners) > 1 and ages[2] == 0, "the slow node hears of the others in each round"
+
+
 def test_push_sum_keeps_what_the_living_have_when_a_node_dies_and_comes_back() -> None:
     """What was on its way between two of them at the change of generation is not lost."""
     plan = (Kill(nodes=(4,), at_round=6), Restart(nodes=(4,), at_seconds=20.0))

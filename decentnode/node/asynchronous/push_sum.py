@@ -47,6 +47,10 @@ class AsynchronousPushSum(Asynchronous):
         super().__init__(*parts, **options)
         self._sent: dict[int, _Sum] = {}
         self._seen: dict[int, _Sum] = {}
+        self._came: dict[int, int] = {}
+        """By source: the round of this node in which its newest sum came."""
+        self._mixed = 0
+        """Sources of which there was something new in the last round."""
 
     @property
     def rule(self) -> PushSum:
@@ -72,7 +76,7 @@ class AsynchronousPushSum(Asynchronous):
                              for uid in view.neighbors})  # fmt: skip
         self.publish_buffers(round)
 
-    def _mix_round(self, round: int) -> Steps[None]:  # noqa: ARG002
+    def _mix_round(self, round: int) -> Steps[None]:
         found = yield from self.collect()
         started, rule, model = clock.now(), self.rule, self.model.parameters
         added: list[Collected] = []
@@ -92,6 +96,8 @@ class AsynchronousPushSum(Asynchronous):
                 added.append(each)
                 seen.x, seen.w = payload.tensors["x"], float(payload.scalars["w"])
             self.record_new(added)
+            self._mixed = len({each.source for each in added})
+            self._came |= dict.fromkeys((each.source for each in added), round)
             model.copy_(x.div_(rule.weight))
         self.times.mix += clock.now() - started
         yield from self.mix_buffers(self.view.sources)
@@ -103,6 +109,9 @@ class AsynchronousPushSum(Asynchronous):
         self.rule.weight = former.rule.weight
         self._sent = {uid: each for uid, each in former._sent.items() if uid in stay}
         self._seen = {uid: each for uid, each in former._seen.items() if uid in stay}
+        self._came = {uid: round for uid, round in former._came.items() if uid in stay}
 
     def report(self) -> dict[str, float]:
-        return {"push_sum_weight": self.rule.weight}
+        ages = [self._round - self._came[uid] for uid in self.view.sources if uid in self._came]
+        return {"push_sum_weight": self.rule.weight, "mixed_copies": self._mixed,
+                "copy_age": sum(ages) / max(1, len(ages))}  # fmt: skip
