@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from decentnode.experiment.tree import Experiment, portable_text
 from decentnode.sharing.compressed import make_sharing
 
 MAY_CHANGE = (
-    "name", "run", "mapping", "communication", "sharing.dump",
+    "name", "run", "mapping", "communication", "sharing.dump", "faults",
     *(f"node.{key}" for key in ("rounds", "checkpoint", "evaluate_every", "mix_in_background", "missing", "min_nodes",
-                                "restarts", "check_finite", "early_stop")),
+                                "on_partition", "merge_weights", "restarts", "check_finite", "early_stop")),
 )  # fmt: skip
-"""Keys, or whole sections, that say where, how long and how safely a run computes, but not what."""
+"""Keys, or whole sections, that say where, how long and how safely a run computes, or what goes wrong meanwhile, but
+not what."""
 
 
 def identity(experiment: Experiment) -> dict[str, Any]:
@@ -32,6 +33,11 @@ def identity(experiment: Experiment) -> dict[str, Any]:
         groups = getattr(experiment.sharing, "groups", "machine")
         found["sharing.groups (uids)"] = machines if groups == "machine" else groups
     return found
+
+
+def compared(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what of an identity counts now: one that an earlier version wrote may have keys that may change since."""
+    return {key: value for key, value in found.items() if not _may_change(key)}
 
 
 def _may_change(key: str) -> bool:

@@ -222,9 +222,11 @@ def give_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage
 
 
 def begin_faults(node: Node, task: Task) -> None:
-    """The node has joined: from now on the faults of the experiment strike it."""
+    """The node has joined: from now on the faults of the experiment strike it. Those of rounds that an earlier process
+    made, also one of the run that this one goes on from, are over."""
     if node.rounds.faults is not None:
-        node.rounds.faults.begin(clock.now() if task.began is None else task.began, task.join)
+        again = task.join or task.resume is not None
+        node.rounds.faults.begin(clock.now() if task.began is None else task.began, again)
 
 
 def run_task(task: Task, channel: Pipe) -> int:

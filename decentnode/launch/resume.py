@@ -11,7 +11,7 @@ from decentnode.checkpoint import store
 from decentnode.checkpoint.store import FOLDER, Cut, Manifest
 from decentnode.errors import CheckpointError, UsageError
 from decentnode.experiment import Experiment
-from decentnode.experiment.identity import identity
+from decentnode.experiment.identity import compared, identity
 from decentnode.launch import run_dir
 from decentnode.launch.messages import Task
 from decentnode.launch.node_files import Reporter
@@ -57,7 +57,7 @@ def find(experiment: Experiment, wanted: str) -> Found | None:
     beside = [other for other in sorted(folder.parent.iterdir())
               if other != folder and not other.is_symlink() and any(each.cut.run in ids for each in _manifests(other))]
     newest = max(own, key=lambda each: (*each.cut.age, each.time))
-    lines = store.differences(newest.config, identity(experiment))
+    lines = store.differences(compared(newest.config), identity(experiment))
     if lines:
         raise UsageError("\n".join([
             f"{folder} cannot be resumed with another experiment than it was made with; these keys differ:", *lines,

@@ -63,6 +63,26 @@ def check_same(one: Path, other: Path) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+def test_a_run_with_faults_goes_on_without_them_and_the_other_way_round(tmp_path: Path) -> None:
+    """What goes wrong is no part of what is computed: the models are those of a run that nothing happened to."""
+    folder = Folder(tmp_path)
+    whole = folder.done()
+    kept = ["node.checkpoint={every: 2}", "node.rounds=4"]
+    slow = "faults=[{do: slow, nodes: [1], factor: 1.5, at_round: 1, seconds: 0.5}]"
+    struck = folder.done(*kept, slow)
+    check_same(folder.done("faults=[]", resume=str(struck)), whole)
+    check_same(folder.done(slow, resume=str(folder.done(*kept))), whole)
+
+
+def test_a_fault_of_a_round_that_is_over_does_not_strike_again(tmp_path: Path) -> None:
+    """Else a run that it ended could never be resumed beyond it."""
+    kill = [{"do": "kill", "nodes": [1], "at_round": 5}]
+    node = {"rounds": 8, "evaluate_every": 4, "checkpoint": {"every": 1}}
+    folder = Folder(tmp_path, communication={"name": "auto"}, node=node, faults=kill)
+    assert folder.run().exit_code != 0
+    folder.done(resume="")
+
+
 CASES = {
     "auto": ["communication=auto", "node.schedule=overlapped", "training.optimizer={name: adam, lr: 0.01}"],
     "zeromq": ["communication=zeromq", "sharing={name: choco, compression: {name: int8, unbiased: true}}"],
