@@ -194,6 +194,11 @@ class InprocPending(Pending):
         ended = bool(hub.failed) or self._owner.regrouping or (hub.stopping and not self._closing)
         return ended or len(hub.means[self._key]) == len(hub.generation.members)
 
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        while self._owner.hub.behind and not self.ready:
+            yield None
+        return self.wait(timeout_seconds)
+
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:  # noqa: ARG002
         hub = self._owner.hub
         self._owner.raise_if_over()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from decentnode import clock
 from decentnode.communication.run_state import Steps
 from decentnode.node.apart import fallen_apart
+from decentnode.node.going_on import evaluate_alone_if_missed, evaluation_missed
 from decentnode.node.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
 from decentnode.node.merging import Work, merge_models
 from decentnode.node.resumable import NodeCheckpoints, Resumable
@@ -66,6 +67,8 @@ class NodeGenerations:
         yield from agree_on_course(node, generation.fresh, "generation/course")
         self._trained.meet(now)
         node.communication.took_part(generation)
+        alone = self._rules.schedule.asynchronous
+        missed = not alone and (yield from evaluation_missed(node, first_round))
         yield from self._come_to(first_round, generation)
         if node.checkpoints is not None:
             node.checkpoints.begin_generation()
@@ -83,6 +86,10 @@ class NodeGenerations:
         if node.uid == generation.members[0]:
             self._tell_apart(generation)
 
+        if missed:
+            yield from node.evaluate_between()
+        elif alone and node.uid not in generation.fresh and not generation.stopping:
+            yield from evaluate_alone_if_missed(node)
     def _hand_over(self, generation: Generation) -> Steps[dict[str, Any]]:
         """Let everybody have the model that it goes on with. Returns what the generation's record says of it."""
         node = self._node

@@ -6,7 +6,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from decentnode.communication.run_state import Steps
+from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.snapshot import Restored
@@ -65,4 +68,24 @@ def evaluate_if_due(node: Resumable, where: GoingOn) -> Steps[None]:
     """Evaluate where the interrupted run had not come to it, as steps."""
     every, round = node.config.evaluate_every, where.round
     if every and round % every == 0 and where.evaluated != round and round < node.config.rounds:
+        yield from node.evaluate_between()
+
+
+def evaluation_missed(node: Resumable, first_round: int) -> Steps[bool]:
+    """Returns whether an evaluation is due after the rounds before `first_round`, with which a generation begins, and
+    the members of the one before did not all come to it; the same on all members, as steps."""
+    every, generation = node.config.evaluate_every, node.generation
+    if not every or first_round % every or not 0 < first_round < node.config.rounds or generation.stopping:
+        return False
+    # Who comes has seen no evaluation, and need not: it counts as one that has.
+    done = node.evaluated == first_round or node.uid in generation.fresh
+    pending = node.communication.mean("generation/evaluated", torch.tensor([float(done)], dtype=torch.float64))
+    found = yield from mean_unless_ending(node, pending, "whether an evaluation is to be made up for")
+    return found is not None and float(found[0]) * found[1] < found[1] - 0.5
+
+
+def evaluate_alone_if_missed(node: Resumable) -> Steps[None]:
+    """Where each node evaluates its own model alone: make up for what was due as the generation before was over."""
+    every, round = node.config.evaluate_every, node.round
+    if every and round % every == 0 and node.evaluated != round and 0 < round < node.config.rounds:
         yield from node.evaluate_between()

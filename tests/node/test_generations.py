@@ -111,6 +111,36 @@ def test_the_others_go_on_from_their_models_whenever_one_is_lost(schedule: str, 
     assert sorted(run.nodes[0].reports) == [0, 1, 2, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
+@pytest.mark.parametrize("steps", range(4, 14))
+def test_no_evaluation_is_lost_to_a_generation_that_begins_when_it_is_due(schedule: str, steps: int) -> None:
+    run = Run(make("regular", nodes=6), schedule=schedule, early_stop={"figure": "loss_mean", "patience": 9})
+    run.step(steps)
+    run.lose(3)
+    run.end()
+    for uid in run.nodes:
+        evaluated = [each["round"] for each in run.records if each["kind"] == "evaluation" and each["uid"] == uid]
+        assert sorted({*evaluated}) == [0, 4, 8, 10], "all that were due"
+        assert len(evaluated) <= 5, "made again only where somebody had missed it"
+    assert len({tuple(node.course.numbers()) for node in run.nodes.values()}) == 1
+
+
+def test_who_comes_back_as_an_evaluation_is_over_does_not_have_it_made_again() -> None:
+    run = Run(make("regular", nodes=6))
+    run.step(3)
+    run.lose(3)
+    while run.nodes[0].evaluated < 4:
+        run.step(1)
+    while any(node.evaluated < 4 for node in run.nodes.values()):
+        run.step(1)
+    run.restart(3)
+    run.end()
+    for uid in (0, 5):
+        assert [each["round"] for each in run.records if each["kind"] == "evaluation" and each["uid"] == uid] == [
+            0, 4, 8, 10,
+        ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("schedule", "rule"), [
     ("sequential", "full"), ("overlapped", "full"), ("sequential", "gradient_tracking"), ("sequential", "choco"),
 ])  # fmt: skip
