@@ -43,6 +43,8 @@ class EdgeCounters:
     """Payloads of the peer that came after this node had gone on without them. With the inbox's lock held."""
     resends: int = 0
     """Frames sent again because the peer did not get them the first time."""
+    resent_bytes: int = 0
+    """Of protocol: those of these frames."""
 
     @property
     def protocol_bytes_sent(self) -> int:
@@ -102,6 +104,10 @@ class Counters:
         return self.earlier.get("relayed", 0) + self.relayed()
 
     @property
+    def resent_bytes(self) -> int:
+        return self.earlier.get("resent", 0) + sum(edge.resent_bytes for _, edge in self.known())
+
+    @property
     def saved_bytes(self) -> int:
         return self.earlier.get("saved", 0) + sum(edge.saved_bytes for _, edge in self.known())
 
@@ -127,7 +133,8 @@ class Counters:
         """Returns what a checkpoint keeps: bytes by purpose, saved ones, and faults."""
         faults = self.earlier.get("faults", 0) + sum(self.faults.values())
         return {**{str(purpose): sent for purpose, sent in self.bytes_sent().items()}, "saved": self.saved_bytes,
-                "relayed": self.relayed_bytes, "late": self.late_payloads, "faults": faults}  # fmt: skip
+                "relayed": self.relayed_bytes, "resent": self.resent_bytes, "late": self.late_payloads,
+                "faults": faults}  # fmt: skip
 
 
 def purpose_of(key: str) -> Purpose:

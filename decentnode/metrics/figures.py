@@ -120,6 +120,8 @@ FIGURES = (
            "rounds without", digits=0, of=("rounds_without",), how=_total),
     Figure("late_payloads_total", "payloads", "that came after their receivers had gone on without them; they are "
            "dropped", "Counters", "late payloads", digits=0, of=("late_payloads",), how=_total),
+    Figure("bytes_resent_total", "bytes", "of protocol: what was sent again, as it did not arrive",
+           "communication/zeromq/link_sender.py", "resent MB", 1e-6, of=("bytes_resent",), how=_total),
     Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints.py", "checkpoints", digits=0,
            of=("checkpoints",), how=_least),
     Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints.py",

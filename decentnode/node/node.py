@@ -367,6 +367,7 @@ class Node:
             **{f"bytes_{purpose}": sent for purpose, sent in counters.bytes_sent().items()},
             "bytes_saved": counters.saved_bytes,
             **({"bytes_relayed": relayed} if (relayed := counters.relayed_bytes) else {}),
+            **({"bytes_resent": resent} if (resent := counters.resent_bytes) else {}),
             "faults": sum(counters.faults.values()) + counters.earlier.get("faults", 0),
             **(self.checkpoints.closing_figures() if self.checkpoints is not None else {}),
         }

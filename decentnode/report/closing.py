@@ -30,7 +30,9 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     if rounds and summary["round_seconds_median"] is not None:
         traffic += f"; {plural(rounds, 'round')} of {duration(summary['round_seconds_median'])}"
     others = ("evaluation", "protocol", "control")
-    beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}" for purpose in others)
+    again = f" ({size(resent)} of it sent again)" if (resent := summary.get("bytes_resent_total")) else ""
+    beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}{again if purpose == 'protocol' else ''}"
+                       for purpose in others)  # fmt: skip
     found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
     return [*found, *_left(summary), *_losses(summary), *_checkpoints(summary)]
 

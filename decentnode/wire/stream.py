@@ -23,6 +23,12 @@ edge would be asked in every round. What TCP carries is lost with a connection a
 sender asks at once; what is damaged, or followed by anything else, is reported at once."""
 STUCK_SECONDS = 5.0
 """Least time without an acknowledgement after which a connection counts as stuck; doubled every time in a row."""
+LOOK_SECONDS = 1.0
+"""Over so much time a connection that seems stuck is watched, where somebody knows how many bytes it has carried."""
+LEAST_BYTES_PER_SECOND = 64
+"""What carries less is stuck: beside what was sent, a connection carries nothing but a question now and then."""
+MARGIN_BYTES = 1 << 20
+"""Bytes beyond those of the messages that wait for an acknowledgement, after which these must have arrived."""
 CLOSING_STUCK_SECONDS = 1.0
 """The same at the end, when there is little time left for another connection."""
 
@@ -42,6 +48,9 @@ class SendStream(Generic[T]):
         """Whether little time is left for what is kept."""
         self._progress = 0.0
         self._limit = self._least = STUCK_SECONDS
+        self._carried: tuple[int, int, float] | None = None
+        """Of a connection that is watched, as it seems stuck: how many bytes it had carried at first, how many when it
+        was looked at last, and when that was."""
         self._sent_at: dict[int, float] = {}
         self._delay = 0.0
         """Longest time that acknowledgements took lately, in seconds; decays by a tenth with each acknowledgement."""
@@ -67,11 +76,36 @@ class SendStream(Generic[T]):
         self._sent_at[sequence] = now
         return sequence
 
+    def silent(self, now: float) -> bool:
+        """Returns whether nothing was acknowledged for so long that the connection may be stuck."""
+        return bool(self.kept) and now >= self._stuck_at
+
+    def carries(self, carried: int, owed: int, now: float) -> bool:
+        """Of a connection that is silent: returns whether it is slow rather than stuck, which is known once it was
+        watched for a while. After True, it is not silent for a while.
+
+        carried: bytes that the other end's machine has of all that went over it. owed: bytes of the messages that are
+        kept. Where it carried all of these, and no acknowledgement came of any, it is of no use, however fast.
+        """
+        if self.closing:
+            return False
+        known, self._carried = self._carried, (carried, carried, now)
+        if known is not None:
+            first, before, then = known
+            idle = carried - before < LEAST_BYTES_PER_SECOND * (now - then)
+            if idle or carried - first > owed + MARGIN_BYTES:
+                self._carried = None
+                return False
+            self._carried = first, carried, now
+        self._progress += now + LOOK_SECONDS - self._stuck_at
+        return True
+
     def stuck(self, now: float) -> bool:
         """Returns whether nothing was acknowledged for so long that a new connection should be made. After True, the
         time without an acknowledgement counts anew, and twice as much is allowed."""
-        if not self.kept or now < self._stuck_at:
+        if not self.silent(now):
             return False
+        self._carried = None
         self._limit, self._progress = 2 * self._limit, now
         self._quiet_since, self._patience = now, PROBE_SECONDS[0]  # a new connection: it is asked soon what is missing
         return True
@@ -140,6 +174,7 @@ class SendStream(Generic[T]):
                 oldest = min(oldest, self._sent_at.pop(sequence))
         if len(self.kept) < before:
             self._quiet_since, self._patience, self._progress = now, PROBE_SECONDS[0], now
+            self._carried = None
             self._limit, self._delay = self._least, max(now - oldest, 0.9 * self._delay)
         if not probe:
             return []

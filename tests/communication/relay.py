@@ -16,9 +16,11 @@ class Relay:
     def __init__(
         self, target: tuple[str, int], *, bytes_per_second: float = 0, delay_seconds: float = 0,
         cut_every_bytes: int = 0, cuts: int = 0, corrupt_every_bytes: int = 0, corruptions: int = 0, seed: int = 0,
+        receive_buffer: int = 0,
     ) -> None:
         """cut_every_bytes: mean distance of cuts, which come at random bytes, at most `cuts` of them; corrupt_*: alike
-        for single flipped bits. 0 switches each off."""
+        for single flipped bits. receive_buffer: bytes that it takes beyond what it has passed on, as a cable does.
+        0 switches each off."""
         self.target = target
         self.bytes_per_second, self.delay_seconds = bytes_per_second, delay_seconds
         self.cut_count = self.corrupt_count = self.passed = 0
@@ -33,6 +35,8 @@ class Relay:
         self._running.set()
         self._closed = False
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if receive_buffer:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.port: int = self._listener.getsockname()[1]
 
     def _draw(self, every: int) -> int:

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from decentnode import clock
 from decentnode.communication.zeromq.link_state import BULK, Body
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire import framing
+from decentnode.wire.stream import STUCK_SECONDS
 from tests.communication.contract import flat_schema, make, together, values
 from tests.communication.relay import Relay
 from tests.conftest import scale, wait_until
@@ -184,6 +186,21 @@ def test_a_slow_link_slows_nobody_but_its_ends() -> None:
         together(made, run)  # type: ignore[arg-type]
         assert finished[2] == 2, "who had a fast link did not wait for the slow one"
         assert not any(edge.resends for node in made for edge in node.counters.edges.values())
+
+
+@pytest.mark.slow
+def test_what_is_merely_slow_is_not_sent_twice() -> None:
+    """One message takes longer than a dead connection may be silent, before any other told how slow this one is."""
+    elements = BLOCK_ELEMENTS
+    slow = {"bytes_per_second": 4 * elements // 9, "receive_buffer": 1 << 16}
+    with over_relays("tcp", 2, elements, slow, spoiled=1, timeout_seconds=60.0) as (made, relays):
+        started = clock.now()
+        exchanges = [made[0].exchange(0, {1: Payload({"x": torch.ones(elements)})}, ()), made[1].exchange(0, {}, (0,))]
+        assert all(not arrival.missing for arrival in exchanges[1].arrivals(60))
+        assert clock.now() - started > STUCK_SECONDS + 2, "the cable is too fast: nothing is tried"
+        assert not any(edge.resends for node in made for edge in node.counters.edges.values())
+        for relay in relays:
+            relay.bytes_per_second = 1e12
 
 
 def test_a_frozen_link_ends_in_a_named_loss_and_heals() -> None:

@@ -72,6 +72,9 @@ class End:
         given = next(end for end in self.others if end.uid == uid).links.access.given
         assert given[self.uid].refusal(self.links.sender.log_in(uid)) is None
 
+    def carried(self, uid: int, plane: int) -> int | None:
+        return None
+
     def renew(self, uid: int, plane: int) -> None:
         self.network.renew(self.uid, uid, plane)
 

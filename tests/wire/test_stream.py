@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from decentnode.errors import PeerFault
 from decentnode.wire.stream import (
     CLOSING_STUCK_SECONDS,
+    LOOK_SECONDS,
+    MARGIN_BYTES,
     MAX_AHEAD,
     PROBE_SECONDS,
     STUCK_SECONDS,
@@ -124,6 +127,37 @@ def test_a_connection_that_stays_stuck_is_renewed_less_and_less_often() -> None:
         if sender.stuck(now):
             renewed.append(now)
     assert renewed == [STUCK_SECONDS * total for total in (1, 3, 7, 15)]
+
+
+def carried_until(carried: Callable[[float], int], until: float, owed: int = 1 << 22) -> tuple[SendStream[str], float]:
+    """A stream whose first message stays unacknowledged until `until` or its connection is given up; returns it and the
+    time. carried: the bytes that went over it, by the time."""
+    sender, now = SendStream[str](), 0.0
+    sender.keep("x", now)
+    while now < until and not (sender.silent(now) and not sender.carries(carried(now), owed, now)
+                               and sender.stuck(now)):  # fmt: skip
+        now += 0.25
+    return sender, now
+
+
+def test_a_connection_that_carries_something_is_slow_and_not_stuck() -> None:
+    sender, now = carried_until(lambda now: int(1e4 * now), 100.0)
+    assert now == 100 and sender.acknowledged(2, b"", 0, now) == []
+    sender.keep("y", now)
+    assert sender.silent(now + 4 * 100) and not sender.silent(now + 4 * 100 - 1), "as long as the first took, and more"
+
+
+def test_a_connection_that_carries_nothing_or_too_much_without_an_answer_is_stuck() -> None:
+    watched = STUCK_SECONDS + LOOK_SECONDS
+    assert carried_until(lambda now: 0, 100.0)[1] == watched
+    assert carried_until(lambda now: int(10 * now), 100.0)[1] == watched, "questions alone"
+    assert carried_until(lambda now: int(1e4 * min(now, 20.0)), 100.0)[1] == 20 + LOOK_SECONDS
+    full = carried_until(lambda now: int(1e6 * now), 100.0)[1]
+    assert watched < full < STUCK_SECONDS + (MARGIN_BYTES + (1 << 22)) / 1e6 + 2 * LOOK_SECONDS
+    closing = SendStream[str]()
+    closing.keep("x", 0.0)
+    closing.close(0.0)
+    assert not closing.carries(5, 10, 2.0), "there is no time to watch it"
 
 
 def test_over_a_new_connection_it_is_asked_soon_what_is_missing() -> None:

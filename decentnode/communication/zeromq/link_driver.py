@@ -117,6 +117,7 @@ class LinkDriver:
         parts = session.uid, sizes.max_bulk_bytes, self, security, access.given
         self.io: NodeSockets = IoThread(*parts) if process is None else HostedSockets(process, *parts)
         self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
+        self.carried = self.io.carried
         self._handshakes = Handshakes(session, self.io.endpoints)
         self._sending = Sending(self)
 

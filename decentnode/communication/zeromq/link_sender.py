@@ -43,6 +43,10 @@ class LinkPort(Protocol):
     def renew(self, uid: int, plane: int) -> None:
         """Give the connection to a peer up, with what is under way on it; the next message makes a new one."""
 
+    def carried(self, uid: int, plane: int) -> int | None:
+        """Returns how many bytes a peer's machine has of what went over the connection to it; None where nobody knows.
+        """
+
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
         """An admitted message that is not about the edge itself, or a Bye; a numbered one comes once. May raise
         PeerFault."""
@@ -266,10 +270,24 @@ class LinkSender:
                 if not self._port.send(uid, number, first, body):
                     return False
                 plane.out.sent_again(sequence)
+                size = len(first) + (0 if body is None else len(body))
                 counted.resends += 1
-                counted.framing_bytes_sent += len(first) + (0 if body is None else len(body))
+                counted.resent_bytes += size
+                counted.framing_bytes_sent += size
             del plane.again[sequence]
         return True
+
+    def stuck(self, uid: int, number: int, plane: Channel, now: float) -> bool:
+        """Whether a connection has acknowledged nothing for so long that it is given up, and is not merely slow."""
+        out = plane.out
+        if not out.silent(now):
+            return False
+        carried = self._port.carried(uid, number)
+        if carried is not None:
+            owed = sum(len(first) + (0 if body is None else len(body)) for (first, body, _), _ in out.kept.values())
+            if out.carries(carried, owed, now):
+                return False
+        return out.stuck(now)
 
     def probe(self, uid: int, edge: PeerLink, number: int, now: float) -> None:
         plane = edge.planes[number]

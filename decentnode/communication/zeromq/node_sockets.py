@@ -29,6 +29,7 @@ from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import GUEST, Authenticator, Security
+from decentnode.communication.zeromq.tcp_progress import acknowledged_bytes
 from decentnode.errors import NodeFailed, PeerFault
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 from decentnode.wire.generation import Caller
@@ -491,6 +492,10 @@ class NodeSockets(abc.ABC):
             self._look_no_more(monitor)
             connections.end_monitor(sender, monitor)
         sender.close(linger=0)
+
+    def carried(self, uid: int, plane: int) -> int | None:
+        """With `lock` held: as `LinkPort.carried`."""
+        return acknowledged_bytes(self.endpoints[uid][plane]) if (uid, plane) in self._senders else None
 
     def by_ipv6(self, at: str) -> bool:
         """Whether an endpoint is connected to by IPv6."""

@@ -272,7 +272,7 @@ class ReliableLinks:
             for number, plane in enumerate(edge.planes):
                 if plane.came.unreported:
                     self._acknowledge(uid, edge, number, now)
-                if plane.out.stuck(now):
+                if self.sender.stuck(uid, number, plane, now):
                     self.sender.renew(uid, edge, number)
                 elif now >= plane.refused + plane.patience:
                     self.sender.renew(uid, edge, number)

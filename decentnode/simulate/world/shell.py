@@ -107,6 +107,9 @@ class Shell:
             body.sent_to.add(uid)
         return taken
 
+    def carried(self, uid: int, plane: int) -> int | None:  # noqa: ARG002
+        return None
+
     def renew(self, uid: int, plane: int) -> None:
         self.network.renew(self.uid, uid, plane)
 

@@ -59,6 +59,9 @@ class Sockets:
     def renew(self, uid: int, plane: int) -> None:
         self.renewed.append((uid, plane))
 
+    def carried(self, uid: int, plane: int) -> int | None:
+        """Nobody knows."""
+
     def due_by(self, when: float) -> None:
         """Whoever is at the sockets is awake."""
 
