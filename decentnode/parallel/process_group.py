@@ -18,6 +18,7 @@ from decentnode.errors import AssemblyError
 from decentnode.parallel.memory import distinct
 from decentnode.parallel.shutdown import leave_at_exit
 from decentnode.system import boot_id
+from decentnode.words import names
 
 MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
 
@@ -88,29 +89,48 @@ def local_device() -> torch.device:
     return torch.device("cuda", 0 if count == 1 else rank)
 
 
+TOLD = "LOCAL_WORLD_SIZE"
+"""What torchrun says of the number of ranks on a machine."""
+
+
 def ranks_per_machine(given: int | None = None) -> int:
-    """The number of ranks on each machine: the given one, or torchrun's, or as counted; 1 where machines have unequally
-    many. Blocking, on all ranks, where neither is given."""
-    return given or told_per_machine() or counted_per_machine() or 1
+    """The number of ranks on each machine, as `agreed_per_machine`; 1 where machines have unequally many."""
+    return agreed_per_machine(given) or 1
 
 
-def told_per_machine() -> int | None:
-    """What torchrun says; None without it."""
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if told is None else int(told)
+def agreed_per_machine(given: int | None = None) -> int | None:
+    """The number of ranks on each machine, the same on all ranks: the given one, or torchrun's, or as counted; None
+    where machines have unequally many. Blocking, on all ranks.
+
+    Raises ValueError for what is no number, and AssemblyError naming the ranks where these were given other numbers, or
+    where some are told another one than is counted, and the others none: then all ranks raise, and none waits.
+    """
+    own = f"{given or os.environ.get(TOLD, '')} {int(bool(given))}"
+    alone = num_ranks() == 1
+    said = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
+    told, explicit, hosts = zip(*(each.split(" ", 2) for each in said), strict=True)
+    for rank, each in enumerate(told):
+        if each and not (each.isdecimal() and int(each)):
+            raise ValueError(f"{TOLD} must be the number of ranks on the machine, got {each!r} on rank {rank}")
+    if all(told) and not ("1" in explicit and len({*told}) > 1):
+        return int(told[0]) if len({*told}) == 1 else None
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    counted = runs[0] if len({*runs}) == 1 else None
+    if {*told} <= {"", str(counted)}:
+        return counted
+    by_number = {each: [rank for rank, one in enumerate(told) if one == each] for each in dict.fromkeys(told)}
+    listed = ", ".join(f"rank {names(ranks)} has {each or 'none'}" for each, ranks in by_number.items())
+    found = "machines have unequally many" if counted is None else f"{counted} are counted"
+    others = [rank for each, ranks in by_number.items() if each != told[0] for rank in ranks]
+    raise AssemblyError(f"local_world_size, or {TOLD} of the environment, must be the same on all ranks or be given "
+                        f"on none: {listed}, and {found}", others)  # fmt: skip
 
 
-def counted_per_machine() -> int | None:
-    """The number of consecutive ranks on one host; None where it is not the same on all hosts. Blocking, on all
-    ranks."""
-    if num_ranks() == 1:
-        return 1
+def _host() -> str:
     try:
-        host = boot_id()
+        return boot_id()
     except OSError:
-        host = socket.gethostname()
-    hosts = [len(list(run)) for _, run in itertools.groupby(gather_texts(host, device_of_group(), "name of the host"))]
-    return hosts[0] if len(set(hosts)) == 1 else None
+        return socket.gethostname()
 
 
 _waits: Callable[[Any], None] | None = None

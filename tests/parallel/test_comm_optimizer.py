@@ -51,6 +51,22 @@ def test_without_torchrun_machines_are_counted(hosts: str, leader: int, wrapper:
         assert found == (leader, wrapper, 4)
 
 
+@pytest.mark.parametrize(("told", "given", "found"), [
+    (["2", None, "2", None], None, 2), ([None, None, "2", "2"], None, 2),
+    (["3", "3", "3", "1"], None, None), (["4", "4", "4", "4"], None, 4),
+    (["4", "4", None, "4"], None, "rank 0-1, 3 has 4, rank 2 has none, and 2 are counted"),
+    (["2", "2", "2", "2"], {3: 4}, "rank 0-2 has 2, rank 3 has 4, and 2 are counted"),
+    ([None, None, None, None], {0: 4}, "rank 0 has 4, rank 1-3 has none, and 2 are counted"),
+    (["4", "four", None, "4"], None, "must be the number of ranks on the machine, got 'four' on rank 1"),
+])  # fmt: skip
+def test_ranks_agree_on_how_many_a_machine_has(
+    told: list[str | None], given: dict[int, int] | None, found: int | str | None
+) -> None:
+    """Also where only some are told: else these would wait in vain for the others, which count."""
+    for result in run_ranks(4, meeting.agreed, told, given or {}, timeout_seconds=60):
+        assert result == found if not isinstance(found, str) else found in result
+
+
 def test_a_rank_whose_loss_is_no_number_does_not_lead() -> None:
     assert run_ranks(3, meeting.diverged, "LSGD") == [(1, False), (1, True), (1, True)]
 
@@ -97,7 +113,6 @@ def test_a_rank_with_wrong_arguments_is_named_on_all_at_once(options: dict[str, 
 @pytest.mark.parametrize(("options", "elements", "says"), [
     ({"dist_optim_name": "EASGD"}, 3, "'EASGD with comm_period 4 and overlap False', rank 0 has 'LSGD with"),
     ({"comm_period": 3}, 3, "comm_period 3"), ({"overlap": True}, 3, "overlap True"),
-    ({"local_world_size": 1}, 3, "'local_world_size 1', rank 0 has 'local_world_size 2'"),
     ({}, 4, r"'parameter 0: \(4,\) torch.float32', rank 0 has 'parameter 0: \(3,\)"),
 ], ids=str)  # fmt: skip
 def test_a_rank_whose_exchanges_would_not_fit_is_named(options: dict[str, Any], elements: int, says: str) -> None:

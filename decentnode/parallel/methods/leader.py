@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.methods.base import DistOptimizer, Numbers
-from decentnode.parallel.process_group import counted_per_machine, told_per_machine, wait
+from decentnode.parallel.process_group import agreed_per_machine, wait
 from decentnode.sharing.forces import leader_of, toward_
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,11 @@ class LSGD(DistOptimizer):
         """local_world_size: ranks per machine; torchrun's when not given, counted without torchrun (all ranks, where
         machines have unequally many)."""
         super().__init__(*args, **kwargs)
-        told = local_world_size or told_per_machine()
-        local = told or self.world_size
-        if local < 1 or self.world_size % local:
-            raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
-        self.local, self._told = local, told is not None
+        if local_world_size and self.world_size % local_world_size:
+            raise ValueError(f"local_world_size must divide world_size, got {local_world_size} and {self.world_size}")
+        self._given = local_world_size
+        self.local = local_world_size or self.world_size
+        """Ranks per machine, once all ranks agree on it."""
         self._peers = self._machine()
         self._group = None
         self.meetings = 0
@@ -78,9 +78,10 @@ class LSGD(DistOptimizer):
         return [*super().describe(), f"local_world_size {len(self._peers)}"]
 
     def begin(self) -> None:
-        if not self._told:  # all the ranks of several machines would else be taken for those of one
-            self.local = counted_per_machine() or self.world_size
-            self._peers = self._machine()
+        self.local = local = agreed_per_machine(self._given) or self.world_size
+        if local < 1 or self.world_size % local:
+            raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
+        self._peers = self._machine()
         super().begin()
         self.open_groups()
 

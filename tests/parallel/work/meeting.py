@@ -29,6 +29,19 @@ def machines(rank: int, n: int, hosts: list[str]) -> tuple[int, int, int]:
     return local(), process_group.ranks_per_machine(), told
 
 
+def agreed(rank: int, n: int, told: list[str | None], given: dict[int, int]) -> int | str | None:
+    """What ranks agree on as the number of ranks per machine, or what is raised; told: [rank] by the environment. Ranks
+    0 and 1 are on one machine, 2 and 3 on another."""
+    del os.environ["LOCAL_WORLD_SIZE"]
+    if (mine := told[rank]) is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = mine
+    process_group.boot_id = lambda: f"host {rank // 2}"
+    try:
+        return process_group.agreed_per_machine(given.get(rank))
+    except (AssemblyError, ValueError) as error:
+        return str(error)
+
+
 def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A quadratic without gradients, and a short training, with a CommOptimizer."""
     warnings.simplefilter("error")
