@@ -200,6 +200,10 @@ class Hooks(Generic[ConfigT]):
         """This node's model is one with those of the other members of `generation`, as far as it can be: it had such a
         one, or got it."""
 
+    def departed(self) -> frozenset[int]:
+        """Any thread: returns which nodes said before the last round that they leave in peace, and are not back."""
+        return frozenset()
+
     def stop_asked(self) -> None:
         """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
 

@@ -113,7 +113,10 @@ def apart_notice(record: Mapping[str, Any]) -> str:
 def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     """Returns the sentence for a record of kind "generation"."""
     members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))
-    changes = [f"without node {names(left)}"] if left else []
+    departed = record.get("departed", [])
+    lost = [uid for uid in left if uid not in departed]
+    changes = [f"without node {names(lost)}"] if lost else []
+    changes += [f"without node {names(departed)}, which left as asked"] if departed else []
     back, new = [uid for uid in joined if uid < num_nodes], [uid for uid in joined if uid >= num_nodes]
     changes += [f"with node {names(back)} again"] if back else []
     changes += [f"with node {names(new)}, which no mapping has"] if new else []

@@ -80,6 +80,9 @@ class Ledger:
     """uid -> members of the last generation that this node took part in, the latest report last."""
     _generations: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """number -> first round and members of every generation that was told of, as the first node told it."""
+    _gone: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """uid -> from which round the others went on without this node, and whether it left in peace; as local nodes tell,
+    of all machines' nodes that are not back."""
     _earlier: Counter[str] = field(default_factory=Counter)
     """Bytes by figure that earlier processes of restarted nodes had sent."""
     _before: dict[int, tuple[int, Figures]] = field(default_factory=dict)
@@ -144,6 +147,11 @@ class Ledger:
             self._members[uid] = record.get("members", [])
             told = int(record.get("round", 0)), self._members[uid]
             self._generations.setdefault(int(record.get("generation", 0)), told)
+            for member in self._members[uid]:
+                self._gone.pop(member, None)
+            for gone in record.get("left", []):
+                peace = gone in record.get("departed", []) or self._gone.get(gone, (0, False))[1]
+                self._gone[gone] = int(record.get("round", 0)), peace
 
     def figures(self) -> dict[int, Figures]:
         """Returns by uid the closing figures of every node that has reported them, else the last known ones."""
@@ -197,6 +205,21 @@ class Ledger:
         uids = [uid for members in found for uid in members]
         return [list(members) for members in found] if len(found) > 1 and len(uids) == len({*uids}) else []
 
+    def gone_elsewhere(self, facts: Facts) -> tuple[dict[int, str], dict[int, int]]:
+        """Returns of nodes of other machines, without newcomers: (uid -> what became of those that were lost; uid ->
+        the round from which the others went on without those that left in peace)."""
+        lost, left = {}, {}
+        told = {int(uid) for each in self.finished.values() for uid in each.reports}
+        last = max((int(each.figures.get("rounds", 0) or 0) for each in self.finished.values()), default=facts.rounds)
+        for uid, (round, peace) in sorted(self._gone.items()):
+            if uid in facts.local or uid in told or uid >= facts.num_nodes:
+                continue
+            if not peace:
+                lost[uid] = f"node {uid}: the others went on without it from round {round}"
+            elif round < last:  # else it said goodbye as it had finished
+                left[uid] = round
+        return lost, left
+
     @property
     def stopped(self) -> bool:
         """Whether a node ended before its last round because somebody asked the run to stop."""
@@ -222,16 +245,21 @@ def _add(known: Figures, record: Mapping[str, Any]) -> None:
         known["evaluated_round"] = record.get("round")
 
 
+def _best(figures: Mapping[int, Figures]) -> dict[str, Any]:
+    """Returns the best evaluation of nodes that evaluate together, as the lowest with figures of it tells."""
+    told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
+    return {} if not told else {"best": {
+        "figure": told["best_figure"], "value": told["best_value"], "round": told["best_round"],
+        "evaluations_since": told.get("evaluations_since_best"),
+    }}  # fmt: skip
+
+
 def _end(figures: Mapping[int, Figures], status: str) -> dict[str, Any]:
-    """Returns why the run ended, and its best evaluation where it had one, as a node with figures tells."""
+    """Returns why the run ended, and its best evaluation where it had one."""
     told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
     early = bool(told.get("stopped_early")) and status == "finished"
     ended = {"finished": "early_stop" if early else "rounds", "interrupted": "stop", "failed": "failure"}[status]
-    if not told:
-        return {"ended": ended}
-    best = {"figure": told["best_figure"], "value": told["best_value"], "round": told["best_round"],
-            "evaluations_since": told.get("evaluations_since_best")}  # fmt: skip
-    return {"ended": ended, "best": best}
+    return {"ended": ended, **_best(figures)}
 
 
 @dataclass(frozen=True)
@@ -265,16 +293,24 @@ def summary(
         "task": facts.task,
         **summaries.combine(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.bytes_beside()),
     }
-    if ledger.lost or ledger.left or ledger.members:
-        gone = {*ledger.lost, *ledger.left}
+    lost, left = ledger.gone_elsewhere(facts)
+    if lost or left:
+        found["elsewhere"] = sorted({*lost, *left})
+    lost |= {uid: failed.title for uid, failed in ledger.lost.items()}
+    left |= {uid: int(each.figures.get("rounds", 0) or 0) for uid, each in ledger.left.items()}
+    if lost or left or ledger.members:
+        gone = {*lost, *left}
         members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in gone]
-        found["lost"] = {str(uid): failed.title for uid, failed in sorted(ledger.lost.items())}
+        found["lost"] = {str(uid): title for uid, title in sorted(lost.items())}
         found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
         found["members"] = members
     if ledger.apart:
-        found["apart"] = ledger.apart
-    if ledger.left:
-        found["left"] = {str(uid): each.figures.get("rounds", 0) for uid, each in sorted(ledger.left.items())}
+        sides = summaries.of_sides(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.apart)
+        for side in sides["sides"]:
+            side |= _best({uid: each for uid, each in ledger.figures().items() if uid in side["nodes"]})
+        found = {**{key: value for key, value in found.items() if key != "best"}, **sides, "apart": ledger.apart}
+    if left:
+        found["left"] = {str(uid): after for uid, after in sorted(left.items())}
     if newcomers := ledger.newcomers(facts.num_nodes):
         found["newcomers"] = {str(uid): stays for uid, stays in newcomers.items()}
     if samples := ledger.samples():

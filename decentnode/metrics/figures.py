@@ -59,6 +59,11 @@ class Figure:
         """Returns the value from the nodes' figures; None where no node has any."""
         return self.how([float(v) for each in nodes for key in self.of if isinstance(v := each.get(key), int | float)])
 
+    @property
+    def common(self) -> bool:
+        """Whether it is one figure of nodes that evaluate together, which each of them has alike."""
+        return self.how is _first
+
     def shown(self, value: float) -> str:
         return f"{self.scale * value:.{self.digits}f}"
 
@@ -115,13 +120,13 @@ FIGURES = (
     Figure("bytes_relayed_total", "bytes", "that nodes passed on for those behind NAT, beside their own: whatever goes "
            "through a connection, once for each relay", "wire/relay.py", "relayed MB", 1e-6, of=("bytes_relayed",),
            how=_total),
+    Figure("bytes_resent_total", "bytes", "of protocol: what was sent again, as it did not arrive",
+           "communication/zeromq/link_sender.py", "resent MB", 1e-6, of=("bytes_resent",), how=_total),
     Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
            "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
            "rounds without", digits=0, of=("rounds_without",), how=_total),
     Figure("late_payloads_total", "payloads", "that came after their receivers had gone on without them; they are "
            "dropped", "Counters", "late payloads", digits=0, of=("late_payloads",), how=_total),
-    Figure("bytes_resent_total", "bytes", "of protocol: what was sent again, as it did not arrive",
-           "communication/zeromq/link_sender.py", "resent MB", 1e-6, of=("bytes_resent",), how=_total),
     Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints.py", "checkpoints", digits=0,
            of=("checkpoints",), how=_least),
     Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints.py",

@@ -37,6 +37,22 @@ def combine(
     }
 
 
+OF_SIDES = ("consensus_rms", "consensus_distance", "evaluated_round", "rounds")
+"""Figures that a side of a broken network has beside those of the task's metrics."""
+
+
+def of_sides(nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterable[Iterable[int]]) -> dict[str, Any]:
+    """Returns what replaces figures in `combine`'s where nodes ended on sides of a broken network: `sides`, with the
+    figures of each, and null for those that only nodes which evaluate together have in common."""
+    metrics = [figure for metric in measured.metrics for figure in metric.figures(metric is measured.main)]
+    told = [*metrics, *(measured.by_name[name] for name in OF_SIDES)]
+    found = []
+    for uids in sides:
+        of = [nodes[uid] for uid in uids if uid in nodes]
+        found.append({"nodes": [*uids], **{figure.name: figure.combined(of) for figure in told}})
+    return {**{figure.name: None for figure in told if figure.common}, "sides": found}
+
+
 def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:
     """Returns the share of all round time that nodes spent waiting, and the pair with the longest wait."""
     total, waited = (sum(_numbers(nodes.values(), key)) for key in ("round_seconds_total", "wait_seconds"))

@@ -76,20 +76,21 @@ class NodeGenerations:
         yield from begin_rules_anew(node, "generation")
         if self._sampling is not None:
             self._sampling.forget(then - now)
+        departed = sorted((then - now) & node.communication.departed())
         node.record({
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
             "round": node.round, "time": clock.wall(),
             "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
-            **merged,
+            **({"departed": departed} if departed else {}), **merged,
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), node.round)
         if node.uid == generation.members[0]:
             self._tell_apart(generation)
-
         if missed:
             yield from node.evaluate_between()
         elif alone and node.uid not in generation.fresh and not generation.stopping:
             yield from evaluate_alone_if_missed(node)
+
     def _hand_over(self, generation: Generation) -> Steps[dict[str, Any]]:
         """Let everybody have the model that it goes on with. Returns what the generation's record says of it."""
         node = self._node

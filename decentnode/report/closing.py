@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from decentnode.report.measured import measured_in
-from decentnode.words import duration, number, plural, size
+from decentnode.words import duration, names, number, plural, size
 
 
 def closing(summary: Mapping[str, Any]) -> list[str]:
@@ -20,15 +20,20 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     }[summary["status"]]
     if summary.get("ended") == "early_stop":
         did = f"stopped early after round {rounds} of {planned}, {wall}"
-    lines = [f"{did}{_main_metric(summary)}", *_best(summary)]
+    sides = summary.get("sides", [])
+    lines = [f"{did} on {len(sides)} sides of a broken network" if sides else f"{did}{_main_metric(summary)}"]
+    lines += [*_sides(summary), *([] if sides else _best(summary))]
     if not summary["nodes"]:
         return lines
-    # Bytes are also of nodes that left or were lost, which have no figures at the end.
-    count = len({*summary["nodes"], *summary.get("left", {}), *summary.get("lost", {})})
+    # Bytes are also of nodes that left or were lost, which have no figures at the end, where they were of this machine.
+    elsewhere = {str(uid) for uid in summary.get("elsewhere", [])}
+    count = len({*summary["nodes"], *summary.get("left", {}), *summary.get("lost", {})} - elsewhere)
     total = summary["bytes_sent_total"]
     traffic = f"traffic  {size(total)} of payloads sent by {plural(count, 'node')}, {size(total / count)} each"
     if rounds and summary["round_seconds_median"] is not None:
-        traffic += f"; {plural(rounds, 'round')} of {duration(summary['round_seconds_median'])}"
+        most = max([round(side["rounds"]) for side in sides if side["rounds"]], default=rounds)
+        made = plural(rounds, "round") if most == rounds else f"{rounds} to {most} rounds"
+        traffic += f"; {made} of {duration(summary['round_seconds_median'])}"
     others = ("evaluation", "protocol", "control")
     again = f" ({size(resent)} of it sent again)" if (resent := summary.get("bytes_resent_total")) else ""
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}{again if purpose == 'protocol' else ''}"
@@ -37,12 +42,19 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     return [*found, *_left(summary), *_losses(summary), *_checkpoints(summary)]
 
 
-def _apart(summary: Mapping[str, Any]) -> list[str]:
-    """Of a network that was broken to the end."""
-    sides = [f"node{'s' if len(side) > 1 else ''} {', '.join(map(str, side))}" for side in summary.get("apart", [])]
-    if not sides:
+def _sides(summary: Mapping[str, Any]) -> list[str]:
+    """Of a network that was broken to the end: what each side came to."""
+    if not summary.get("apart"):
         return []
-    return [f"apart    {' and '.join(sides)} ended in generations of their own; the merged model is that of {sides[0]}"]
+    whose = [f"node{'s' if len(side) > 1 else ''} {names(side)}" for side in summary["apart"]]
+    all_of_them = " and ".join(whose)
+    lines = [f"apart    {all_of_them} ended in generations of their own; the merged model is that of {whose[0]}"]
+    for who, side in zip(whose, summary.get("sides", []), strict=False):
+        figures = {**side, "task": summary.get("task"), "nodes": {
+            str(uid): summary["nodes"][str(uid)] for uid in side["nodes"] if str(uid) in summary["nodes"]}}  # fmt: skip
+        lines.append(f"{'':9}{who} after round {side['rounds']}{_main_metric(figures)}")
+        lines += [f"{'':9}{each[9:]} of {who}" for each in _best({**figures, "ended": summary.get("ended")})]
+    return lines
 
 
 def _left(summary: Mapping[str, Any]) -> list[str]:
@@ -112,6 +124,11 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
         return []
     kept = max(counts.values())
     of = f" of {made}" if kept < made else f" ({made} of them new)" if kept > made else ""
+    waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
+    fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
+    named = [f"{'':9}{_fewer(uid, counts[uid], told[uid])}" for uid in fewer[:MOST_NAMED]]
+    if len(fewer) > MOST_NAMED:
+        named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
     apart: list[str] = []
     if summary["status"] == "interrupted" and len(ended) > 1:
@@ -120,14 +137,9 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
         f"kept     {plural(kept, 'checkpoint')}{of} per node{' but for those below' if named else ''}, "
         f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "
         f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time",
+        *named,
         *apart,
     ]
-    waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
-    fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
-    named = [f"{'':9}{_fewer(uid, counts[uid], told[uid])}" for uid in fewer[:MOST_NAMED]]
-    if len(fewer) > MOST_NAMED:
-        named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
-        *named,
 
 
 def _fewer(uid: str, count: int, figures: Mapping[str, Any]) -> str:

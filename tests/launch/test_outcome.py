@@ -4,11 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from decentnode.launch.messages import Failed, Finished
 from decentnode.launch.outcome import Durations, Ledger, first_cause, summary
 from decentnode.launch.run_dir import node_dir, take_merged
 from decentnode.metrics.writer import MetricsWriter
-from decentnode.report.closing import _apart
+from decentnode.report.closing import closing
 from tests.launch.facts import FACTS, FINISHED
 
 
@@ -85,6 +87,25 @@ def test_the_summary_tells_which_newcomers_came_and_went() -> None:
     assert "newcomers" not in summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
 
 
+def test_nodes_of_other_machines_that_are_gone_are_named_too() -> None:
+    """FACTS has nodes 0 and 1 on this machine, and 2, 3, 5 elsewhere."""
+    ledger = Ledger()
+    first = {"kind": "generation", "generation": 1, "round": 4, "members": [0, 1, 2], "left": [3, 4]}
+    second = {"kind": "generation", "generation": 2, "round": 6, "members": [0, 1, 3], "left": [2], "departed": [2]}
+    ended = {"kind": "generation", "generation": 3, "round": 10, "members": [0, 1], "left": [3], "departed": [3]}
+    for record in (first, second, ended):
+        for uid in (0, 1):
+            ledger.progress(uid, record)
+    ledger.finished = {uid: replace(FINISHED, uid=uid) for uid in (0, 1)}
+    found = summary(replace(FACTS, machines=[[0, 1], [2, 3, 4]]), ledger, 0, None, Durations(1.0, 2.0))
+    assert found["lost"] == {"4": "node 4: the others went on without it from round 4"}
+    assert found["left"] == {"2": 6}, "node 3 was back, and left as it had finished"
+    assert found["elsewhere"] == [2, 4]
+    lines = closing(found)
+    assert any("sent by 2 nodes" in line for line in lines), "of what the others sent nothing is known here"
+    assert "left     node 2 after round 6, as asked" in lines
+
+
 def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None:
     ledger = Ledger()
     for uid, members in ((0, [0, 1]), (1, [0, 1]), (2, [2, 3]), (3, [2, 3])):
@@ -96,10 +117,26 @@ def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None
     assert not ledger.outside(range(5), sides=True), "node 4 may still agree with others on a generation"
     for uid in (2, 3):
         ledger.finished[uid] = replace(FINISHED, uid=uid)
+    for uid, each in ledger.finished.items():
+        ledger.finished[uid] = replace(each, figures={
+            "uid": uid, "rounds": 10 - uid // 2, "accuracy": 0.5 + 0.1 * uid, "evaluated_round": 10 - uid // 2,
+            "accuracy_merged": 0.6 + 0.1 * (uid // 2), "consensus_distance": 0.01 * (1 + uid // 2),
+        })  # fmt: skip
     found = summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))
     assert found["apart"] == [[0, 1], [2, 3]] and found["members"] == [0, 1, 2, 3]
-    (told,) = _apart(found)
-    assert told.startswith("apart    nodes 0, 1 and nodes 2, 3 ended") and told.endswith("that of nodes 0, 1")
+    assert found["accuracy_mean"] == pytest.approx(0.65), "of each node's own model"
+    assert found["accuracy_merged"] is None and found["consensus_distance"] is None, "of no two sides together"
+    assert [side["accuracy_merged"] for side in found["sides"]] == [0.6, 0.7]
+    assert [side["rounds"] for side in found["sides"]] == [10, 9] and found["rounds"] == 9
+    lines = closing(found)
+    assert lines[:4] == [
+        "done in 2.0 s on 2 sides of a broken network",
+        "apart    nodes 0-1 and nodes 2-3 ended in generations of their own; the merged model is that of nodes 0-1",
+        "         nodes 0-1 after round 10: mean test accuracy 0.550 (min 0.500 node 0, max 0.600 node 1), "
+        "merged model 0.600, consensus distance 1.0e-02",
+        "         nodes 2-3 after round 9: mean test accuracy 0.750 (min 0.700 node 2, max 0.800 node 3), "
+        "merged model 0.700, consensus distance 2.0e-02",
+    ]
 
 
 def test_the_merged_model_of_the_lowest_side_is_the_runs(tmp_path: Path) -> None:

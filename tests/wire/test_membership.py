@@ -204,7 +204,7 @@ def test_who_failed_while_a_generation_was_agreed_on_is_not_forgotten() -> None:
         for message in (Suspect(RUN, 0, 3, bitmap([3], 5), 0), Bye(RUN, 0, 3)):
             world.take(uid, message)
         assert 3 in membership.failed
-        assert 3 not in membership.left
+        assert 3 not in membership.left and not membership.departed
     world.kill(3)
     world.run(8 * SUSPECT)
     assert world.processes[0].membership.generation.members == (0, 1, 2)

@@ -35,6 +35,7 @@ def test_who_says_goodbye_while_there_are_rounds_left_has_failed() -> None:
     world.kill(4)
     world.run(4 * SUSPECT)
     assert world.agreed[1].members == (0, 1, 2, 3)
+    assert all(world.processes[uid].membership.departed == {4} for uid in range(4)), "it had not failed"
     world.cut_off({0, 1})
     world.run(10 * SUSPECT)
     assert len(world.agreed) == 1

@@ -482,6 +482,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.took_part(generation)
 
+    def departed(self) -> frozenset[int]:
+        if self._generations is None:
+            return frozenset()
+        with self._driver.lock:
+            return frozenset(self._generations.reconfiguration.membership.departed)
+
     def stop_asked(self) -> None:
         if self._generations is not None:
             self._generations.stop()

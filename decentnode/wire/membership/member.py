@@ -77,6 +77,7 @@ class Membership(MemberState):
     def suspect(self, uids: Collection[int], now: float, reason: str = "", dead: bool = False) -> list[GenerationEvent]:
         """Report nodes that do not answer though the training waits for them, or (dead) whose processes have ended."""
         self.left -= set(uids)
+        self.departed -= set(uids)
         self._suspect(set(uids), now, reason, dead)
         return self._take_events(now)
 
@@ -224,6 +225,7 @@ class Membership(MemberState):
         if name_of(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
             return
         if not self.over() or bye.source not in self.belongs_to.members:  # a guest cannot have finished
+            self.departed.add(bye.source)
             self._suspect({bye.source}, now, f"{self.describe(bye.source)} left before the last round", dead=True)
         elif bye.source not in self.suspects:
             self.left.add(bye.source)
@@ -276,6 +278,7 @@ class Membership(MemberState):
         self.stopping |= bool(suspect.stopping) and name_of(suspect) == self.generation.name
         failed = suspect.source in uids and name_of(suspect) in (self.generation.name, self.promised)
         if failed:
+            self.departed.discard(suspect.source)
             self._suspect({suspect.source}, now, f"{self.describe(suspect.source)} failed", dead=True)
         if self._follower.active:
             return  # the leader hears for itself who answers
@@ -479,6 +482,7 @@ class Membership(MemberState):
         self.watch.clear()
         self.suspects.clear()
         self.left -= members
+        self.departed -= members
         self.failed -= generation.fresh
         if self.limits.merges and len(members) < self.founders:
             self.sides.begin(now)

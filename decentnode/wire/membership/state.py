@@ -62,6 +62,9 @@ class MemberState:
         self.suspects: set[int] = set()
         self.failed: set[int] = set()
         self.left: set[int] = set()
+        """Who said goodbye after the last round."""
+        self.departed: set[int] = set()
+        """Who said goodbye before it, and had not failed: it left in peace, until it comes back."""
         self.joiners: set[int] = set()
         """Nodes that asked to join since the generation in force began."""
         self.stopping = False
