@@ -15,6 +15,7 @@ from decentnode.communication.inproc import Inproc
 from decentnode.errors import NodeFailed, UsageError
 from decentnode.launch.checked import told
 from decentnode.launch.outcome import Outcome
+from decentnode.launch.run import BACK_SECONDS
 from decentnode.metrics.reader import read_kind
 from decentnode.payload import Payload
 from tests.launch.faults import experiment
@@ -124,6 +125,27 @@ def test_killed_paused_and_with_lossy_connections_a_run_goes_on_and_is_checked(t
     assert any("node 2 was killed, as `faults` says" in each for each in listener.notices)
     assert strikes(outcome, 2).count("kill") == 1 and "pause" in strikes(outcome, 1)
     assert {"drop count", "duplicate count", "reorder count", "delay count"} <= {*strikes(outcome, 0)}
+
+
+@pytest.mark.slow
+def test_a_side_that_agrees_on_its_generation_after_the_other_one_has_ended_is_waited_for(tmp_path: Path) -> None:
+    """Nodes 3 and 4 are suspended as the network breaks, and know nothing of it until the others have been gone for
+    longer than anybody waits who is merely outside."""
+    cut = {"do": "cut", "sides": [[0, 1, 2], [3, 4]], "at_round": 5, "seconds": 1000}
+    pause = {"do": "pause", "nodes": [3, 4], "at_round": 5, "seconds": 6 + BACK_SECONDS}
+    listener = Listener(tmp_path / "none")
+    outcome = run(tmp_path, listener, graph={"name": "complete", "nodes": 5}, faults=[cut, pause],
+                  node={"rounds": 12, "evaluate_every": 0, "missing": "regroup", "on_partition": "both"},
+                  communication={"name": "zeromq", "timeout_seconds": 60, "suspect_seconds": 1.5})  # fmt: skip
+    assert outcome.exit_code == 0 and not listener.failures
+    assert outcome.summary["apart"] == [[0, 1, 2], [3, 4]] and not outcome.summary["lost"]
+    assert [(side["nodes"], side["rounds"]) for side in outcome.summary["sides"]] == [([0, 1, 2], 12), ([3, 4], 12)]
+    assert all(side["accuracy_merged"] is not None for side in outcome.summary["sides"])
+    assert outcome.run_dir is not None and (outcome.run_dir / "models" / "merged.safetensors").exists()
+    ended = {uid: max(each["time"] for each in read_kind(outcome.run_dir / "nodes" / f"{uid:03d}" / "metrics.jsonl",
+                                                         "round")) for uid in range(5)}  # fmt: skip
+    agreed = {uid: generations(outcome, uid)[-1]["time"] for uid in (3, 4)}
+    assert min(agreed.values()) > max(ended[uid] for uid in (0, 1, 2)) + BACK_SECONDS, "nothing is tried"
 
 
 @pytest.mark.slow
