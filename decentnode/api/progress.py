@@ -69,7 +69,7 @@ class ProgramObserver(ConsoleObserver):
     """Prints what the command line prints; a failure is told by the exception alone."""
 
     def failed(self, failure: Failed, log: Path | None) -> None:  # noqa: ARG002
-        self.end()
+        self._broken_off()
 
     def ended(self, outcome: Outcome) -> None:
         self.end()

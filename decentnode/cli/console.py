@@ -76,7 +76,7 @@ class ConsoleObserver(Observer):
         self._live: Live | None = None
         self._note = ""
         self._single = True
-        self._joined = False
+        self._joined = self._failed = False
         self._held: list[Callable[[], None]] | None = []
         """What is shown below the header, until that has come; None from then on."""
         self._changed = False
@@ -162,8 +162,8 @@ class ConsoleObserver(Observer):
     def progress(self, uid: int, record: dict[str, Any]) -> None:
         assert self._state is not None
         complete = self._state.update(uid, record)
-        self._changed = True
-        if self._live is None and not self.quiet and complete:
+        self._changed = not self._failed  # what nodes say as the run is broken off is of no use beside the reason
+        if self._live is None and not self.quiet and complete and not self._failed:
             round, side = self._state.latest["round"], self._state.latest["side"]
             self._say_line(self._state.evaluation_line(again=round <= self._said_round and not side), round)
 
@@ -222,12 +222,16 @@ class ConsoleObserver(Observer):
             self._begin_live()
 
     def failed(self, failure: Failed, log: Path | None) -> None:
-        self.end()
+        self._broken_off()
         where = f"node {failure.uid}" if failure.uid >= 0 else "decentnode"
         self._print(f"{self._time()}[red]error[/] {where}, exit code {failure.exit_code}", kind=OutputKind.ERROR)
         self._print(escape((failure.text or failure.title).rstrip()), kind=OutputKind.ERROR)
         if log is not None:
             self._print(f"[dim]log     [/] {escape(shown(log))}/log.txt, stderr.txt", kind=OutputKind.ERROR)
+
+    def _broken_off(self) -> None:
+        self.end()
+        self._failed, self._changed = True, False
 
     # -- after the run ----------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ def header(experiment: Experiment) -> list[list[str]]:
         ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         *_parameters(experiment, module),
-        ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module))}"],
+        ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
         *(["warning", doubt] for doubt in experiment.doubts),
         *([["warning", short]] if (short := short_timeout(experiment)) else []),
         *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
@@ -78,7 +78,9 @@ def _rule(experiment: Experiment) -> str:
     return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
 
 
-def _traffic(found: TrafficEstimate) -> str:
+def _traffic(found: TrafficEstimate, experiment: Experiment) -> str:
+    if experiment.node.schedule == "ad_psgd":  # whatever the degree
+        return f"{size(found.message)} per message, as a rule at most 2 per node per round, an offer and an answer"
     most = "" if found.exact else "at most "
     when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
     return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"

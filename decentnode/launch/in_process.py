@@ -17,7 +17,7 @@ from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import ChildMessage, Engine, Finished, NodeJoined, OrderRun, StopRun, Task
-from decentnode.launch.node_files import NodeRecords, Reporter, recorded, save_node
+from decentnode.launch.node_files import NodeRecords, Reporter, blamed_on, recorded, save_node
 from decentnode.launch.node_process import begin_faults, describe_failure, give_faults, set_up
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
@@ -111,7 +111,8 @@ def run_nodes(
             if node.checkpoints is not None:
                 node.checkpoints.close(node.communication.config.timeout_seconds)
             if task.run_dir:
-                save_node(node, Path(task.run_dir))
+                with blamed_on(node.uid):
+                    save_node(node, Path(task.run_dir))
             reporters[node.uid].close()
             stopped = not node.over
             records[0].over(node, stopped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +35,16 @@ STATUS_SECONDS, MAX_STATUS_SECONDS = 1.0, 30.0
 """Shortest and longest time between two writings of status.json."""
 STATUS_SHARE = 0.01
 """What of a core the writing may take: of a process with hundreds of nodes it would take a tenth."""
+
+
+@contextlib.contextmanager
+def blamed_on(uid: int) -> Iterator[None]:
+    """What this block raises is said to be of node `uid`."""
+    try:
+        yield
+    except Exception as error:
+        error.__dict__.setdefault("uid", uid)
+        raise
 
 
 class Reporter:

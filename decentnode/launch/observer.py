@@ -123,7 +123,9 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     number = record.get("generation", 0)
     more = sum(uid >= num_nodes for uid in members)
     count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
-    what = f"generation {number}: {count} go on from round {record['round']}"
-    if "merged" in record:
-        changes += ["; models that went on apart became their mean"]
-    return " ".join([what, *changes]).replace(" ;", ";")
+    alone = len(members) == 1
+    what = f"{'goes' if alone else 'go'} on from round {record['round']}"
+    if record.get("stopping"):
+        what = f"{'ends' if alone else 'end'} the run after round {record['round']}"
+    merged = "; models that went on apart became their mean" if "merged" in record else ""
+    return ", ".join([f"generation {number}: {count} {what}", *changes]) + merged

@@ -564,4 +564,4 @@ class Run:
         together = {each.uid for each in self.ledger.failures if cause is not None and each.title == cause.title}
         told = {*together, *self.ledger.finished, *self.ledger.left}
         followers = tuple(uid for uid in self.facts.local if uid not in told) if cause else ()
-        return Outcome(exit_code, self.directory, found, cause, followers, tuple(self.silent))
+        return Outcome(exit_code, self.directory, found, cause, followers, tuple(sorted(self.silent)))

@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.loading import load_request
 from decentnode.launch.messages import Bound, Closed, Failed, Finished, NodeJoined, Task
-from decentnode.launch.node_files import NodeRecords, Reporter, recorded, save_node
+from decentnode.launch.node_files import NodeRecords, Reporter, blamed_on, recorded, save_node
 from decentnode.launch.node_process import (
     PEERS_SECONDS,
     Commands,
@@ -275,16 +275,6 @@ class _SeveralNodes:
         codes = [each.failed.exit_code for each in self._hosted.values() if each.failed is not None]
         stopped = any(each.stopped for each in self._hosted.values())
         return self._code or next(iter(codes), Interrupted.exit_code if stopped else 0)
-
-
-@contextlib.contextmanager
-def blamed_on(uid: int) -> Iterator[None]:
-    """What this block raises is said to be of node `uid`."""
-    try:
-        yield
-    except Exception as error:
-        error.__dict__.setdefault("uid", uid)
-        raise
 
 
 def together(works: Sequence[Callable[[], None]]) -> None:

@@ -131,8 +131,10 @@ class RunProgress:
         metrics = [each.record[main.name] for each in told.values() if each.record.get(main.name) is not None]
         losses = [each.loss for each in told.values() if each.loss is not None]
         beside = [node.sent_bytes for node in self.nodes.values() if node.uid not in told]
+        mean = {f"{main.name}_mean": sum(metrics) / len(metrics)} if metrics else {}
+        # of the nodes here, where each evaluates alone; else the record has that of all
         self.latest = self._latest[label] = {
-            **told[uid].record, "worst": (min if main.worst == "min" else max)(metrics, default=None), "round": round,
+            **mean, **told[uid].record, "worst": (min if main.worst == "min" else max)(metrics, default=None), "round": round,
             "train_loss": sum(losses) / len(losses) if losses else None, "side": label,
             "sent_bytes": sum(each.sent_bytes for each in told.values()) + sum(beside),
         }  # fmt: skip
@@ -244,12 +246,11 @@ class RunProgress:
         parts.append(f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}")
         if latest["train_loss"] is not None:
             parts.append(f"loss={latest['train_loss']:.4f}")
-        parts += [
-            f"{main.line_name}_mean={number(latest.get(f'{main.name}_mean'), '.3f')}",
-            f"{main.line_name}_{main.worst}={number(latest.get('worst'), '.3f')}",
-            f"{main.line_name}_merged={number(latest.get(f'{main.name}_merged'), '.3f')}",
-            f"consensus_distance={number(latest.get('consensus_distance'), '.1e')}",
-        ]
+        figures = ((f"{main.line_name}_mean", latest.get(f"{main.name}_mean"), ".3f"),
+                   (f"{main.line_name}_{main.worst}", latest.get("worst"), ".3f"),
+                   (f"{main.line_name}_merged", latest.get(f"{main.name}_merged"), ".3f"),
+                   ("consensus_distance", latest.get("consensus_distance"), ".1e"))  # fmt: skip
+        parts += [f"{name}={number(value, digits)}" for name, value, digits in figures if value is not None]
         return self._with_costs(parts, latest["sent_bytes"])
 
     def line(self) -> str:

@@ -12,6 +12,7 @@ from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
 from decentnode.cli.output import Output
 from decentnode.clock import VirtualClock, use
+from decentnode.launch.messages import Failed
 from tests.launch.facts import FACTS
 
 
@@ -100,6 +101,24 @@ def test_the_header_comes_before_the_first_row(clock: VirtualClock, live: bool) 
     shown = ["ring, 4 nodes", "listens on", "all connected", *([] if live else ["round=0/10"])]
     assert all(text in out.getvalue() for text in shown), out.getvalue()
     assert shown == sorted(shown, key=out.getvalue().index)
+
+
+def test_what_nodes_say_as_a_run_is_broken_off_is_not_shown_below_the_reason(clock: VirtualClock) -> None:
+    """Each closes with whom it still hears, so that these are figures of single nodes."""
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
+    observer.facts(FACTS, None)
+    observer.header(HEADER)
+    observer.joined(1.0)
+    observer.failed(Failed(1, 3, "no space left", "no space left"), None)
+    for uid in FACTS.local:
+        observer.progress(uid, {"kind": "round", "round": 4, "loss": 1.0})
+        observer.progress(uid, {"kind": "evaluation", "round": 5, "accuracy": 0.1, "accuracy_mean": 0.1})
+    clock.sleep(module.LINE_SECONDS + 1)
+    observer.tick()
+    assert output.drain(30)
+    assert "no space left" in out.getvalue() and "round=" not in out.getvalue()
 
 
 def test_a_header_that_does_not_come_holds_nothing_back(clock: VirtualClock) -> None:

@@ -20,8 +20,10 @@ def test_waiting_names_machines_and_nodes() -> None:
 
 def test_newcomers_are_told_apart_from_nodes_that_come_back() -> None:
     record = {"generation": 3, "round": 9, "members": [0, 1, 2, 4], "left": [], "joined": [2, 4]}
-    told = "3 of 3 nodes and 1 more go on from round 9 with node 2 again with node 4, which no mapping has"
+    told = "3 of 3 nodes and 1 more go on from round 9, with node 2 again, with node 4, which no mapping has"
     assert generation_notice(record, 3) == f"generation 3: {told}"
     record = {"generation": 1, "round": 9, "members": [0, 1], "left": [2, 3, 4], "departed": [3, 4], "joined": []}
-    told = "2 of 5 nodes go on from round 9 without node 2 without node 3-4, which left as asked"
+    told = "2 of 5 nodes go on from round 9, without node 2, without node 3-4, which left as asked"
     assert generation_notice(record, 5) == f"generation 1: {told}"
+    record = {"generation": 2, "round": 9, "members": [1], "left": [0], "joined": [], "stopping": True}
+    assert generation_notice(record, 2) == "generation 2: 1 of 2 nodes ends the run after round 9, without node 0"

@@ -12,7 +12,7 @@ import pytest
 import decentnode
 from decentnode import clock, system
 from decentnode.communication.inproc import Inproc
-from decentnode.errors import NodeFailed, UsageError
+from decentnode.errors import EnvironmentFault, NodeFailed, UsageError
 from decentnode.launch.checked import told
 from decentnode.launch.outcome import Outcome
 from decentnode.launch.run import BACK_SECONDS
@@ -54,6 +54,14 @@ def test_a_run_in_this_process_is_slow_and_its_clock_wrong(tmp_path: Path) -> No
     assert len(rounds) == 6 and rounds[-1]["time"] > before + 80000
     assert [json.loads(each)["do"] for each in (found.path / "faults.jsonl").read_text().splitlines()] == [
         "slow", "clock_jump"]  # fmt: skip
+
+
+def test_who_cannot_write_its_model_is_named(tmp_path: Path) -> None:
+    """Nodes of one process have one disk: the first that writes to it finds it full."""
+    with pytest.raises(EnvironmentFault, match=r"cannot write the model .*/models/003\.safetensors"):
+        here(tmp_path, [{"do": "full_disk", "nodes": [1], "at_round": 2}])
+    summary = json.loads(next(tmp_path.glob("*/*/summary.json")).read_text())
+    assert summary["failure"]["node"] == 3
 
 
 def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(

@@ -69,6 +69,14 @@ def test_an_accuracy_is_never_shown_as_that_of_another_round() -> None:
     assert "0.500 (4)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_nodes_that_evaluate_their_own_models_alone_have_a_mean_and_no_merged_model() -> None:
+    state = RunProgress.of(10, [0, 1])
+    for uid in (0, 1):
+        state.update(uid, {"kind": "round", "round": 4, "loss": 0.5})
+        state.update(uid, {"kind": "evaluation", "round": 5, "accuracy": 0.5 + 0.2 * uid})
+    assert state.evaluation_line() == "round=5/10 loss=0.5000 acc_mean=0.600 acc_min=0.500 sent=0B"
+
+
 def sent_in(line: str) -> str:
     return next(part for part in line.split() if part.startswith("sent="))
 

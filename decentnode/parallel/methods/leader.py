@@ -74,15 +74,11 @@ class LSGD(DistOptimizer):
         first = self.rank // local * local
         return list(range(first, first + local))
 
-    def describe(self) -> list[str]:
-        return [*super().describe(), f"local_world_size {len(self._peers)}"]
-
     def begin(self) -> None:
+        super().begin()  # first: whether all ranks have this method
         self.local = local = agreed_per_machine(self._given) or self.world_size
         if local < 1 or self.world_size % local:
             raise ValueError(f"local_world_size must divide world_size, got {local} and {self.world_size}")
-        self._peers = self._machine()
-        super().begin()
         self.open_groups()
 
     def open_groups(self) -> None:
