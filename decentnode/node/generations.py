@@ -136,7 +136,8 @@ class NodeGenerations:
                 node.training.rest(round)
             node.round = first_round
             return
-        logger.info("makes rounds %d to %d alone, as others are ahead", node.round, first_round - 1)
+        made = f"round {node.round}" if first_round == node.round + 1 else f"rounds {node.round} to {first_round - 1}"
+        logger.info("makes %s alone, as others are ahead", made)
         self._rules.renew(node.generation)
         alone = replace(node.generation, members=(node.uid,))
         while node.round < first_round and not node.makes_no_more():

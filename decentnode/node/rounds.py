@@ -24,6 +24,7 @@ from decentnode.node.totals import RoundTotals
 from decentnode.node.trace import NodeTrace
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
+from decentnode.words import names
 
 logger = logging.getLogger(__name__)
 
@@ -140,13 +141,12 @@ class NodeRounds:
         self._missing |= missing
         self._lost |= lost
         if lost and self._config.missing == "fail":
-            whom = ", ".join(map(str, sorted(lost)))
             raise PeerLost(
-                f"node {self._uid}: nothing from node {whom} in round {round} within "
+                f"node {self._uid}: nothing from node {names(sorted(lost))} in round {round} within "
                 f"{self._rules.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
                 f"{f' for each of {phase + 1} phases' if phase else ''})", sorted(lost),
             )
         if lost and self._config.missing == "regroup":
-            self._communication.suspect(lost, f"nothing from node {sorted(lost)} in round {round}")
+            self._communication.suspect(lost, f"nothing from node {names(sorted(lost))} in round {round}")
         if missing:
-            logger.warning("round %d: went on without %s", round, sorted(missing))
+            logger.warning("round %d: went on without node %s", round, names(sorted(missing)))

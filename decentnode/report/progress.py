@@ -134,7 +134,8 @@ class RunProgress:
         mean = {f"{main.name}_mean": sum(metrics) / len(metrics)} if metrics else {}
         # of the nodes here, where each evaluates alone; else the record has that of all
         self.latest = self._latest[label] = {
-            **mean, **told[uid].record, "worst": (min if main.worst == "min" else max)(metrics, default=None), "round": round,
+            **mean, **told[uid].record, "round": round,
+            "worst": (min if main.worst == "min" else max)(metrics, default=None),
             "train_loss": sum(losses) / len(losses) if losses else None, "side": label,
             "sent_bytes": sum(each.sent_bytes for each in told.values()) + sum(beside),
         }  # fmt: skip

@@ -143,7 +143,7 @@ def test_too_few_say_whom_they_miss_and_how_many_they_need(jobs: Jobs) -> None:
     zero, one, two = jobs.make(2, 3)
     one.close()
     two.close()
-    with pytest.raises(PeerLost, match="rank 1, rank 2 does not answer, and a generation needs 2 of 3"):
+    with pytest.raises(PeerLost, match="rank 1, rank 2 do not answer, and a generation needs 2 of 3"):
         zero.next_generation(PeerLost("gone"), 1.0, False)
 
 

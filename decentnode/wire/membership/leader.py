@@ -130,7 +130,7 @@ class Leader:
         needs = f"a generation needs {state.limits.min_nodes} of {state.founders} nodes (node.min_nodes)"
         if servers := absent & state.limits.needed:
             needs = f"no round begins without {state.names(servers)}, which serves the others"
-        state.reason = f"{state.names(absent) or 'who left'} does not answer, and {needs}"
+        state.reason = f"{state.unheard(absent) if absent else 'who left does not answer'}, and {needs}"
 
     def _say_stage(self) -> None:
         """Send the stage's message to all other members of the proposal."""

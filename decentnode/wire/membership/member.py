@@ -285,7 +285,7 @@ class Membership(MemberState):
         if self.proposal is not None and suspect.source not in self.proposal.members:
             return
         if name_of(suspect) == self.generation.name and not failed:
-            self._suspect(uids, now, f"{self.names(uids)} does not answer {self.describe(suspect.source)}")
+            self._suspect(uids, now, f"{self.unheard(uids)} {self.describe(suspect.source)}")
             if self.stage == "steady":  # no member is missed here, but the sender has left the generation
                 self.end_generation(f"{self.describe(suspect.source)} asks for another generation")
                 self._turn(now)
@@ -430,7 +430,7 @@ class Membership(MemberState):
             return
         self.suspects |= new
         if self.stage == "steady":
-            self.end_generation(reason or f"{self.names(new)} does not answer")
+            self.end_generation(reason or self.unheard(new))
         following = self._follower.active and self.coordinator not in new
         if not following:
             self._turn(now)
@@ -504,8 +504,7 @@ class Membership(MemberState):
         asked, silent = self.watch.ask(watched, waiting_since, now)
         if silent:
             self.left -= set(silent)
-            whom = self.names(set(silent))
-            self._suspect(set(silent), now, f"{whom} does not answer for {self.watch.patience:.1f} s")
+            self._suspect(set(silent), now, f"{self.unheard(set(silent))} for {self.watch.patience:.1f} s")
         for uid in asked:
             self.say(uid, Ping)
 

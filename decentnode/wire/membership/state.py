@@ -136,6 +136,10 @@ class MemberState:
         """"node 1, node 2" for reasons."""
         return ", ".join(map(self.describe, sorted(uids)))
 
+    def unheard(self, uids: set[int]) -> str:
+        """"node 1 does not answer", "node 1, node 2 do not answer" for reasons."""
+        return f"{self.names(uids)} {'does' if len(uids) == 1 else 'do'} not answer"
+
     # -- rules that the safety rests on (wire/generation.py) --------------------------------------------------
 
     def enough(self, generation: Generation) -> bool:
