@@ -39,7 +39,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}{again if purpose == 'protocol' else ''}"
                        for purpose in others)  # fmt: skip
     found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
-    return [*found, *_left(summary), *_losses(summary), *_checkpoints(summary)]
+    return [*found, *_left(summary), *_lost(summary), *_losses(summary), *_checkpoints(summary)]
 
 
 def _sides(summary: Mapping[str, Any]) -> list[str]:
@@ -62,6 +62,13 @@ def _left(summary: Mapping[str, Any]) -> list[str]:
     told = [f"node {uid} after round {after}" for uid, after in summary.get("left", {}).items()]
     more = f" and {plural(len(told) - MOST_NAMED, 'other')}" if len(told) > MOST_NAMED else ""
     return [f"left     {', '.join(told[:MOST_NAMED])}{more}, as asked"] if told else []
+
+
+def _lost(summary: Mapping[str, Any]) -> list[str]:
+    """Of nodes that the others went on without to the end."""
+    titles = [str(title).partition("\n")[0] for title in summary.get("lost", {}).values()]
+    more = f"; and {plural(len(titles) - MOST_NAMED, 'other')}" if len(titles) > MOST_NAMED else ""
+    return [f"lost     {'; '.join(titles[:MOST_NAMED])}{more}"] if titles else []
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:

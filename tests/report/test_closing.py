@@ -36,6 +36,14 @@ def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
     assert about_checkpoints({"0": full})[0].startswith("kept     0 checkpoints per node but for those below, ")
 
 
+def test_nodes_that_never_came_back_are_named_with_the_reason() -> None:
+    lost = {"1": "node 1 was killed by SIGKILL\nbeside", "3": "node 3: silent for 8 s after other nodes had finished"}
+    found = closing(summary(lost=lost))
+    assert "lost     node 1 was killed by SIGKILL; node 3: silent for 8 s after other nodes had finished" in found
+    many = closing(summary(lost={str(uid): f"node {uid} died" for uid in range(7)}))
+    assert any(line.startswith("lost ") and line.endswith("; node 4 died; and 2 others") for line in many)
+
+
 def test_nodes_that_have_what_all_have_are_not_named() -> None:
     assert len(about_checkpoints({"0": written(3), "1": written(4)})) == 1, "one more than others is no loss"
     assert about_checkpoints({"0": {"accuracy": 0.7}, "1": {"accuracy": 0.7}}) == []
