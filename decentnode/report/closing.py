@@ -133,6 +133,7 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     of = f" of {made}" if kept < made else f" ({made} of them new)" if kept > made else ""
     waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
     fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
+    but = " but for those below" if any(counts[uid] < kept for uid in fewer) else ""
     named = [f"{'':9}{_fewer(uid, counts[uid], told[uid])}" for uid in fewer[:MOST_NAMED]]
     if len(fewer) > MOST_NAMED:
         named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
@@ -141,7 +142,7 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     if summary["status"] == "interrupted" and len(ended) > 1:
         apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: --resume takes an earlier one"]
     return [
-        f"kept     {plural(kept, 'checkpoint')}{of} per node{' but for those below' if named else ''}, "
+        f"kept     {plural(kept, 'checkpoint')}{of} per node{but}, "
         f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "
         f"writing took {duration(summary['checkpoint_cpu_seconds'])} of CPU time",
         *named,

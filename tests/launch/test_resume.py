@@ -75,12 +75,12 @@ def test_a_run_with_faults_goes_on_without_them_and_the_other_way_round(tmp_path
 
 
 def test_a_fault_of_a_round_that_is_over_does_not_strike_again(tmp_path: Path) -> None:
-    """Else a run that it ended could never be resumed beyond it."""
-    kill = [{"do": "kill", "nodes": [1], "at_round": 5}]
-    node = {"rounds": 8, "evaluate_every": 4, "checkpoint": {"every": 1}}
-    folder = Folder(tmp_path, communication={"name": "auto"}, node=node, faults=kill)
-    assert folder.run().exit_code != 0
-    folder.done(resume="")
+    kill = [{"do": "kill", "nodes": [1], "at_round": 2}]
+    node = {"rounds": 6, "evaluate_every": 0, "checkpoint": {"every": 3}, "missing": "regroup"}
+    folder = Folder(tmp_path, communication={"name": "auto", "suspect_seconds": 5}, node=node, faults=kill)
+    assert folder.run().summary["struck"] == {"kill": 1}
+    found = folder.run("node.rounds=9", resume="")
+    assert found.exit_code == 0 and found.summary["struck"] == {} and found.summary["rounds"] == 9
 
 
 CASES = {

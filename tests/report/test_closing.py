@@ -30,10 +30,11 @@ def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
         "[Errno 28] No space left on device",
     ]
     once = written(3, 7, checkpoints_missed=1, checkpoint_problem="the one before was still being written")
+    assert "below" not in about_checkpoints({"0": written(3), "1": once})[0], "it has as many as the others"
     assert about_checkpoints({"0": written(3), "1": once})[1:] == [
         "         node 1 has 3: 1 checkpoint could not be written: the one before was still being written",
     ]
-    assert about_checkpoints({"0": full})[0].startswith("kept     0 checkpoints per node but for those below, ")
+    assert about_checkpoints({"0": full})[0].startswith("kept     0 checkpoints per node, ")
 
 
 def test_nodes_that_never_came_back_are_named_with_the_reason() -> None:
