@@ -258,6 +258,11 @@ def test_a_state_that_one_rank_alone_loads_into_its_optimizer_is_told(name: str)
         assert "must take equally many steps" in told or told.startswith("RuntimeError")
 
 
+def test_losses_that_only_some_ranks_tell_are_no_leader_s() -> None:
+    for told in run_ranks(2, habits.losses_of_one, timeout_seconds=60):
+        assert "rank 1 calls step without a loss, rank 0 with one" in told
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+"])
 def test_another_number_of_ranks_takes_up_a_comm_optimizer(name: str, overlap: bool, tmp_path: Any) -> None:

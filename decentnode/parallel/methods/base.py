@@ -25,20 +25,26 @@ ALIKE = "all ranks must take equally many steps, and load states of one step or 
 
 @dataclass
 class Numbers:
-    """One number of every rank, and the number of steps it has taken [2], by rank; they may still be on their way."""
+    """One number of every rank, by rank, with its number of steps and whether a loss was told there [3]; they may still
+    be on their way."""
 
     tensors: list[Tensor]
     work: Any = None
 
     def wait(self) -> list[float]:
-        """Blocking: the numbers, by rank. Raises AssemblyError naming a rank that has taken another number of steps."""
+        """Blocking: the numbers, by rank. Raises AssemblyError naming a rank that has taken another number of steps, or
+        has told no loss where others have."""
         wait(self.work)
-        told = [(float(number), int(steps)) for number, steps in self.tensors]
-        for rank, (_, steps) in enumerate(told):
+        told = [each.tolist() for each in self.tensors]
+        for rank, (_, steps, has_loss) in enumerate(told):
             if steps != told[0][1]:
-                raise AssemblyError(f"rank {rank} exchanges in its step {steps}, rank 0 in step {told[0][1]}: {ALIKE}",
-                                    [rank])  # fmt: skip
-        return [number for number, _ in told]
+                raise AssemblyError(f"rank {rank} exchanges in its step {steps:.0f}, rank 0 in step {told[0][1]:.0f}: "
+                                    f"{ALIKE}", [rank])  # fmt: skip
+            if has_loss != told[0][2]:
+                words = ("without", "with")[int(has_loss)], ("without", "with")[int(told[0][2])]
+                raise AssemblyError(f"rank {rank} calls step {words[0]} a loss, rank 0 {words[1]} one: their numbers "
+                                    "cannot be compared", [rank])  # fmt: skip
+        return [each[0] for each in told]
 
 
 class MadeTogether(abc.ABCMeta):
@@ -163,7 +169,7 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def gather_numbers(self, value: float) -> Numbers:
         """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
-        own = torch.tensor([value, self.steps], dtype=torch.float64, device=self.center.device)
+        own = torch.tensor([value, self.steps, bool(self._losses)], dtype=torch.float64, device=self.center.device)
         found = [own.clone() for _ in range(self.world_size)]
         return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
 

@@ -231,6 +231,21 @@ def comm_loads_alone(rank: int, n: int, name: str) -> str:
     return "nothing"
 
 
+def losses_of_one(rank: int, n: int) -> str:
+    """LSGD where rank 0 alone tells its loss: what is raised."""
+    module = model()
+    comm = comm_of("LSGD", n, module)
+    for t in range(4):
+        x, y = batch(rank, t)
+        loss = (module(x) - y).square().mean()
+        loss.backward()
+        try:
+            comm.step(loss=None if rank else loss.item())
+        except DecentnodeError as error:
+            return str(error)
+    return "nothing"
+
+
 def comm_saves(rank: int, n: int, name: str, overlap: bool, folder: str) -> None:
     module = model()
     comm = comm_of(name, n, module, overlap=overlap, comm_period=2)
