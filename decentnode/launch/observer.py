@@ -93,7 +93,7 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
 def resumed_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "resumed"."""
     without = record.get("without", [])
-    what = f"goes on after round {record['round']}"
+    what = f"goes on after round {round}"
     if not without:
         return what
     return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \
@@ -124,8 +124,9 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     more = sum(uid >= num_nodes for uid in members)
     count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
     alone = len(members) == 1
-    what = f"{'goes' if alone else 'go'} on from round {record['round']}"
+    round, own = record.get("round", 0), record.get("own_rounds")  # that of who tells is nobody else's
+    what = f"{'goes' if alone else 'go'} on{'' if own else f' from round {round}'}"
     if record.get("stopping"):
-        what = f"{'ends' if alone else 'end'} the run after round {record['round']}"
+        what = f"{'ends' if alone else 'end'} the run{'' if own else f' after round {round}'}"
     merged = "; models that went on apart became their mean" if "merged" in record else ""
     return ", ".join([f"generation {number}: {count} {what}", *changes]) + merged

@@ -81,7 +81,8 @@ class NodeGenerations:
             "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
             "round": node.round, "time": clock.wall(),
             "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
-            **({"departed": departed} if departed else {}), **({"stopping": True} if generation.stopping else {}),
+            **({"departed": departed} if departed else {}), **({"own_rounds": True} if alone else {}),
+            **({"stopping": True} if generation.stopping else {}),
             **merged,
         })
         logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), node.round)

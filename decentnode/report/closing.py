@@ -21,7 +21,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("ended") == "early_stop":
         did = f"stopped early after round {rounds} of {planned}, {wall}"
     sides = summary.get("sides", [])
-    lines = [f"{did} on {len(sides)} sides of a broken network" if sides else f"{did}{_main_metric(summary)}"]
+    lines = [f"{did}, in {len(sides)} parts that ended apart" if sides else f"{did}{_main_metric(summary)}"]
     lines += [*_sides(summary), *([] if sides else _best(summary))]
     if not summary["nodes"]:
         return lines
@@ -43,11 +43,12 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _sides(summary: Mapping[str, Any]) -> list[str]:
-    """Of a network that was broken to the end: what each side came to."""
+    """Of nodes that ended in generations of their own, as a network was broken, or they lost each other in the end:
+    what each of these came to."""
     if not summary.get("apart"):
         return []
     whose = [f"node{'s' if len(side) > 1 else ''} {names(side)}" for side in summary["apart"]]
-    all_of_them = " and ".join(whose)
+    all_of_them = "; ".join(whose)
     lines = [f"apart    {all_of_them} ended in generations of their own; the merged model is that of {whose[0]}"]
     for who, side in zip(whose, summary.get("sides", []), strict=False):
         figures = {**side, "task": summary.get("task"), "nodes": {
@@ -134,7 +135,7 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
     fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
     but = " but for those below" if any(counts[uid] < kept for uid in fewer) else ""
-    named = [f"{'':9}{_fewer(uid, counts[uid], told[uid])}" for uid in fewer[:MOST_NAMED]]
+    named = [f"{'':9}{_fewer(uid, counts[uid], made, told[uid])}" for uid in fewer[:MOST_NAMED]]
     if len(fewer) > MOST_NAMED:
         named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
@@ -150,11 +151,11 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _fewer(uid: str, count: int, figures: Mapping[str, Any]) -> str:
+def _fewer(uid: str, count: int, made: int, figures: Mapping[str, Any]) -> str:
     """Of a node that has not all the checkpoints that others have, or could not write one of its own."""
     has = f"node {uid} has {count or 'none'}"
     if missed := figures.get("checkpoints_missed"):
         last = ", the last of them" if missed > 1 else ""
         why = figures.get("checkpoint_problem", "")
         return f"{has}: {plural(missed, 'checkpoint')} could not be written{last}: {why}"
-    return f"{has}: its process wrote {figures.get('checkpoints', 0) or 'none'}"
+    return f"{has}: of {made} it made {round(figures.get('checkpoints', 0)) or 'none'}, being away or started again"

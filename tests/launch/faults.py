@@ -160,6 +160,19 @@ class Stops(Slow):
         return super().local_update(round, direction)
 
 
+class StopsSide(Slow):
+    """Nodes 3 and 4 freeze in round 5, and leave their process ids."""
+
+    Config: ClassVar[type[Config]] = StopsConfig
+
+    def local_update(self, round: int, direction: Direction | None = None) -> Update:
+        if self._uid in (3, 4) and round == 5:
+            pid_file = Path(self.config.pid_file)  # type: ignore[attr-defined]
+            pid_file.with_name(f"{pid_file.name}{self._uid}").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().local_update(round, direction)
+
+
 class Marks(Stops):
     """As Stops; and what leaves in a round says whose it is and of which round."""
 

@@ -27,3 +27,5 @@ def test_newcomers_are_told_apart_from_nodes_that_come_back() -> None:
     assert generation_notice(record, 5) == f"generation 1: {told}"
     record = {"generation": 2, "round": 9, "members": [1], "left": [0], "joined": [], "stopping": True}
     assert generation_notice(record, 2) == "generation 2: 1 of 2 nodes ends the run after round 9, without node 0"
+    record = {"generation": 2, "round": 9, "members": [1, 2], "left": [0], "joined": [], "own_rounds": True}
+    assert generation_notice(record, 3) == "generation 2: 2 of 3 nodes go on, without node 0"

@@ -130,8 +130,8 @@ def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None
     assert [side["rounds"] for side in found["sides"]] == [10, 9] and found["rounds"] == 9
     lines = closing(found)
     assert lines[:4] == [
-        "done in 2.0 s on 2 sides of a broken network",
-        "apart    nodes 0-1 and nodes 2-3 ended in generations of their own; the merged model is that of nodes 0-1",
+        "done in 2.0 s, in 2 parts that ended apart",
+        "apart    nodes 0-1; nodes 2-3 ended in generations of their own; the merged model is that of nodes 0-1",
         "         nodes 0-1 after round 10: mean test accuracy 0.550 (min 0.500 node 0, max 0.600 node 1), "
         "merged model 0.600, consensus distance 1.0e-02",
         "         nodes 2-3 after round 9: mean test accuracy 0.750 (min 0.700 node 2, max 0.800 node 3), "

@@ -50,7 +50,7 @@ def test_nodes_that_have_what_all_have_are_not_named() -> None:
     assert about_checkpoints({"0": {"accuracy": 0.7}, "1": {"accuracy": 0.7}}) == []
     named = about_checkpoints({"0": written(3), "1": {"accuracy": 0.7}, "2": written(1, 1), "3": {"accuracy": 0.7}},
                               lost={"3": "killed"})  # fmt: skip
-    assert named[1:] == ["         node 1 has none: its process wrote none",
-                         "         node 2 has 1: its process wrote 1"]  # fmt: skip
+    assert named[1:] == ["         node 1 has none: of 8 it made none, being away or started again",
+                         "         node 2 has 1: of 8 it made 1, being away or started again"]  # fmt: skip
     many = about_checkpoints({"0": written(3), **{str(uid): written(0, 0) for uid in range(1, 9)}})
     assert len(many) == 7 and many[-1] == "         3 other nodes did not keep all either"
