@@ -13,8 +13,9 @@ BYTES_ACKED = 120
 
 
 def acknowledged_bytes(endpoint: str) -> int | None:
-    """Returns how many bytes the machine at the other end has acknowledged, of the connections that this process made
-    to an endpoint (tcp://ADDRESS:PORT), together. None where there is no such connection, or the system does not say.
+    """Returns how many bytes the machine at the other end has acknowledged, of the connection that this process made to
+    an endpoint (tcp://ADDRESS:PORT). None where there is no such connection, or several, as of several nodes in one
+    process, or the system does not say.
 
     Looks at every open file of the process: milliseconds where there are thousands.
     """
@@ -27,7 +28,7 @@ def acknowledged_bytes(endpoint: str) -> int | None:
             with contextlib.suppress(OSError):  # it was closed meanwhile
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     found += _acknowledged(int(name), host.strip("[]"), port)
-    return sum(found) if found else None
+    return found[0] if len(found) == 1 else None
 
 
 def _acknowledged(descriptor: int, host: str, port: str) -> list[int]:
