@@ -13,13 +13,13 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     """Returns lines with the results of a run, its time and bytes, and the longest wait."""
     rounds, planned = summary["rounds"], summary["rounds_planned"]
     wall = duration(summary["wall_seconds"])
+    most = max([round(each["rounds"]) for each in summary["nodes"].values() if each.get("rounds")], default=rounds)
+    after = f"after round {rounds} of {planned}{f' (some nodes after {most})' if most > rounds else ''}"
     did = {
-        "finished": f"done in {wall}",
-        "interrupted": f"stopped after round {rounds} of {planned}, {wall}",
-        "failed": f"failed after round {rounds} of {planned}, {wall}",
-    }[summary["status"]]
+        "finished": f"done in {wall}", "interrupted": f"stopped {after}, {wall}", "failed": f"failed {after}, {wall}",
+    }[summary["status"]]  # fmt: skip
     if summary.get("ended") == "early_stop":
-        did = f"stopped early after round {rounds} of {planned}, {wall}"
+        did = f"stopped early {after}, {wall}"
     sides = summary.get("sides", [])
     lines = [f"{did}, in {len(sides)} parts that ended apart" if sides else f"{did}{_main_metric(summary)}"]
     lines += [*_sides(summary), *([] if sides else _best(summary))]
@@ -31,8 +31,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     total = summary["bytes_sent_total"]
     traffic = f"traffic  {size(total)} of payloads sent by {plural(count, 'node')}, {size(total / count)} each"
     if rounds and summary["round_seconds_median"] is not None:
-        most = max([round(side["rounds"]) for side in sides if side["rounds"]], default=rounds)
-        made = plural(rounds, "round") if most == rounds else f"{rounds} to {most} rounds"
+        made = plural(rounds, "round") if most <= rounds else f"{rounds} to {most} rounds"
         traffic += f"; {made} of {duration(summary['round_seconds_median'])}"
     others = ("evaluation", "protocol", "control")
     again = f" ({size(resent)} of it sent again)" if (resent := summary.get("bytes_resent_total")) else ""

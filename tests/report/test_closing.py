@@ -37,6 +37,13 @@ def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
     assert about_checkpoints({"0": full})[0].startswith("kept     0 checkpoints per node, ")
 
 
+def test_nodes_that_made_unequally_many_rounds_are_not_all_said_to_have_made_the_fewest() -> None:
+    nodes = {"0": {"accuracy": 0.7, "rounds": 40}, "1": {"accuracy": 0.8, "rounds": 7}}
+    first, traffic, *_ = closing(summary(nodes=nodes, rounds=7, rounds_planned=40, status="interrupted"))
+    assert first.startswith("stopped after round 7 of 40 (some nodes after 40), 14.2 s")
+    assert traffic.endswith("; 7 to 40 rounds of 100 ms")
+
+
 def test_nodes_that_never_came_back_are_named_with_the_reason() -> None:
     lost = {"1": "node 1 was killed by SIGKILL\nbeside", "3": "node 3: silent for 8 s after other nodes had finished"}
     found = closing(summary(lost=lost))
