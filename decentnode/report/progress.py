@@ -170,11 +170,10 @@ class RunProgress:
 
     def parts(self) -> list[tuple[str, list[NodeState]]]:
         """Returns (label, local nodes) of each side that has local nodes; ("", those that take part) where there is
-        one."""
-        if not self.sides:
-            return [("", [node for node in self.nodes.values() if not node.lost])]
-        found = [(side.label, [self.nodes[uid] for uid in sorted(side.members & self.nodes.keys())
-                               if not self.nodes[uid].lost]) for side in self.sides]  # fmt: skip
+        one; nothing where all are lost."""
+        sides = [(side.label, side.members) for side in self.sides] or [("", frozenset(self.nodes))]
+        found = [(label, [self.nodes[uid] for uid in sorted(members & self.nodes.keys()) if not self.nodes[uid].lost])
+                 for label, members in sides]  # fmt: skip
         found = [(label, nodes) for label, nodes in found if nodes]
         return found if len(found) > 1 else [("", nodes) for _, nodes in found]
 

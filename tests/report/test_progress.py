@@ -100,6 +100,16 @@ def test_what_was_sent_grows_over_the_restart_of_a_node() -> None:
     assert "10.0 kB" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_run_whose_nodes_are_all_lost_has_a_line() -> None:
+    state = RunProgress.of(10, [0, 1])
+    told(state, 0, 4, 0.3, 1000, 0.5)
+    for uid in (0, 1):
+        state.lose(uid)
+    assert state.line() == "round=0/10 sent=1.0kB" and not state.due and state.round == 0
+    assert state.seconds_left(1.0) is None and state.left_text(2.0) == ""
+    state.update(1, {"kind": "evaluation", "round": 5, "accuracy": 0.5})
+
+
 def test_sides_of_a_broken_network_have_lines_of_their_own() -> None:
     """Nothing is a mean over nodes that hear nothing of each other."""
     state = RunProgress.of(20, range(4), evaluate_every=4)
