@@ -145,7 +145,7 @@ class Waker(Listener):
         self._folder, self._ended, self.woken = folder, 0.0, False
 
     def tick(self) -> None:
-        if not self._ended and len(list(self._folder.glob("runs/*/*/models/00[012].safetensors"))) == 3:
+        if not self._ended and len(list(self._folder.glob("runs/tiny/latest/models/00[012].safetensors"))) == 3:
             self._ended = clock.now()
         if self._ended and not self.woken and clock.now() > self._ended + BACK_SECONDS + 3:
             self.woken = True
