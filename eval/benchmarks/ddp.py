@@ -5,7 +5,9 @@ Where the package decent-dp is installed (pip install --no-deps decent-dp loguru
 one-peer-exp: as it ships, with its own Adam, and with the fused one. All ways take turns in the same processes; ratios
 are medians over turns. Cases: optimizer (AccumAdam's step beside torch's fused Adam), transformer and mlp (10 M
 parameters, 2 and 4 ranks), tiny (1,000 small parameters, 2 ranks), link (4 ranks whose links are limited to 1 Gbit/s
-and 5 ms), straggler (4 ranks, one of them at random held up in every step: loss after the same time).
+and 5 ms), straggler (4 ranks, one of them at random held up in every step: loss after the same time). Rows "with
+regroup" are the way above them with missing="regroup" and nobody dying; a process may have one such wrapper, so the
+second of them is measured in processes of its own, beside the same way without.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "
 STEPS, WARM, TURN_STEPS, REST_SECONDS = 14, 4, 4, 0.05
 THEIRS = ("decent-dp", "decent-dp fused") if importlib.util.find_spec("decent_dp") else ()
 COPY = "copy"
-WAYS = ("alone", "ddp", "collective", "shared_memory", *THEIRS)
+WITH_REGROUP = " with regroup"
+WAYS = ("alone", "ddp", "collective", "shared_memory", "shared_memory" + WITH_REGROUP, *THEIRS)
+WAYS_AGAIN = ("alone", "ddp", "collective", "collective" + WITH_REGROUP)
 LINK = (1e9, 5e-3)
 """Bits per second, and seconds of latency."""
 HELD_UP_SECONDS, STRAGGLER_SECONDS = 0.02, 8.0
@@ -110,7 +114,9 @@ def wrap(model: nn.Module, way: str, optimizer: Callable[..., Any], link: Delaye
         return theirs(model, own, topology="one-peer-exp"), None
     if link is not None:
         dist.batch_isend_irecv = link.batch_isend_irecv
-    return DecentralizedDataParallel(model, optimizer=optimizer, topology="one-peer-exp", transport=way), None  # type: ignore[arg-type]
+    transport, regroup, _ = way.partition(WITH_REGROUP)
+    return DecentralizedDataParallel(model, optimizer=optimizer, topology="one-peer-exp", transport=transport,  # type: ignore[arg-type]
+                                     missing="regroup" if regroup else "fail"), None  # fmt: skip
 
 
 def join(rank: int, world: int, folder: str) -> None:
@@ -155,12 +161,12 @@ def train(rank: int, world: int, folder: str, pipe: Any, name: str, way: str) ->
     os._exit(0)
 
 
-def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: int) -> None:
-    """All ways in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}, and as
+def take_turns(rank: int, world: int, folder: str, pipe: Any, name: str, turns: int, ways: Sequence[str]) -> None:
+    """All `ways` in the same processes, some steps of each by turns; sends {way: (seconds per turn, figures)}, and as
     COPY the seconds in which all ranks at once copy as many bytes as the parameters have."""
     join(rank, world, folder)
-    runners = {way: Runner(name, way) for way in WAYS}
-    times: dict[str, list[float]] = {way: [] for way in (*WAYS, COPY)}
+    runners = {way: Runner(name, way) for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in (*ways, COPY)}
     flat = torch.cat([p.detach().flatten() for p in runners["alone"].model.parameters()])
     flat = torch.stack([flat, flat])
     for turn in range(-1, turns):
@@ -269,26 +275,34 @@ def show_optimizers() -> None:
 
 
 def show_steps(name: str, worlds: Sequence[int], turns: int) -> None:
-    heads = f"{'model':12} {'ranks':>5} {'way':>15} {'step':>10} {'/alone':>7} {'/ddp':>6} {'exposed':>10}"
-    heads += f" {'passes':>7} {'/floor':>6}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
-    print(f"\n{heads}  (passes over memory by snapshots and mixing, S: bytes of the parameters; "
-          "floor: a step alone, and these passes at the speed of a copy by all ranks at once)")
+    heads = f"{'model':12} {'ranks':>5} {'way':>26} {'step':>10} {'/alone':>7} {'/ddp':>6} {'/without':>8} "
+    heads += f"{'exposed':>10} {'passes':>7} {'/floor':>6}" + "".join(f" {'/' + each:>16}" for each in THEIRS)
+    print(f"\n{heads}  (/without: the same way without regroup; passes over memory by snapshots and mixing, S: bytes "
+          "of the parameters; floor: a step alone, and these passes at the speed of a copy by all ranks at once)")
     for world in worlds:
-        ranks = on_ranks(world, take_turns, name, turns)
-        times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)]
-                 for way in (*WAYS, COPY)}  # fmt: skip
-        print(f"{name:12} {world:5} {COPY:>15} {1e3 * statistics.median(times[COPY]):7.1f} ms")
-        for way in WAYS:
-            exposed, passes = (max(found[way][1][k] for found in ranks) for k in (0, 1))
-            ratio = {base: statistics.median(t / u for t, u in zip(times[way], times[base], strict=True))
-                     for base in ("alone", "ddp", *THEIRS)}  # fmt: skip
-            floors = [t + passes / 2 * copied for t, copied in zip(times["alone"], times[COPY], strict=True)]
-            of_floor = statistics.median(t / floor for t, floor in zip(times[way], floors, strict=True))
-            theirs = "".join(f" {ratio[each]:16.2f}" for each in THEIRS)
-            step = statistics.median(times[way])
-            print(f"{name:12} {world:5} {way:>15} {1e3 * step:7.1f} ms {ratio['alone']:7.2f} {ratio['ddp']:6.2f} "
-                  f"{1e3 * exposed:7.1f} ms {f'{passes:.1f} S' if passes else '':>7} "
-                  f"{f'{of_floor:.2f}' if passes else '':>6}{theirs}", flush=True)  # fmt: skip
+        for ways in (WAYS, WAYS_AGAIN):
+            _show_ways(name, world, on_ranks(world, take_turns, name, turns, ways), ways)
+
+
+def _show_ways(name: str, world: int, ranks: Sequence[Any], ways: Sequence[str]) -> None:
+    """One row for each way. ranks: what `take_turns` sends."""
+    times = {way: [max(each) for each in zip(*(found[way][0] for found in ranks), strict=True)]
+             for way in (*ways, COPY)}  # fmt: skip
+
+    def ratio(way: str, base: str) -> float:
+        return statistics.median(t / u for t, u in zip(times[way], times[base], strict=True))
+
+    print(f"{name:12} {world:5} {COPY:>26} {1e3 * statistics.median(times[COPY]):7.1f} ms")
+    for way in ways:
+        exposed, passes = (max(found[way][1][k] for found in ranks) for k in (0, 1))
+        floors = [t + passes / 2 * copied for t, copied in zip(times["alone"], times[COPY], strict=True)]
+        of_floor = statistics.median(t / floor for t, floor in zip(times[way], floors, strict=True))
+        without = f"{ratio(way, way.removesuffix(WITH_REGROUP)):.3f}" if way.endswith(WITH_REGROUP) else ""
+        theirs = "".join(f" {ratio(way, each):16.2f}" for each in THEIRS if each in ways)
+        print(f"{name:12} {world:5} {way:>26} {1e3 * statistics.median(times[way]):7.1f} ms {ratio(way, 'alone'):7.2f} "
+              f"{ratio(way, 'ddp'):6.2f} {without:>8} {1e3 * exposed:7.1f} ms "
+              f"{f'{passes:.1f} S' if passes else '':>7} {f'{of_floor:.2f}' if passes else '':>6}{theirs}",
+              flush=True)  # fmt: skip
 
 
 def show_link() -> None:
