@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from decentnode.errors import UsageError
+from decentnode.errors import EnvironmentFault, UsageError
 
 MAX_NODES = 1 << 20
 
@@ -16,7 +16,9 @@ MAX_NODES = 1 << 20
 @click.option("--out", "-o", default="keys", show_default=True, type=click.Path(path_type=Path),
               help="Folder for the keys, made if it is not there.")  # fmt: skip
 @click.option("--newcomer", is_flag=True, help="Instead, the key of a node that is in no mapping (decentnode join).")
-def command(nodes: str | None, out: Path, newcomer: bool) -> None:
+@click.option("--secret", "secret", default=None, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
+              help="Instead, one secret for all ranks of a script (initialize_dist(keys=...)).")  # fmt: skip
+def command(nodes: str | None, out: Path, newcomer: bool, secret: Path | None) -> None:
     """Make a key pair for each of NODES: a count (16), a range (4-7) or uids (0,3,5).
 
     The folder then holds node-UID.secret (for that node's machine alone) and public.keys (for every machine). To keep
@@ -26,17 +28,35 @@ def command(nodes: str | None, out: Path, newcomer: bool) -> None:
 
     With --newcomer, the public key is printed: a line of authorized.keys in the key folders of all members lets its
     owner in.
+
+    With --secret, FILE is made, for ranks of a script of your own that may die and be joined (missing="regroup"): copy
+    it to every machine, readable by your user alone, and name it in DECENTNODE_KEYS.
     """
     from decentnode.communication.zeromq.security import PUBLIC_FILE, read_public, write_keys, write_newcomer
 
-    if newcomer == (nodes is not None):
-        raise UsageError("give either NODES or --newcomer")
+    if (nodes is not None) + newcomer + (secret is not None) != 1:
+        raise UsageError("give one of NODES, --newcomer and --secret")
+    if secret is not None:
+        _make_secret(secret)
+        return
     if nodes is None:
         click.echo(write_newcomer(out).decode())
         return
     made = write_keys(out, parse_uids(nodes))
     click.echo(f"{len(made)} secret keys in {out} (never copy one to another node's machine)")
     click.echo(f"{out / PUBLIC_FILE}: the public keys of {len(read_public(out))} nodes, for every machine")
+
+
+def _make_secret(path: Path) -> None:
+    from decentnode.communication.zeromq.security import write_secret
+
+    try:
+        write_secret(path)
+    except FileExistsError:
+        raise UsageError(f"{path} is there already; remove it first, or choose another name") from None
+    except OSError as error:
+        raise EnvironmentFault(f"cannot make {path}: {error.strerror}") from error
+    click.echo(f"{path}: copy it to every machine, readable by your user alone")
 
 
 def parse_uids(text: str) -> list[int]:

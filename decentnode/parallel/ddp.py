@@ -199,8 +199,8 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> BucketExchange:
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
-        host = None if self._member is None else self._member.job.host
-        return exchange_for(transport, self._plan, self._buckets, timeout_seconds, device, host)
+        job = None if self._member is None else self._member.job
+        return exchange_for(transport, self._plan, self._buckets, timeout_seconds, device, job)
 
     def close(self) -> bool:
         """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent; returns
@@ -388,14 +388,10 @@ class DecentralizedDataParallel(Module, Joinable):
                 self._exchange.drain()
                 self._launch(self.steps)
             return 0.0 if return_d2c else None
-        if not will_revert:
-            self._exchange.drain()
         distance = self._exchange.run_average(
-            "global_avg", lambda mean: self._average.take(keep=will_revert, measure=return_d2c, mean_of=mean)
+            "global_avg", lambda mean: self._average.take(keep=will_revert, measure=return_d2c, mean_of=mean),
+            None if will_revert else lambda: self._launch(self.steps),
         )
-        if not will_revert:
-            self._exchange.drain()  # of what a regrouping has sent meanwhile
-            self._launch(self.steps)
         return distance if return_d2c else None
 
     def revert_global_avg(self) -> None:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.errors import PeerLost
+from decentnode.graph.base import RoundView
 from decentnode.parallel.advance import Rows
 from decentnode.parallel.buckets import Bucket, BucketPart
 from decentnode.parallel.plan import Plan
-from decentnode.parallel.process_group import wait
+from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, wait
 
 T = TypeVar("T")
 
@@ -105,12 +106,19 @@ class BucketExchange:
         view = self.plan.view(self._step)
         return bucket.sent_buffer() if view.neighbors or view.sources else None
 
-    def depart(self, bucket: Bucket) -> None:
-        """Sends a bucket of which all parts have their snapshots; not blocking."""
+    def _departing(self, bucket: Bucket) -> RoundView | None:
+        """The round in which a bucket departs, whose snapshot is `sent` from now on; None without neighbors."""
         view = self.plan.view(self._step)
         if not view.neighbors and not view.sources:
-            return
+            return None
         bucket.sent = bucket.sent_buffer()
+        return view
+
+    def depart(self, bucket: Bucket) -> None:
+        """Sends a bucket of which all parts have their snapshots; not blocking."""
+        view = self._departing(bucket)
+        if view is None:
+            return
         flight = self._flights[bucket.index] = Flight(self._step)
         members = self._mean_group(self._step)
         if members is not None:
@@ -205,6 +213,13 @@ class BucketExchange:
                     work.wait(timedelta(seconds=self.timeout_seconds))
         self.wait_seconds += clock.now() - started
 
+    def _look_for(self, peer: int, started: float, now: float, step: int, waiting: str = "") -> None:
+        """Called from time to time by what waits for a rank since `started`: raises PeerLost once that is in vain."""
+        self.interrupt(peer, started, now)
+        if now - started > self.timeout_seconds:
+            raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
+                           f"{self.timeout_seconds:g} s{waiting}", [peer])  # fmt: skip
+
     @contextlib.contextmanager
     def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
         """Turns what torch.distributed raises inside into PeerLost, with the ranks that may be the cause."""
@@ -246,10 +261,26 @@ class BucketExchange:
         """
         return contextlib.nullcontext()
 
-    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T]) -> T:
-        """What `work` returns, an operation of all ranks that is given `mean_over_ranks`. Raises as `average`."""
+    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T],
+                    restart: Callable[[], None] | None = None) -> T:  # fmt: skip
+        """What `work` returns, an operation of all ranks that is given `mean_over_ranks`. Raises as `average`.
+
+        restart: given, what is in flight is discarded before, and `restart` begins the exchange anew afterwards.
+        """
+        if restart is not None:
+            self.drain()
         with self.average(what):
-            return work(mean_over_ranks)
+            found = work(mean_over_ranks)
+        if restart is not None:
+            restart()
+        return found
+
+    def tell(self, text: str, what: str) -> dict[int, str]:
+        """Blocking, on all ranks: by rank, the text that each gives; by uid where ranks come and go. Raises as
+        `average`."""
+        with self.average(what):
+            told = gather_texts(text, device_of_group(), what) if num_ranks() > 1 else [text]
+        return dict(enumerate(told))
 
 
 def mean_over_ranks(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
 def initialize_dist(
     backend: str | None = None, timeout_seconds: float = 300.0, *, missing: Literal["fail", "regroup"] = "fail",
     join: str | None = None, listen: str | None = None, min_ranks: int | None = None, newcomers: int = 64,
+    keys: str | Path | None = None,
 ) -> tuple[int, int]:
     """Joins the default process group as torchrun's environment says; returns (rank, world size). Blocking.
 
@@ -42,8 +44,8 @@ def initialize_dist(
     if missing not in ("fail", "regroup"):
         raise ValueError(f'missing must be "fail" or "regroup", got {missing!r}')
     elastic = missing == "regroup" or join is not None
-    if not elastic and (listen or min_ranks is not None):
-        raise ValueError('listen and min_ranks need missing="regroup"')
+    if not elastic and (listen or min_ranks is not None or keys is not None):
+        raise ValueError('listen, min_ranks and keys need missing="regroup"')
     if elastic and backend not in (None, "gloo"):
         raise ValueError(f'missing="regroup" needs the backend gloo, got {backend}')
     if not dist.is_initialized():
@@ -53,7 +55,7 @@ def initialize_dist(
             from decentnode.parallel.membership import beginning  # it needs this file
 
             leave_at_exit()
-            beginning.begin(join, listen, timeout_seconds, min_ranks, newcomers)
+            beginning.begin(join, listen, timeout_seconds, min_ranks, newcomers, keys)
             if not dist.is_initialized():
                 return beginning.expected()
         else:
@@ -61,10 +63,10 @@ def initialize_dist(
     elif join is not None:
         raise ValueError("a process that joins must have no process group yet")
     elif elastic:
-        from decentnode.parallel.membership import job
+        from decentnode.parallel.membership import founding, job
 
         if job.current() is None:
-            job.start(listen, timeout_seconds, min_ranks, newcomers)
+            founding.start(listen, timeout_seconds, min_ranks, newcomers, keys)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -148,19 +150,20 @@ def wait_with(how: Callable[[Any], None] | None) -> None:
     _waits = how
 
 
-def gather_texts(text: str, device: torch.device, what: str) -> list[str]:
-    """Blocking: [rank] the text of every rank. Raises ValueError if this rank's is too long. what: its name."""
+def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:
+    """Blocking: [rank] the text of every rank of a group, of all when None. Raises ValueError if this rank's is too
+    long. what: its name."""
     own = text.encode(errors="replace")
     if len(own) > MAX_TEXT_BYTES:
         raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
     size = torch.tensor([len(own)], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    wait(dist.all_gather(sizes, size, async_op=True))
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    wait(dist.all_gather(sizes, size, group=group, async_op=True))
     longest = min(max(int(each) for each in sizes), MAX_TEXT_BYTES)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else padded[:0]
     texts = [torch.zeros_like(padded) for _ in sizes]
-    wait(dist.all_gather(texts, padded, async_op=True))
+    wait(dist.all_gather(texts, padded, group=group, async_op=True))
     return [bytes(t[: int(n)].tolist()).decode(errors="replace") for t, n in zip(texts, sizes, strict=True)]
 
 

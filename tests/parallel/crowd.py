@@ -27,8 +27,9 @@ def _process(work: Callable[..., Any], environment: dict[str, str], pipe: Connec
 class Crowd:
     """A context whose processes are gone when it ends."""
 
-    def __init__(self, seconds: float = 60.0) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = 60.0, environment: dict[str, str] | None = None) -> None:
+        """environment: of all processes, beside what each is given."""
+        self._seconds, self._environment = seconds, environment or {}
         self._all: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Crowd:
@@ -37,7 +38,7 @@ class Crowd:
     def start(self, work: Callable[..., Any], environment: dict[str, str], *args: Any) -> int:
         """Starts work(pipe, *args), a module's function; the number of the process here."""
         mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_process, args=(work, environment, theirs, args))
+        process = CONTEXT.Process(target=_process, args=(work, self._environment | environment, theirs, args))
         process.start()
         theirs.close()
         self._all.append((process, mine))

@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from decentnode.communication.shared_memory.segment import FOLDER
+from decentnode.communication.zeromq.security import write_secret
 from decentnode.parallel.topology_names import make_topology
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd, environment_of
-from tests.parallel.work import members
+from tests.parallel.ranks import run_ranks
+from tests.parallel.work import members, training
 
 ROOT = Path(__file__).parents[2]
 LINE = {"name": "line"}
@@ -55,6 +57,15 @@ def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, vic
         assert each["level"] == pytest.approx(mean, abs=0.05)
 
 
+@pytest.mark.parametrize(("transport", "topology", "sharing"), [
+    ("shared_memory", "complete", "full"), ("collective", "ring", "full"), ("sockets", "one-peer-exp", "full"),
+    ("shared_memory", "ring", {"name": "ac", "final": 0.2}),
+])  # fmt: skip
+def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, topology: str, sharing: Any) -> None:
+    for without, with_regroup in run_ranks(4, training.with_and_without_regroup, topology, transport, sharing):
+        assert without == with_regroup
+
+
 def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
     with Crowd() as crowd:
         crowd.found(2, free_ports(1), members.joined, "shared_memory", None)
@@ -68,6 +79,35 @@ def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
     for each in found:
         assert each["mean"] == pytest.approx(found[2]["first"], abs=1e-4)
         assert each["scale"] == 4.0
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.slow)])
+def test_ranks_with_keys_die_and_are_joined_by_who_has_them(transport: str, tmp_path: Path) -> None:
+    write_secret(tmp_path / "ranks.secret")
+    with Crowd(environment={"DECENTNODE_KEYS": str(tmp_path / "ranks.secret")}) as crowd:
+        crowd.found(3, free_ports(1), members.learn, transport, None, None, 0)
+        addresses = [crowd.hear(rank) for rank in range(3)]
+        assert crowd.ended(0) == -signal.SIGKILL
+        crowd.start(members.other, {"DECENTNODE_KEYS": ""}, addresses[1])
+        assert "it has keys and this process has none" in crowd.failure(3)
+        crowd.start(members.learn, {}, transport, ",".join(addresses), None, None)
+        crowd.hear(4)
+        found = [crowd.hear(number) for number in (1, 2, 4)]
+    assert len({(each["steps"], each["world"], each["factor"], round(each["lr"], 12)) for each in found}) == 1
+    for each in found:
+        assert np.mean(each["losses"][-5:]) < 0.8 * np.mean(found[0]["losses"][:5])
+
+
+def test_ranks_with_other_keys_are_told_so_at_once(tmp_path: Path) -> None:
+    write_secret(tmp_path / "ranks.secret")
+    with Crowd() as crowd:
+        port = free_ports(1)
+        for rank in range(2):
+            more = {"DECENTNODE_KEYS": str(tmp_path / "ranks.secret") if rank else ""}
+            crowd.start(members.alone, environment_of(rank, 2, port) | more)
+        told = [crowd.failure(rank) for rank in range(2)]
+    assert "AssemblyError: rank 1 has keys " in told[0] and " and rank 0 has no keys" in told[0]
+    assert "AssemblyError: rank 0 has no keys and rank 1 has keys " in told[1]
 
 
 @pytest.mark.parametrize(("name", "overlap", "scaled"), [
@@ -94,6 +134,35 @@ def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, ov
             assert each["center"] == pytest.approx(found[0]["center"], abs=1e-5)
         if name == "DDP":
             assert each["model"] == pytest.approx(found[0]["model"], abs=1e-5)
+
+
+@pytest.mark.parametrize("transport", [
+    "shared_memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("collective", "sockets")),
+])  # fmt: skip
+def test_an_average_that_some_had_not_begun_or_were_not_there_to_begin_is_of_all_who_are_left(transport: str) -> None:
+    with Crowd() as crowd:
+        crowd.found(3, free_ports(1), members.averages, transport, None)
+        addresses = [crowd.hear(rank) for rank in range(3)]
+        (one, mean), (two, same) = crowd.hear(0), crowd.hear(1)
+        assert mean == same == pytest.approx((one + two) / 2, abs=1e-4) and abs(one - two) > 1e-3
+        assert crowd.ended(2) == -signal.SIGKILL
+        crowd.start(members.averages, {}, transport, addresses[0])
+        crowd.hear(3)
+        assert crowd.ended(1) == -signal.SIGKILL
+        found = [crowd.hear(0), crowd.hear(3)]
+    for each in found:
+        assert each["world"] == 2
+        assert each["mean"] == pytest.approx((found[0]["own"] + found[1]["own"]) / 2, abs=1e-4)
+    assert abs(found[0]["own"] - found[1]["own"]) > 1e-3
+
+
+def test_a_group_that_is_over_is_given_up_though_messages_are_on_their_way_in_it() -> None:
+    """gloo ends the process where a message is longer than what is waited for."""
+    assert run_ranks(2, members.given_up) == [True, True]
+
+
+def test_ranks_find_each_other_though_one_has_tried_in_vain_before(tmp_path: Path) -> None:
+    assert run_ranks(2, members.tried_in_vain, str(tmp_path / "store")) == [3.0, 3.0]
 
 
 @pytest.mark.slow

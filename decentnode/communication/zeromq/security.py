@@ -208,17 +208,18 @@ class Admission:
         return opened(self._secret, text, clock.wall())
 
 
-def read_secret(path: Path) -> bytes:
-    """The secret of invitations. Raises EnvironmentFault when there is none, or when others could read or change it."""
-    text = read_trusted(path, 0o077, "make it with decentnode invite").strip()
+def read_secret(path: Path, maker: str = "decentnode invite") -> bytes:
+    """The secret in a file, of invitations or of a script's ranks. maker: the command that makes such files. Raises
+    EnvironmentFault when there is none, or when others could read or change it."""
+    text = read_trusted(path, 0o077, f"make it with {maker}").strip()
     with contextlib.suppress(ValueError):
         if len(found := bytes.fromhex(text.decode("ascii"))) == SECRET_BYTES:
             return found
-    raise EnvironmentFault(f"{path}: not a secret of decentnode invite")
+    raise EnvironmentFault(f"{path}: not a secret of {maker}")
 
 
 def write_secret(path: Path) -> None:
-    """Make a secret of invitations. Raises OSError, FileExistsError among them."""
+    """Make a secret that `read_secret` reads. Raises OSError, FileExistsError among them."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(entropy.draw(SECRET_BYTES).hex().encode() + b"\n")
 

@@ -5,6 +5,8 @@ force. The rest is here:
 
 - control.py: a thread that carries the messages of that protocol over ZeroMQ, and what the training asks it
 - addresses.py: where ranks listen, and how a process finds a job that runs
+- keys.py, group.py: the secret that keeps strangers out, and process groups over sockets that it closes
+- beginning.py, founding.py: how a process founds a job with others, joins it, or comes back to it
 - job.py: the process's place in the job, and the process group of each generation
 - exchange.py: what is done with exchanges that a generation leaves unfinished, so that no edge is mixed at one end
   alone

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import zmq
 
 from decentnode import clock
+from decentnode.communication.zeromq.connections import end_monitor
 from decentnode.errors import AssemblyError, PeerFault, UsageError
+from decentnode.parallel.membership.keys import FAILED, VARIABLE, Access, failed_handshake
 from decentnode.wire.codec import decode, encode
 from decentnode.wire.framing import XXH3, body_sum, opened, sealed, verify
 from decentnode.wire.messages import (
@@ -29,6 +31,12 @@ from decentnode.wire.messages import (
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.2
 MOST_FOUNDERS = 1 << 12
+REFUSALS = (f"it has keys and this process has none: give it those as keys=, or in {VARIABLE}",
+            "it does not take this process's keys: it has others, or none")  # fmt: skip
+"""What is told of a member that breaks the handshake off, by whether this process has keys. Which end hears more is a
+race."""
+REFUSED_TIMES = 3
+"""A member that breaks it off so often will always."""
 
 
 def packed_frame(message: Message) -> bytes:
@@ -125,11 +133,14 @@ class Terms:
     """Uids that there can be."""
     min_ranks: int
     suspect_seconds: float
+    began: float = 0.0
+    """Seconds since 1970."""
 
     def encoded(self, lines: Sequence[str]) -> bytes:
         """lines: what the wrapper of a newcomer must have like those of the members; left out where they are many."""
         told = {"founders": [[a.control, a.store] for a in self.founders], "capacity": self.capacity,
-                "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds}  # fmt: skip
+                "min_ranks": self.min_ranks, "suspect_seconds": self.suspect_seconds,
+                "began": self.began}  # fmt: skip
         text = json.dumps(told | {"lines": list(lines)}).encode()
         return text if len(text) <= MAX_CONFIG_BYTES else json.dumps(told | {"lines": []}).encode()
 
@@ -141,11 +152,13 @@ class Terms:
             founders = tuple(Address(str(control), str(store)) for control, store in told["founders"])
             for each in founders:
                 parsed(each.control), parsed(each.store)
-            terms = cls(run, founders, int(told["capacity"]), int(told["min_ranks"]), float(told["suspect_seconds"]))
+            terms = cls(run, founders, int(told["capacity"]), int(told["min_ranks"]), float(told["suspect_seconds"]),
+                        float(told["began"]))  # fmt: skip
             lines = tuple(str(line) for line in told["lines"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PeerFault("malformed_header", f"terms of a job: {type(error).__name__}") from None
         fine = 0 < len(founders) <= MOST_FOUNDERS and len(founders) <= terms.capacity <= len(founders) + MAX_SEATS
+        fine = fine and 0 <= terms.began < 1e10
         if not fine or not 0 < terms.min_ranks <= len(founders) or not 0 < terms.suspect_seconds < 1e6:
             raise PeerFault("malformed_header", "terms of a job")
         return terms, lines
@@ -163,38 +176,43 @@ class Admission:
     by: str
 
 
-def ask_to_join(addresses: Sequence[str], own: Address, seconds: float) -> Admission:
+def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: Access | None = None) -> Admission:
     """Blocking: asks members at HOST:PORT, one after the other, for a place in their job. Raises AssemblyError after
     `seconds`, with what became of each address, and at once where a member refuses for good; UsageError for what is no
-    address."""
+    address. access: this process's keys."""
     try:
         waiting = [endpoint_of(numeric(host), port) for host, port in map(parsed, addresses)]
     except (ValueError, OSError) as error:
         raise UsageError(f"join must be addresses of members, HOST:PORT and more behind commas: {error}") from None
     found: dict[str, str] = {}
+    times = dict.fromkeys(waiting, 0)
+    """Endpoint -> how often it has refused this process's keys."""
     until = clock.now() + seconds
     context = zmq.Context()
     try:
         while True:
             for endpoint in list(waiting):
-                answer = _knock(context, endpoint, own, min(ANSWER_SECONDS, max(0.05, until - clock.now())))
+                left = min(ANSWER_SECONDS, max(0.05, until - clock.now()))
+                answer = _knock(context, access or Access(), endpoint, own, left)
                 if isinstance(answer, Admission):
                     return answer
                 if isinstance(answer, Turned) and answer.final:
                     raise AssemblyError(f"{endpoint} does not let this process join: {answer.reason}")
                 found[endpoint] = answer.reason if isinstance(answer, Turned) else answer
+                times[endpoint] = times.get(endpoint, 0) + 1 if answer in REFUSALS else 0
                 if isinstance(answer, Turned) and answer.at and answer.at not in waiting and len(waiting) < MAX_SEATS:
                     with suppress(ValueError):
                         waiting.insert(0, endpoint_of(*parsed(answer.at)))
-            if clock.now() > until:
+            if clock.now() > until or all(times.get(endpoint, 0) >= REFUSED_TIMES for endpoint in waiting):
                 what = "; ".join(f"{endpoint.removeprefix('tcp://')}: {why}" for endpoint, why in found.items())
-                raise AssemblyError(f"no member of a job lets this process join within {seconds:g} s: {what}")
+                raise AssemblyError(f"no member of a job lets this process join, asked for {seconds:g} s at most: "
+                                    f"{what}")  # fmt: skip
             clock.sleep(AGAIN_SECONDS)
     finally:
         context.destroy(0)
 
 
-def _knock(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, own: Address, seconds: float) -> (
+def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: str, own: Address, seconds: float) -> (
     Admission | Turned | str
 ):
     """One attempt: what a member answers, or why there is no answer."""
@@ -203,11 +221,17 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, own: Address,
     door = context.socket(zmq.DEALER)
     door.setsockopt(zmq.LINGER, 0)
     door.setsockopt(zmq.IPV6, int("[" in endpoint))
+    access.log_in(door)
+    monitor = door.get_monitor_socket(FAILED)
     door.connect(endpoint)
     try:
         door.send(packed_frame(Knock(bytes(8), 0, 0, PROTOCOL_VERSION, own.control, own.store, REACH_DIRECT, "")))
-        if not door.poll(int(1000 * seconds)):
-            return f"no member of a job answers within {seconds:.1f} s"
+        poller = zmq.Poller()
+        poller.register(door, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        if door not in (ready := dict(poller.poll(int(1000 * seconds)))):
+            refused = bool(ready) and failed_handshake(monitor)
+            return REFUSALS[access.closed] if refused else f"no member of a job answers within {seconds:.1f} s"
         message = unpacked_frame(door.recv_multipart())
         if isinstance(message, Turned):
             return message
@@ -218,4 +242,5 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, own: Address,
     except PeerFault as fault:
         return f"answers what no member would ({fault})"
     finally:
+        end_monitor(door, monitor)
         door.close(0)

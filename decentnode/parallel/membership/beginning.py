@@ -5,40 +5,73 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from decentnode import clock
+from decentnode.errors import AssemblyError
+from decentnode.parallel.membership import founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.addresses import Address, endpoint_of, parsed
+from decentnode.parallel.membership.keys import HOW, Access
 
 KEY = "decentnode/member"
 """In the store that ranks meet at: for each rank, which attempt of torchrun its process is of, and where it listens."""
 SEEN_SECONDS = 0.5
+NO_KEYS = "none"
 
 
-def begin(join: str | None, listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int) -> None:
+def begin(join: str | None, listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int,
+          keys: str | Path | None) -> None:  # fmt: skip
     """Blocking: makes this process's job, and the process group of those that found it together. A process that joins
     has none before it has wrapped a model. Raises as `initialize_dist`."""
     if join is not None:
-        jobs.join([each.strip() for each in join.split(",") if each.strip()] or [""], listen, timeout_seconds)
+        founding.join([each.strip() for each in join.split(",") if each.strip()] or [""], listen, timeout_seconds,
+                  keys)  # fmt: skip
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    access = Access.given(keys)
+    if world == 1 and access.closed:
+        founding.start_closed(None, 0, 1, listen, timeout_seconds, min_ranks, newcomers, keys)
+        return
     if world == 1:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
-        jobs.start(listen, timeout_seconds, min_ranks, newcomers)
+        founding.start(listen, timeout_seconds, min_ranks, newcomers, keys)
         return
     store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
     raw = _underlying(store)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     running = _running(raw, rank, world, attempt)
     if running:
-        job = jobs.join(running, listen, timeout_seconds)
+        job = founding.join(running, listen, timeout_seconds, keys)
+        raw.set(f"{KEY}/{rank}", f"{attempt} joined {job.address}")
+        return
+    _check_keys(store, rank, world, access)
+    if access.closed:
+        job = founding.start_closed(store, rank, world, listen, timeout_seconds, min_ranks, newcomers, keys)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
                                 timeout=timedelta(seconds=timeout_seconds))  # fmt: skip
-        job = jobs.start(listen, timeout_seconds, min_ranks, newcomers)
-    raw.set(f"{KEY}/{rank}", f"{attempt} {'joined' if running else 'founded'} {job.address}")
+        job = founding.start(listen, timeout_seconds, min_ranks, newcomers, keys)
+    raw.set(f"{KEY}/{rank}", f"{attempt} founded {job.address}")
+
+
+def _check_keys(store: dist.Store, rank: int, world: int, access: Access) -> None:
+    """Blocking: raises AssemblyError on all ranks where they have not the same keys: none would hear the others."""
+    own = access.fingerprint
+    store.set(f"{KEY}/keys/{rank}", own or NO_KEYS)
+    told = [store.get(f"{KEY}/keys/{other}").decode().replace(NO_KEYS, "") for other in range(world)]
+    store.add(f"{KEY}/keys", 1)
+    for other, theirs in enumerate(told):
+        if theirs != own:
+            until = clock.now() + SEEN_SECONDS * 10
+            with suppress(RuntimeError):  # with the process of one rank the store ends
+                while store.add(f"{KEY}/keys", 0) < world and clock.now() < until:
+                    clock.sleep(SEEN_SECONDS / 10)
+            words = [f"keys {each}" if each else "no keys" for each in (theirs, own)]
+            raise AssemblyError(f"rank {other} has {words[0]} and rank {rank} has {words[1]}: {HOW}", [other])
 
 
 def expected() -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import zmq
@@ -21,10 +21,10 @@ from decentnode.parallel.membership.addresses import (
     Address,
     Admission,
     Terms,
-    endpoint_of,
     packed_frame,
     unpacked_frame,
 )
+from decentnode.parallel.membership.keys import Access, Sockets
 from decentnode.wire.generation import (
     Broken,
     Caller,
@@ -52,7 +52,11 @@ LOOK_SECONDS = 0.02
 PROBE_EVERY_SECONDS, PROBE_SECONDS = 0.2, 0.5
 RENEW_SECONDS = 1.0
 """Where a connection broke and nobody is found to be gone for so long, all make new ones."""
+CLOSE_SECONDS = 5.0
+MAX_CONTROL_BYTES = 1 << 20
 LINGER_MILLISECONDS = 300
+UNKNOWN_SECONDS = 3.0
+"""A newcomer whom nobody answers for so long asks for a place again."""
 LEFT_SECONDS = 0.5
 """What a rank that said goodbye had sent is given so long to arrive."""
 
@@ -60,19 +64,16 @@ LEFT_SECONDS = 0.5
 class Control:
     """One process's part. Every method may be called by the training's thread; only those that say so block."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """host: an address of this machine that the others reach. port: 0 for any. Raises OSError where it is taken."""
-        self._context = zmq.Context()
-        self._in = self._context.socket(zmq.ROUTER)
-        self._in.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-        self._in.setsockopt(zmq.RCVHWM, QUEUE)
-        self._in.setsockopt(zmq.MAXMSGSIZE, 1 << 20)
-        self._in.setsockopt(zmq.IPV6, int(":" in host))
+    def __init__(self, host: str, port: int, access: Access | None = None) -> None:
+        """host: an address of this machine that the others reach. port: 0 for any. access: None for anybody's. Raises
+        OSError where the port is taken."""
+        self.sockets = Sockets(access or Access())
         try:
-            self._in.bind(endpoint_of(host, port) if port else endpoint_of(host, port)[:-1] + "*")
-        except zmq.ZMQError as error:
-            self._context.destroy(0)
-            raise OSError(f"cannot listen at {endpoint_of(host, port)}: {error}") from error
+            self._in = self.sockets.listener(zmq.ROUTER, host, port, MAX_CONTROL_BYTES, QUEUE)
+        except OSError:
+            self.sockets.close(0)
+            raise
+        self._in.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
         self.endpoint: str = self._in.getsockopt_string(zmq.LAST_ENDPOINT)
         self._out: dict[int, zmq.Socket[bytes]] = {}
         self._out_at: dict[int, str] = {}
@@ -122,7 +123,8 @@ class Control:
         self._waker.wake()
 
     def close(self) -> None:
-        """Blocking for LINGER_MILLISECONDS at most: tells the others that this process leaves. Idempotent."""
+        """Blocking until what was sent has left, for a few seconds at most: tells the others that this process leaves,
+        and closes all of its sockets. Idempotent."""
         with self._lock:
             if self._closing:
                 return
@@ -133,7 +135,10 @@ class Control:
                     if uid != membership.uid:
                         membership.say(uid, Bye)
         self._waker.wake()
-        self._thread.join(5.0)
+        self._thread.join(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self.sockets.close(LINGER_MILLISECONDS)
+            self._waker.close()
 
     # -- what the training asks -------------------------------------------------------------------------------
 
@@ -176,21 +181,43 @@ class Control:
         self._asked_machine = now
         return self.address_of(uid).refuses(PROBE_SECONDS)
 
+    def addresses(self) -> list[str]:
+        """Where all who are known listen."""
+        with self._lock:
+            return [each.control for each in self._addresses.values()]
+
+    def _nobody_knows(self) -> bool:
+        """Whether this process asks to join and nobody has answered."""
+        with self._lock:
+            state = self._membership
+            return state is not None and state.stage == "outside" and not state.joining.answered
+
+    def find_gone(self) -> None:
+        """Blocking for PROBE_SECONDS per rank whose machine does not answer, once in PROBE_EVERY_SECONDS: report those
+        whose process is gone, so that the generation ends."""
+        now = clock.now()
+        if now - self._asked_machine >= PROBE_EVERY_SECONDS:
+            self._asked_machine = now
+            self._probe()
+
     def has_model(self, position: int) -> None:
         """This process has the job's model now, after `position` steps."""
         with self._lock:
             assert self._membership is not None
             self._membership.fresh, self._membership.position = False, position
 
-    def next_generation(self, error: PeerLost | None, seconds: float, leaves: bool) -> Generation:
+    def next_generation(self, error: PeerLost | None, seconds: float, leaves: bool,
+                        knock_again: Callable[[], None] | None = None) -> Generation:  # fmt: skip
         """Blocking: the next generation, once all of its members wait for it here. It is in force when this returns.
 
         error: why this one is over for the training, if it found so itself: whose process is gone is found out. leaves:
-        there is something to go on without though everybody lives, such as a broken connection. Raises `error` where
+        there is something to go on without though everybody lives, such as a broken connection. knock_again: called
+        where this process was granted a place that no member knows of. Raises `error` where
         nobody is missed and nothing else ends this generation; PeerLost after `seconds`, naming who is waited for;
         AssemblyError where this process is refused.
         """
-        started, probed = clock.now(), 0.0
+        started = asked = clock.now()
+        probed = 0.0
         assert self._membership is not None
         patience = self._membership.limits.suspect_seconds + 2 * PROBE_SECONDS
         self.waits(started)
@@ -200,6 +227,10 @@ class Control:
                 if found is not None:
                     return found
                 now = clock.now()
+                if knock_again is not None and now - asked > UNKNOWN_SECONDS:
+                    if self._nobody_knows():
+                        knock_again()
+                    asked = clock.now()
                 if now - probed > PROBE_EVERY_SECONDS * (3 if self._broken else 1):
                     probed = now
                     self._probe()
@@ -276,11 +307,13 @@ class Control:
         poller = zmq.Poller()
         poller.register(self._in, zmq.POLLIN)
         poller.register(self._waker.descriptor, zmq.POLLIN)
+        self.sockets.watch(self._in, lambda each: poller.register(each, zmq.POLLIN))
         try:
             while not self._closing:
                 ready = dict(poller.poll(math.ceil(1000 * self._pause())))
                 if self._waker.descriptor in ready:
                     self._waker.clear()
+                self.sockets.turn()
                 if self._in in ready:
                     self._receive()
                 self._tick()
@@ -290,11 +323,6 @@ class Control:
             with self._changed:
                 self._refused = "the thread that agrees on members ended, see the log"
                 self._broken = self._refused
-        finally:
-            for each in self._out.values():
-                each.close(LINGER_MILLISECONDS)
-            self._in.close(LINGER_MILLISECONDS)
-            self._context.term()
 
     def _pause(self) -> float:
         with self._lock:
@@ -391,9 +419,5 @@ class Control:
     def _connect(self, uid: int, endpoint: str) -> None:
         if uid in self._out:
             self._out[uid].close(0)
-        made = self._context.socket(zmq.DEALER)
-        for option, value in ((zmq.LINGER, LINGER_MILLISECONDS), (zmq.SNDHWM, QUEUE), (zmq.RECONNECT_IVL, 50),
-                              (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
-            made.setsockopt(option, value)
-        made.connect(endpoint)
-        self._out[uid], self._out_at[uid] = made, endpoint
+        self._out[uid] = self.sockets.sender(zmq.DEALER, endpoint, QUEUE, LINGER_MILLISECONDS)
+        self._out_at[uid] = endpoint

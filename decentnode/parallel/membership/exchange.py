@@ -8,6 +8,8 @@ all other edges stay with it. Such a snapshot was sent before, so that nobody wa
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,15 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.errors import PeerLost
+from decentnode.parallel import process_group
 from decentnode.parallel.advance import Rows
 from decentnode.parallel.buckets import Bucket, BucketPart
 from decentnode.parallel.exchange import BucketExchange, Flight, mean_over_ranks
-from decentnode.parallel.membership.job import ConnectionBroken, Job
+from decentnode.parallel.membership.job import ASK_SECONDS, MAX_ATTEMPTS, ConnectionBroken, Job
 
 T = TypeVar("T")
-
-ASK_SECONDS = 0.3
-"""A rank that is waited for so long is asked whether it lives."""
 
 
 class RegroupingExchange(BucketExchange):
@@ -45,8 +45,11 @@ class RegroupingExchange(BucketExchange):
         """[bucket] the last step whose exchange was mixed."""
         self.entered = self.left = 0
         """Averages over all ranks that this one has begun, and ended."""
-        self._among: Any = None
-        """The group of ranks that average once more what was broken off; None: all."""
+        self._level = 0
+        """Averages that are over, or that some had begun, when this generation began: who came later counts on from
+        there."""
+        self._begun: dict[int, Any] = {}
+        """Those that some had begun by then and not all had ended -> the group of ranks that end them; None: all."""
         self._sent, self._waited = 0, 0.0
         """Of the generations before."""
         self._put(inner)
@@ -153,20 +156,45 @@ class RegroupingExchange(BucketExchange):
         self._job.leave()
         return ended
 
-    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T]) -> T:
+    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T],
+                    restart: Callable[[], None] | None = None) -> T:  # fmt: skip
+        """As there. Where a generation ends meanwhile, `work` is called again with those that had not ended it. Ranks
+        that came since take no part, and what they have in flight with the others is not discarded then."""
         self.entered += 1
-        while True:
+        anew = restart is not None and self.entered not in self._begun
+        for attempt in itertools.count():
             try:
-                with self.inner.average(what):
+                if anew:
+                    self.inner.drain()
+                # Who came since waits for this rank's next step, and is not to be told that it never comes.
+                known = self.entered in self._begun
+                with contextlib.nullcontext() if known else self.inner.average(what):
                     found = work(self._mean)
-                self.left, self._among = self.entered, None
-                return found
+                break
             except (PeerLost, RuntimeError) as error:
+                if attempt >= MAX_ATTEMPTS:  # not the ranks are why
+                    raise
+                anew = False
                 lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {error}")
                 self._recover(lost)
+            finally:
+                self._job.control.waits(None)
+        self.entered = self.left = max(self.entered, self._level)
+        if anew and restart is not None:
+            restart()
+        return found
 
     def _mean(self, tensor: Tensor) -> Tensor:
-        return mean_over_ranks(tensor, self._among)
+        return mean_over_ranks(tensor, self._begun.get(self.entered))
+
+    def tell(self, text: str, what: str) -> dict[int, str]:
+        def told(_: object) -> dict[int, str]:
+            group = self._begun.get(self.entered)
+            ranks = range(len(self.members)) if group is None else dist.get_process_group_ranks(group)
+            texts = process_group.gather_texts(text, torch.device("cpu"), what, group)
+            return dict(zip((self.members[rank] for rank in ranks), texts, strict=True))
+
+        return self.run_average(what, told)
 
     # -- another generation -----------------------------------------------------------------------------------
 
@@ -206,18 +234,21 @@ class RegroupingExchange(BucketExchange):
         self._put(inner)
         self.mixed = [first_step - 1] * len(self._buckets)
         self.over = True
-        # Who was in an average alone with some others ends it with these: the rest has ended it before.
-        self._among = None
-        inside: dict[int, list[int]] = {}
-        for rank, uid in enumerate(self.members):
-            entered, left = reports[uid]["average"]
-            if entered > left:
-                inside.setdefault(entered, []).append(rank)
-        for number, ranks in sorted(inside.items()):
-            if len(ranks) < len(self.members):
-                group = dist.new_group(ranks)
-                if number == self.entered and self.left < self.entered:
-                    self._among = group
+        self._count(reports)
+
+    def _count(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Blocking: an average that some have begun is ended by all who have not, without those that are new."""
+        told = [(*reports[uid]["average"], reports[uid]["fresh"]) for uid in self.members]
+        self._level, self._begun = max(entered for entered, _, _ in told), {}
+        waiting = False
+        for number in sorted({entered for entered, left, _ in told if entered > left}):
+            ranks = [rank for rank, (entered, left, fresh) in enumerate(told)
+                     if left < number and (entered == number or not fresh)]  # fmt: skip
+            group = None if len(ranks) == len(told) else dist.new_group(ranks)
+            if self.inner.rank in ranks:
+                self._begun[number], waiting = group, True
+        if not waiting:
+            self.entered = self.left = self._level
 
     def resume(self, step: int) -> None:
         """Sends what the buckets hold as the first exchange of the generation."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,8 +31,10 @@ from decentnode.parallel.membership.addresses import (
     parsed,
 )
 from decentnode.parallel.membership.control import Control
+from decentnode.parallel.membership.group import BACKEND, GroupSockets, use
+from decentnode.parallel.membership.keys import Access
 from decentnode.parallel.shutdown import close_at_exit
-from decentnode.wire.generation import Generation, proposer_of
+from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
 from decentnode.wire.messages import MAX_SEATS
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,14 @@ FORM_SECONDS = 20.0
 """How long the making of a process group may take, once all of its ranks wait for it."""
 JOIN_SECONDS = 30.0
 """How long a process asks members to let it in, before it says that none does."""
+KNOCK_AGAIN_SECONDS = 3.0
 DROP_SECONDS = 2.0
 """How long a process that ends waits for the threads of groups that are over."""
-POLL_SECONDS = (20e-6, 1e-3)
+POLL_SECONDS, MEET_SECONDS = (20e-6, 1e-3), (1e-3, 20e-3)
+ASK_SECONDS = 0.3
+"""A member that is waited for so long is asked whether it lives."""
+UNUSED_TAG = 0x6E6F6465
+"""Of messages that nobody sends."""
 MAX_ATTEMPTS = 16
 """Generations that may fail one after the other before this process gives up."""
 SUSPECT_SECONDS = 10.0
@@ -73,9 +80,11 @@ class Participant(Protocol):
 class Job:
     """One per process. Made by `initialize_dist(missing="regroup")`."""
 
-    def __init__(self, control: Control, store: dist.TCPStore, own: Address, timeout_seconds: float) -> None:
+    def __init__(self, control: Control, groups: dist.TCPStore | GroupSockets, own: Address,
+                 timeout_seconds: float) -> None:  # fmt: skip
+        """groups: what process groups are made with, with keys or without."""
         self.control, self.timeout_seconds = control, timeout_seconds
-        self._store, self._own = store, own
+        self._groups, self._own = groups, own
         self._terms: Terms | None = None
         self.admission: Admission | None = None
         """Of a process that came from outside and is no member yet."""
@@ -85,20 +94,35 @@ class Job:
         self._old: list[Any] = []
         """Process groups that are over, but whose operations may still be needed."""
         self._dropping: list[threading.Thread] = []
+        self._asked: list[str] = []
+        """Where this process asked for a place."""
+        self._as: tuple[Sequence[str], str] = ((), "")
+        """What `attach` compared, and its digest."""
 
     @classmethod
-    def listening(cls, listen: str | None, toward: str, timeout_seconds: float) -> Job:
-        """A process that listens where the others reach it. toward: a host of theirs. Raises OSError, ValueError."""
-        given = Listening.given(listen)
+    def listening(cls, listen: str | None, toward: str, timeout_seconds: float, keys: str | Path | None) -> Job:
+        """A process that listens where the others reach it. toward: a host of theirs. keys: as `initialize_dist`.
+        Raises OSError, ValueError, UsageError, EnvironmentFault."""
+        given, access = Listening.given(listen), Access.given(keys)
         host = own_address(given.host or toward)
-        control = Control(host, given.port)
+        access.check(host)
+        control = Control(host, given.port, access)
+        second = given.port + 1 if given.port else 0
         try:
-            store = dist.TCPStore(host, given.port + 1 if given.port else 0, None, True, wait_for_workers=False,
+            if access.closed:
+                made = GroupSockets(control.sockets, host, second)
+                return cls(control, made, Address(control.endpoint, made.endpoint), timeout_seconds)
+            store = dist.TCPStore(host, second, None, True, wait_for_workers=False,
                                   timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             control.close()
-            raise OSError(f"cannot listen at {endpoint_of(host, given.port + 1)}: {error}") from error
+            raise OSError(f"cannot listen at {endpoint_of(host, second)}: {error}") from error
         return cls(control, store, Address(control.endpoint, endpoint_of(host, store.port)), timeout_seconds)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the job has keys, without which nobody is heard."""
+        return self.control.sockets.access.closed
 
     @property
     def address(self) -> str:
@@ -110,27 +134,38 @@ class Job:
         """The address of this machine that the others reach."""
         return parsed(self._own.control)[0]
 
+    @property
+    def terms(self) -> Terms:
+        """What all members have alike."""
+        assert self._terms is not None
+        return self._terms
+
     # -- the beginning ----------------------------------------------------------------------------------------
 
-    def found(self, min_ranks: int | None, newcomers: int) -> None:
-        """Blocking: all ranks of the process group found the job. Raises ValueError for numbers out of range."""
-        world = dist.get_world_size()
+    def found(self, rank: int, world: int, tell: Callable[[str], list[str]], min_ranks: int | None,
+              newcomers: int) -> None:  # fmt: skip
+        """Blocking: `world` ranks found the job. tell: gives all of them this one's text; [rank] each one's. Raises
+        ValueError for numbers out of range."""
         least = world // 2 + 1 if min_ranks is None else min_ranks
         if not 1 <= least <= world:
             raise ValueError(f"min_ranks must be in [1, {world}], got {min_ranks}")
         if not 0 <= newcomers <= MAX_SEATS:
             raise ValueError(f"newcomers must be in [0, {MAX_SEATS}], got {newcomers}")
-        told = json.dumps([self._own.control, self._own.store, entropy.word(8)])
-        found = [json.loads(text) for text in process_group.gather_texts(told, torch.device("cpu"), "address")]
-        founders = tuple(Address(str(control), str(store)) for control, store, _ in found)
-        self._terms = Terms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS)
+        told = json.dumps([self._own.control, self._own.store, entropy.word(8), clock.wall()])
+        found = [json.loads(text) for text in tell(told)]
+        founders = tuple(Address(str(control), str(store)) for control, store, *_ in found)
+        self._terms = Terms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
+                            float(found[0][3]))  # fmt: skip
         self.members = tuple(range(world))
+        if isinstance(self._groups, GroupSockets):
+            self._make_group(FIRST, rank, [each.store for each in founders])
         logger.info("others join this job at %s", self.address)
 
-    def knock(self, addresses: Sequence[str]) -> None:
+    def knock(self, addresses: Sequence[str], seconds: float = JOIN_SECONDS) -> None:
         """Blocking: ask members of a job for a place in it. Raises AssemblyError, UsageError."""
-        seconds = min(JOIN_SECONDS, self.timeout_seconds)
-        self.admission = ask_to_join(addresses, self._own, seconds)
+        self._asked = list(addresses)
+        seconds = min(seconds, self.timeout_seconds)
+        self.admission = ask_to_join(addresses, self._own, seconds, self.control.sockets.access)
         self._terms = self.admission.terms
         logger.info("rank %d of the job at %s", self.admission.uid, self.admission.by)
 
@@ -143,7 +178,6 @@ class Job:
         if self._participant is not None:
             raise ValueError('missing="regroup" takes one wrapper in a process, for its whole life')
         self._participant = weakref.ref(participant)
-        assert self._terms is not None
         admission = self.admission
         if admission is not None and admission.lines:
             for number in range(max(len(lines), len(admission.lines))):
@@ -153,12 +187,24 @@ class Job:
                                         f"{theirs!r}")  # fmt: skip
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
         uid = dist.get_rank() if admission is None else admission.uid
-        self.control.begin(uid, self._terms, lines, digest, self.timeout_seconds, admission)
+        self._as = lines, digest
+        self.control.begin(uid, self.terms, lines, digest, self.timeout_seconds, admission)
         process_group.wait_with(self._wait)
+
+    def _knock_again(self) -> None:
+        """Blocking: asks for another place, as no member knows of the one that was granted: who granted it may be
+        gone."""
+        known = [each.removeprefix("tcp://") for each in self.control.addresses()]
+        with suppress(AssemblyError):  # there is another time
+            self.knock([*dict.fromkeys([*self._asked, *known])], KNOCK_AGAIN_SECONDS)
+            assert self.admission is not None
+            self.control.begin(self.admission.uid, self.terms, *self._as, self.timeout_seconds, self.admission)
 
     def leave(self) -> None:
         """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
         process_group.wait_with(None)
+        if isinstance(self._groups, GroupSockets):
+            self._groups.close()
         self.control.close()
         for each in self._dropping:
             each.join(DROP_SECONDS)
@@ -177,11 +223,13 @@ class Job:
         """
         participant = self._participant() if self._participant is not None else None
         assert participant is not None
-        leaves = isinstance(error, ConnectionBroken)
+        leaves, until = isinstance(error, ConnectionBroken), clock.now() + self.timeout_seconds + FORM_SECONDS
         if error is not None:
             _forget_frames(error)
         for _ in range(MAX_ATTEMPTS):
-            generation = self.control.next_generation(error, self.timeout_seconds, leaves)
+            left = max(1.0, min(self.timeout_seconds, until - clock.now()))
+            again = None if self.admission is None else self._knock_again
+            generation = self.control.next_generation(error, left, leaves, again)
             try:
                 self._form(generation)
                 told = process_group.gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
@@ -204,24 +252,53 @@ class Job:
     def _form(self, generation: Generation) -> None:
         """Blocking: makes the default process group of this generation's members."""
         self.members = tuple(sorted(generation.members))
-        host = proposer_of(generation.origin)
-        if host == self.control.uid:
-            store: Any = self._store
-        else:
-            name, port = parsed(self.control.address_of(host).store)
-            store = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=FORM_SECONDS))
+        rank = self.members.index(self.control.uid)
         if dist.is_initialized():
             self._old.append(dist.group.WORLD)
             dist.destroy_process_group()
-        prefix = f"generation {generation.number} {generation.origin.hex()}"
-        dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), world_size=len(self.members),
-                                rank=self.members.index(self.control.uid),
-                                timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
+        if isinstance(self._groups, GroupSockets):
+            self._make_group(generation.name, rank, [self._store_of(uid) for uid in self.members])
+            return
+        store: Any = self._groups
+        host = proposer_of(generation.origin)
+        if host != self.control.uid:
+            name, port = parsed(self._store_of(host))
+            if Address(self._store_of(host), "").refuses(1.0):  # torch would try again for long
+                raise ConnectionBroken(f"nobody listens at {name}:{port} any more")
+            store = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=FORM_SECONDS))
+        store = dist.PrefixStore(f"generation {generation.number} {generation.origin.hex()}", store)
+        self._meet(store, rank)
+        make_group(store, rank, len(self.members), FORM_SECONDS)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
+
+    def _meet(self, store: dist.Store, rank: int) -> None:
+        """Blocking until all members are at the store: what torch then does waits in vain for nobody but who dies in
+        these milliseconds. Raises ConnectionBroken."""
+        store.set(f"here/{rank}", "1")
+        here = [f"here/{each}" for each in range(len(self.members))]
+        started, backoff = clock.now(), Backoff(MEET_SECONDS)
+        while not store.check(here):
+            self._look(started)
+            backoff.sleep()
+        self.control.waits(None)
+
+    def _store_of(self, uid: int) -> str:
+        """Where a member is found by who makes a process group with it."""
+        return self._own.store if uid == self.control.uid else self.control.address_of(uid).store
+
+    def _make_group(self, name: Name, rank: int, endpoints: Sequence[str]) -> None:
+        """Makes the default process group, with keys."""
+        assert isinstance(self._groups, GroupSockets)
+        self._groups.begin(name, rank, endpoints)
+        use(self._groups)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), world_size=len(endpoints), rank=rank,
+                                timeout=timedelta(seconds=self.timeout_seconds))  # fmt: skip
 
     def _drop_old(self) -> None:
         """Gives up the process groups that are over, with what was broken off in them. Nobody needs them any more."""
         groups, self._old = self._old, []
+        if self.closed:
+            return
         self._dropping.append(threading.Thread(target=_drop, args=(groups,), name="decentnode-groups", daemon=True))
         self._dropping[-1].start()
         self._dropping = [each for each in self._dropping if each.is_alive()]
@@ -230,15 +307,20 @@ class Job:
         """Blocking until all members are here."""
         process_group.gather_texts("", torch.device("cpu"), "barrier")
 
+    def _look(self, started: float) -> None:
+        """Called again and again by what waits for other members. Raises ConnectionBroken where that is in vain."""
+        if self.control.broken:
+            raise ConnectionBroken(f"the generation is over: {self.control.broken}")
+        if clock.now() - started > ASK_SECONDS:
+            self.control.waits(started)
+            self.control.find_gone()
+
     def _wait(self, work: Any) -> None:
         """Waits for an operation of all ranks. Raises ConnectionBroken where this generation ends, or the
         operation fails. It may go on alone then: its tensors are nobody else's."""
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
         while not work.is_completed():
-            if self.control.broken:
-                raise ConnectionBroken(f"the generation is over: {self.control.broken}")
-            if clock.now() - started > 0.3:
-                self.control.waits(started)
+            self._look(started)
             backoff.sleep()
         self.control.waits(None)
         try:
@@ -247,15 +329,24 @@ class Job:
             raise ConnectionBroken(f"an operation of all ranks failed: {error}") from error
 
 
+def make_group(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    """Blocking for so long at most: makes the default process group, over gloo. Raises RuntimeError."""
+    # Ranks find each other by the group's name, which is how many this process has made, failed attempts included.
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group("gloo", store=store, world_size=world_size, rank=rank, timeout=timedelta(seconds=seconds))
+
+
 def _drop(groups: list[Any]) -> None:
     """Blocking: ends what is under way in process groups of gloo, on this rank and, as connections close, on others.
 
     There is no call for that. But gloo closes all connections of a group when one wait of it takes longer than it may.
+    What is waited for must be nothing that anybody sends: gloo ends the process where a message is longer than asked.
     """
     for group in groups:
         if group.size() > 1:
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 0).wait(timedelta(milliseconds=1))
+                peer = (group.rank() + 1) % group.size()
+                group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
     groups.clear()
 
 
@@ -278,34 +369,8 @@ def job_address() -> str | None:
     return None if _job is None else _job.address
 
 
-def start(listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int) -> Job:
-    """Blocking: all ranks of the process group found a job. Raises OSError, ValueError; AssemblyError where another
-    rank did."""
+def become(job: Job) -> None:
+    """Makes it the job of this process."""
     global _job
-    with process_group.together("listen for members"):
-        made = Job.listening(listen, os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout_seconds)
-    try:
-        made.found(min_ranks, newcomers)
-    except BaseException:
-        made.leave()
-        raise
-    close_at_exit(made)
-    _job = made
-    return made
-
-
-def join(addresses: Sequence[str], listen: str | None, timeout_seconds: float) -> Job:
-    """Blocking: this process is to join a job. Raises OSError, ValueError, AssemblyError, UsageError."""
-    global _job
-    toward = "127.0.0.1"
-    with suppress(ValueError):
-        toward = parsed(addresses[0])[0]
-    made = Job.listening(listen, toward, timeout_seconds)
-    try:
-        made.knock(addresses)
-    except BaseException:
-        made.leave()
-        raise
-    close_at_exit(made)
-    _job = made
-    return made
+    close_at_exit(job)
+    _job = job

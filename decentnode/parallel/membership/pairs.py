@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from decentnode import clock
 from decentnode.communication.shared_memory.segment import Backoff
-from decentnode.errors import PeerLost
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange, Flight
 from decentnode.parallel.membership.job import ConnectionBroken
@@ -79,10 +78,9 @@ class PairExchange(BucketExchange):
         """Makes no groups (see above)."""
 
     def depart(self, bucket: Bucket) -> None:
-        view = self.plan.view(self._step)
-        if not view.neighbors and not view.sources:
+        view = self._departing(bucket)
+        if view is None:
             return
-        bucket.sent = bucket.sent_buffer()
         flight = PairFlight(self._step)
         self._flights[bucket.index] = flight
         for number, peer in enumerate(view.sources):
@@ -128,10 +126,7 @@ class PairExchange(BucketExchange):
                 now = clock.now()
                 if now > look:
                     look = now + LOOK_SECONDS
-                    self.interrupt(leg.peer, started, now)
-                    if now - started > self.timeout_seconds:
-                        raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} took "
-                                       f"longer than {self.timeout_seconds:g} s", [leg.peer])  # fmt: skip
+                    self._look_for(leg.peer, started, now, step)
                 backoff.sleep()
             if leg.failed:
                 raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "

@@ -1,7 +1,7 @@
 """Exchanges from rank to rank over ZeroMQ, whose waits end as soon as a generation does.
 
 Every rank listens at a port of its own for each generation; a message is a bucket's snapshot of one step. Nothing that
-comes is trusted: who sends something else is not heard.
+comes is trusted: who sends something else is not heard, and with keys (keys.py) strangers cannot send at all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from decentnode.parallel import process_group
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange, Flight
 from decentnode.parallel.membership.addresses import endpoint_of, parsed
+from decentnode.parallel.membership.keys import Sockets
 from decentnode.parallel.plan import Plan
 from decentnode.tensors import as_bytes
 
@@ -40,16 +41,13 @@ STEPS_AHEAD = 4
 class SocketExchange(BucketExchange):
     """`BucketExchange` over ZeroMQ; made by all ranks together. For tensors on a CPU."""
 
-    def __init__(self, plan: Plan, timeout_seconds: float, host: str, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, plan: Plan, timeout_seconds: float, sockets: Sockets, host: str,
+                 buckets: Sequence[Bucket]) -> None:  # fmt: skip
         """Blocking. host: an address of this machine that the others reach."""
         super().__init__(plan, timeout_seconds)
-        self._buckets = list(buckets)
-        self._context = zmq.Context()
-        self._in = self._context.socket(zmq.PULL)
-        self._in.setsockopt(zmq.MAXMSGSIZE, max(bucket.size_bytes for bucket in buckets) + HEADER.size)
-        self._in.setsockopt(zmq.RCVHWM, 2 * len(buckets))
-        self._in.setsockopt(zmq.IPV6, int(":" in host))
-        self._in.bind(endpoint_of(host, 0)[:-1] + "*")
+        self._buckets, self._sockets = list(buckets), sockets
+        most = max(HEADER.size, *(bucket.size_bytes for bucket in buckets))
+        self._in = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
         own = json.dumps([self._in.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
         told = [json.loads(text) for text in process_group.gather_texts(own, torch.device("cpu"), "address")]
         self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
@@ -63,10 +61,9 @@ class SocketExchange(BucketExchange):
         """Makes no groups."""
 
     def depart(self, bucket: Bucket) -> None:
-        view = self.plan.view(self._step)
-        if not view.neighbors and not view.sources:
+        view = self._departing(bucket)
+        if view is None:
             return
-        bucket.sent = bucket.sent_buffer()
         self._flights[bucket.index] = Flight(self._step)
         body = memoryview(as_bytes(bucket.sent))
         header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
@@ -77,19 +74,15 @@ class SocketExchange(BucketExchange):
     def _send(self, peer: int, frames: list[bytes | memoryview]) -> None:
         """Blocking while the peer takes nothing; what comes meanwhile is taken. Raises PeerLost."""
         if peer not in self._out:
-            made = self._context.socket(zmq.PUSH)
-            made.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-            made.setsockopt(zmq.SNDHWM, 2 * len(self._buckets))
-            made.setsockopt(zmq.IPV6, int("[" in self._endpoints[peer]))
-            made.connect(self._endpoints[peer])
-            self._out[peer] = made
+            self._out[peer] = self._sockets.sender(zmq.PUSH, self._endpoints[peer], 2 * len(self._buckets),
+                                                   LINGER_MILLISECONDS)  # fmt: skip
         started = clock.now()
         while True:
             try:
                 self._out[peer].send_multipart(frames, zmq.NOBLOCK)  # copies: the snapshot is this rank's again
             except zmq.Again:
                 self._take(LOOK_SECONDS / 10)
-                self._look(peer, started, self._step, "to take")
+                self._look_for(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
             else:
                 return
 
@@ -105,7 +98,7 @@ class SocketExchange(BucketExchange):
             key = (peer, bucket.index, flight.step)
             while key not in self._inbox:
                 if not self._take(LOOK_SECONDS):
-                    self._look(peer, started, flight.step, "for")
+                    self._look_for(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
             bucket.received[peer] = self._inbox[key]
         self.wait_seconds += clock.now() - started
 
@@ -119,13 +112,6 @@ class SocketExchange(BucketExchange):
         for bucket in [each for each in self._buckets if each.index in self._flights]:
             self.arrive(bucket)
             self.release(bucket)
-
-    def _look(self, peer: int, started: float, step: int, what: str) -> None:
-        now = clock.now()
-        self.interrupt(peer, started, now)
-        if now - started > self.timeout_seconds:
-            raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
-                           f"{self.timeout_seconds:g} s (waiting {what} its parameters)", [peer])  # fmt: skip
 
     def _take(self, seconds: float) -> bool:
         """Blocking for so long at most: take what has come; whether anything has."""
@@ -169,4 +155,3 @@ class SocketExchange(BucketExchange):
             each.close(linger)
         self._out.clear()
         self._inbox.clear()
-        self._context.term()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from decentnode.errors import GraphError, PeerLost
 from decentnode.parallel import process_group
 from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.membership import founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.exchange import RegroupingExchange
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
@@ -46,8 +47,9 @@ def job_for(missing: Missing | None, timeout_seconds: float) -> jobs.Job | None:
     found = jobs.current()
     if found is None and missing == "regroup":
         if not dist.is_initialized() or dist.get_backend() != "gloo":
-            raise ValueError('missing="regroup" needs a process group of the backend gloo')
-        found = jobs.start(None, timeout_seconds, None, jobs.MAX_SEATS)
+            raise ValueError('missing="regroup" needs initialize_dist(missing="regroup"), or a process group of the '
+                             "backend gloo")  # fmt: skip
+        found = founding.start(None, timeout_seconds, None, jobs.MAX_SEATS)
     return found
 
 
@@ -67,6 +69,8 @@ class WrapperMember:
         """The step that the generation begins with."""
         self._position = 0
         """Steps that were over on this rank, or were about to be, when the regrouping began."""
+        self.came_at: int | None = None
+        """The step at which this process came to the others last, with their model; None where it was there before."""
         self.exchange: RegroupingExchange
 
     @property
@@ -167,6 +171,8 @@ class WrapperMember:
                 for _ in range(self._first - self._position):
                     wrapper.lr_scheduler.step()
         self._position = self._first
+        if rank not in old:
+            self.came_at = self._first
         self.job.control.has_model(self._first)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -10,9 +11,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
+from decentnode.parallel.membership import job
+from decentnode.parallel.train import TrainingRun
 
 SETTINGS = {"timeout_seconds": 300.0, "bucket_size_in_mb": 0.0001}
 
@@ -104,6 +108,73 @@ def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]
             "mean": [float(p.detach().double().sum()) for p in model.parameters()]}  # fmt: skip
 
 
+def recorded(pipe: Connection, runs: str, join: str | None, resume: bool, epochs: int | None) -> dict[str, Any]:
+    """A recorded training of three ranks, of which rank 1 dies in the third epoch; until a fourth has come and three
+    further epochs are over, or for so many epochs. It ends without a summary if its epochs are not given."""
+    rank, _ = initialize_dist(missing="regroup", join=join, min_ranks=None if join else 1, timeout_seconds=300)
+    model = wrapped(0.01, seed=0 if join is None else 9)
+    pipe.send(("address", job_address()))
+    draw = torch.Generator().manual_seed(rank)
+    run = TrainingRun(model, "script", config={"seed": 1}, evaluate=lambda module: {"loss": measured(module)},
+                      metrics=["loss"], runs=runs, resume=resume, steps_per_epoch=5)  # fmt: skip
+    trained, until = [], None if join is None else model.steps // 5 + 3
+    first = model.steps
+    with run if epochs is not None else contextlib.nullcontext():
+        for epoch in run.epochs(epochs or 1 << 20):
+            if until is not None and epoch >= until:
+                break
+            trained.append(epoch)
+            for _ in run.steps([()] * 2):
+                if rank == 1 and not resume and model.steps == 12:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run.add(step(model, draw), 32)
+                if epochs is None and until is None and model.generation > 1 and model.world_size == 3:
+                    until = model.steps // 5 + 3
+    return {"path": str(run.path), "uid": run.uid, "trained": trained, "first": first, "steps": model.steps,
+            "world": model.world_size}  # fmt: skip
+
+
+def measured(module: nn.Module) -> float:
+    assert not module.training and not torch.is_grad_enabled()
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(7))
+    return float((module(x) - x.sum(1, keepdim=True)).square().mean())
+
+
+def averages(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]:
+    """Three ranks average; one dies while one waits in it and another has not begun it. A fourth joins, and one more
+    dies in the average after that."""
+    rank, _ = initialize_dist(missing="regroup", join=join, min_ranks=None if join else 1, timeout_seconds=300)
+    model = wrapped(0.0, transport=transport, topology={"name": "line"})
+    pipe.send(("address", job_address()))
+    draw = torch.Generator().manual_seed(rank)
+    if join is None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(rank)
+        while model.steps < 6:
+            step(model, draw)
+        time.sleep((0.0, 0.9, 0.3)[rank])
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        own = level(model)
+        model.global_avg(will_revert=False)
+        pipe.send(("first", (own, level(model))))
+    until = None if join is None else model.steps + 4
+    while model.steps != until:
+        step(model, draw)
+        if until is None and model.world_size == 3:
+            until = model.steps + 4
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank)
+    own = level(model)
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.global_avg()
+    return {"mean": level(model), "own": own, "world": model.world_size}
+
+
 def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict[int, int], join: str | None) -> (
     dict[str, Any]
 ):
@@ -136,6 +207,32 @@ def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict
             until = optimizer.steps + 40
     return {"first": first, "steps": optimizer.steps, "losses": losses, "world": optimizer.dist_optimizer.world_size,
             "center": optimizer.center.tolist(), "model": optimizer.dist_optimizer.flat_params().tolist()}  # fmt: skip
+
+
+def given_up(rank: int, n: int) -> bool:
+    """Rank 0 has sent what rank 1 does not ask for."""
+    groups = [dist.new_group([0, 1]) for _ in range(20)]
+    kept = [dist.isend(torch.zeros(1000), 1, group=each) for each in groups] if rank == 0 else []
+    dist.barrier()
+    if rank == 1:
+        inner = list(groups)
+        job._drop(inner)
+        time.sleep(0.5)  # what gloo's threads do about it
+    dist.barrier()
+    return rank == 1 or len(kept) == 20
+
+
+def tried_in_vain(rank: int, n: int, path: str) -> float:
+    """The sum of what both have, in a group that one had tried to make before."""
+    dist.destroy_process_group()
+    store = dist.FileStore(path, n)
+    if rank == 1:
+        with contextlib.suppress(RuntimeError):
+            job.make_group(dist.PrefixStore("vain", store), rank, n, 0.5)
+    job.make_group(dist.PrefixStore("again", store), rank, n, 60.0)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return float(total)
 
 
 def alone(pipe: Connection) -> int:

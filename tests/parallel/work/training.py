@@ -52,6 +52,29 @@ def train(
     expected = simulate(graph, n, steps)[rank]
     return flat(wrapped.module).tolist(), float((flat(wrapped.module) - expected).abs().max()), wrapped.metrics
 
+
+def with_and_without_regroup(
+    rank: int, n: int, topology: Any, transport: str, sharing: Any
+) -> tuple[list[float], list[float]]:
+    """The parameters after training and an average, without missing="regroup" and with it."""
+    found = []
+    for missing in ("fail", "regroup"):
+        mine = "collective" if transport == "sockets" and missing == "fail" else transport
+        wrapped = DecentralizedDataParallel(
+            model(rank), optimizer=SGD, topology=topology, sharing=rule_of(sharing), bucket_size_in_mb=0.0001,
+            transport=mine, missing=missing,  # type: ignore[arg-type]
+        )  # fmt: skip
+        for t in range(9):
+            if t == 6:
+                wrapped.global_avg(will_revert=False)
+            x, y = batch(rank, t)
+            (wrapped(x) - y).square().mean().backward()
+        wrapped.consensus_distance()
+        found.append(flat(wrapped.module).tolist())
+        dist.barrier()
+    return found[0], found[1]
+
+
 def factored(rank: int, n: int, topology: str, transport: str) -> float:
     """Train with a factor that the script sets between steps, cut at step 4; greatest difference from a simulation."""
     def make() -> DecentralizedDataParallel:

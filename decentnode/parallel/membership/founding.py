@@ -1,0 +1,80 @@
+"""How a process gets the job that it belongs to: with others, or by asking the members of one that runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from decentnode.errors import AssemblyError, UsageError
+from decentnode.parallel import process_group
+from decentnode.parallel.membership.addresses import parsed
+from decentnode.parallel.membership.job import Job, become
+from decentnode.parallel.membership.keys import Access
+
+STORE_KEY = "decentnode/founder"
+"""In the store that ranks with keys meet at: where each listens, or (behind FAILED) why it does not."""
+FAILED = "failed "
+
+
+def start(listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int,
+          keys: str | Path | None = None) -> Job:  # fmt: skip
+    """Blocking: all ranks of the process group found a job. Raises OSError, ValueError, UsageError for keys, which this
+    process group is not closed by; AssemblyError where another rank did."""
+    with process_group.together("listen for members"):
+        if Access.given(keys).closed:
+            raise UsageError('a job with keys makes its process group itself: call initialize_dist(missing="regroup") '
+                             "before any other")  # fmt: skip
+        made = Job.listening(listen, os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout_seconds, keys)
+    return _begun(made, lambda: made.found(dist.get_rank(), dist.get_world_size(), _by_group, min_ranks, newcomers))
+
+
+def start_closed(store: dist.Store | None, rank: int, world: int, listen: str | None, timeout_seconds: float,
+                 min_ranks: int | None, newcomers: int, keys: str | Path | None) -> Job:  # fmt: skip
+    """Blocking: as `start`, of ranks that have keys and meet at a store; makes their process group, too."""
+    def by_store(text: str) -> list[str]:
+        if store is None:
+            return [text]
+        store.set(f"{STORE_KEY}/{rank}", text)
+        found = [store.get(f"{STORE_KEY}/{other}").decode() for other in range(world)]
+        for other, each in enumerate(found):
+            if each.startswith(FAILED):
+                raise AssemblyError(f"rank {other} could not listen for members: {each.removeprefix(FAILED)}", [other])
+        return found
+
+    try:
+        made = Job.listening(listen, os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout_seconds, keys)
+    except Exception as error:
+        if store is not None:
+            store.set(f"{STORE_KEY}/{rank}", f"{FAILED}{type(error).__name__}: {error}")
+        raise
+    return _begun(made, lambda: made.found(rank, world, by_store, min_ranks, newcomers))
+
+
+def join(addresses: Sequence[str], listen: str | None, timeout_seconds: float, keys: str | Path | None = None) -> Job:
+    """Blocking: this process is to join a job. Raises OSError, ValueError, AssemblyError, UsageError,
+    EnvironmentFault."""
+    toward = "127.0.0.1"
+    with suppress(ValueError):
+        toward = parsed(addresses[0])[0]
+    made = Job.listening(listen, toward, timeout_seconds, keys)
+    return _begun(made, lambda: made.knock(addresses))
+
+
+def _by_group(text: str) -> list[str]:
+    return process_group.gather_texts(text, torch.device("cpu"), "address")
+
+
+def _begun(made: Job, beginning: Callable[[], None]) -> Job:
+    """Makes a job this process's, once its beginning is over. Raises what that does, and listens no more then."""
+    try:
+        beginning()
+    except BaseException:
+        made.leave()
+        raise
+    become(made)
+    return made

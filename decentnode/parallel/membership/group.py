@@ -1,0 +1,310 @@
+"""A process group of torch.distributed over ZeroMQ sockets with keys, for the ranks of a job that has them.
+
+gloo listens to anybody, and neither it nor torch's store encrypts. This group has one socket that listens per process,
+for its whole life, and one towards each other rank. An operation is a message, or chunks of one, from rank to rank; an
+all-reduce sends every rank the whole tensor, which each then sums in the order of the ranks. So nothing but a wait has
+to be done after an operation was begun, and every wait can be broken off.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zmq
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.errors import PeerLost
+from decentnode.parallel.membership.keys import Sockets
+from decentnode.wire.generation import Name
+from decentnode.wire.messages import ORIGIN_BYTES
+
+BACKEND = "decentnode"
+"""What torch.distributed calls these groups."""
+HEADER = struct.Struct(f"<I{ORIGIN_BYTES}sIIQII")
+"""Generation (number, origin), group, rank in the generation, operation, chunk, kind."""
+CHUNK_BYTES = 1 << 22
+MOST_WAITING = 1 << 14
+"""Chunks that came before this rank asked for them: ranks are a few operations apart at most."""
+REMEMBERED = 64
+LINGER_MILLISECONDS = 3000
+"""At the end: what others still need has left by then."""
+POLL_SECONDS = 0.05
+ALL, PAIR = range(2)
+"""Kinds: operations of all ranks of a group, which they begin in one order, and those of two."""
+
+Key = tuple[int, int, int, int, int]
+"""(kind, group, rank, operation, chunk)"""
+
+
+class GroupSockets:
+    """The sockets of a process's groups, generation after generation."""
+
+    def __init__(self, sockets: Sockets, host: str, port: int) -> None:
+        """Raises OSError where the port is taken."""
+        self._sockets = sockets
+        self._in = sockets.listener(zmq.PULL, host, port, CHUNK_BYTES, 0)
+        self.endpoint: str = self._in.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._out: dict[str, zmq.Socket[bytes]] = {}
+        self._peers: tuple[str, ...] = ()
+        self.name: Name = (0, bytes(ORIGIN_BYTES))
+        """Of the generation."""
+        self._over: deque[Name] = deque(maxlen=REMEMBERED)
+        """Generations that this process has left: what comes of these is dropped, what comes of others may be needed,
+        as others may begin the next one before this rank."""
+        self._waiting: dict[tuple[Name, Key], memoryview] = {}
+        self._made: dict[tuple[int, ...], int] = {}
+        """Ranks -> groups of exactly these that were made in this generation."""
+        self._lock = threading.RLock()
+        self.rank = 0
+
+    def begin(self, name: Name, rank: int, endpoints: Sequence[str]) -> None:
+        """A generation begins. rank: this process's. endpoints: [rank] where each listens."""
+        with self._lock:
+            if name != self.name:
+                self._over.append(self.name)
+            self.name, self.rank, self._peers = name, rank, tuple(endpoints)
+            self._made.clear()
+            self._waiting = {key: each for key, each in self._waiting.items() if key[0] not in self._over}
+            for endpoint in self._out.keys() - set(endpoints):
+                self._out.pop(endpoint).close(0)
+
+    def group(self, ranks: Sequence[int], timeout_seconds: float) -> MemberGroup:
+        """A group of these ranks of the generation, which all of them make in the same order."""
+        key = tuple(ranks)
+        number = self._made[key] = self._made.get(key, 0) + 1
+        return MemberGroup(self, key, zlib.crc32(repr((key, number)).encode()), timeout_seconds)
+
+    def send(self, name: Name, peer: int, key: tuple[int, int, int], data: memoryview) -> None:
+        """Not blocking: bytes for a rank. key: (kind, group, operation). `data` must not change any more."""
+        kind, group, operation = key
+        with self._lock:
+            if name != self.name:
+                return
+            endpoint = self._peers[peer]
+            if endpoint not in self._out:
+                self._out[endpoint] = self._sockets.sender(zmq.PUSH, endpoint, 0, LINGER_MILLISECONDS)
+            for chunk, start in enumerate(range(0, max(1, len(data)), CHUNK_BYTES)):
+                head = HEADER.pack(*name, group, self.rank, operation, chunk, kind)
+                self._out[endpoint].send_multipart([head, data[start : start + CHUNK_BYTES]], copy=False)
+
+    def take(self, seconds: float) -> None:
+        """Blocking for so long at most: keep what came."""
+        with self._lock:
+            if seconds and not self._in.poll(int(1000 * seconds)):
+                return
+            while len(self._waiting) < MOST_WAITING:
+                try:
+                    frames = self._in.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                if len(frames) == 2 and len(frames[0].bytes) == HEADER.size:
+                    number, origin, group, rank, operation, chunk, kind = HEADER.unpack(frames[0].bytes)
+                    name = (number, origin)
+                    if name == self.name or name not in self._over:
+                        self._waiting[name, (kind, group, rank, operation, chunk)] = frames[1].buffer
+            raise PeerLost(f"ranks are more than {MOST_WAITING} messages ahead")
+
+    def found(self, name: Name, key: tuple[int, int, int, int], size: int) -> list[memoryview] | None:
+        """The chunks of a message, once all are there. key: (kind, group, rank, operation). Raises PeerLost where they
+        are not of this size."""
+        count = max(1, -(-size // CHUNK_BYTES))
+        with self._lock:
+            chunks = [self._waiting.get((name, (*key, chunk))) for chunk in range(count)]
+            if any(each is None for each in chunks):
+                return None
+            for chunk in range(count):
+                del self._waiting[name, (*key, chunk)]
+        held = [each for each in chunks if each is not None]
+        if sum(map(len, held)) != size:
+            raise PeerLost(f"rank {key[2]} has sent {sum(map(len, held))} bytes where {size} were expected", [key[2]])
+        return held
+
+    def close(self) -> None:
+        for each in self._out.values():
+            each.close(LINGER_MILLISECONDS)
+        self._out.clear()
+        self._in.close(0)
+
+
+class MemberWork:
+    """An operation under way: torch.distributed's Work, as far as anybody asks."""
+
+    def __init__(self, group: MemberGroup, awaited: Mapping[int, tuple[tuple[int, int, int, int], int]],
+                 end: Callable[[dict[int, Tensor]], None]) -> None:  # fmt: skip
+        """awaited: rank -> (key, bytes) of the messages that the operation needs. end: is given them, as bytes [n]."""
+        self._group, self._end = group, end
+        self._awaited, self._found = dict(awaited), dict[int, Tensor]()
+        self._over, self._until = False, clock.now() + group.timeout_seconds
+        self._generation = group.generation
+        self._failed = ""
+
+    def is_completed(self) -> bool:
+        """Whether it is over, or its time is up. Not blocking."""
+        if not self._over:
+            self._group.sockets.take(0.0)
+            self._look()
+        return self._over or clock.now() > self._until
+
+    def _look(self) -> None:
+        for rank, (key, size) in list(self._awaited.items()):
+            chunks = self._group.sockets.found(self._generation, key, size)
+            if chunks is not None:
+                del self._awaited[rank]
+                self._found[rank] = _joined(chunks, size)
+        if not self._awaited:
+            self._end(self._found)
+            self._over = True
+
+    def wait(self, *_: Any) -> bool:
+        """Blocking. Raises PeerLost naming the ranks that sent nothing in time."""
+        while not self.is_completed():
+            self._group.sockets.take(POLL_SECONDS)
+        if not self._over:
+            who = ", ".join(map(str, sorted(self._awaited)))
+            raise PeerLost(f"an operation of all ranks took longer than {self._group.timeout_seconds:g} s: nothing "
+                           f"came from rank {who}", sorted(self._awaited))  # fmt: skip
+        return True
+
+
+def _joined(chunks: Sequence[memoryview], size: int) -> Tensor:
+    """[size] the bytes of a message."""
+    whole = torch.empty(size, dtype=torch.uint8)
+    at = 0
+    for each in chunks:
+        if len(each):
+            whole[at : at + len(each)] = torch.frombuffer(bytearray(each), dtype=torch.uint8)
+        at += len(each)
+    return whole
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """[n] a copy of a tensor's bytes, in the order of its elements."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
+def _view(raw: Tensor) -> memoryview:
+    """The bytes [n] themselves."""
+    return memoryview(raw.numpy().data)
+
+
+def _as(raw: Tensor, like: Tensor) -> Tensor:
+    """Bytes as a tensor like another one."""
+    return raw.view(like.dtype).view(like.shape)
+
+
+REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
+    (dist.ReduceOp.SUM, torch.add), (dist.ReduceOp.AVG, torch.add), (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.MIN, torch.minimum), (dist.ReduceOp.MAX, torch.maximum),
+]  # fmt: skip
+
+
+class MemberGroup(dist.ProcessGroup):
+    """The operations that wrappers use, and some that scripts do: all_reduce, all_gather, broadcast, barrier, send and
+    receive, of tensors on a CPU. Others raise RuntimeError."""
+
+    def __init__(self, sockets: GroupSockets, ranks: Sequence[int], number: int, timeout_seconds: float) -> None:
+        """ranks: of the generation, ascending."""
+        super().__init__(list(ranks).index(sockets.rank), len(ranks))  # type: ignore[call-arg]
+        self.sockets, self._ranks, self._number, self.timeout_seconds = sockets, tuple(ranks), number, timeout_seconds
+        self.generation = sockets.name
+        self._operations = 0
+        self._pairs: dict[tuple[int, bool], int] = {}
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self._ranks if rank != self.sockets.rank]
+
+    def _begin(self, to: Sequence[int], data: Tensor | None, sizes: Mapping[int, int],
+               end: Callable[[dict[int, Tensor]], None]) -> MemberWork:  # fmt: skip
+        """One operation of all: `data` [n] bytes for the ranks `to`; from each rank of `sizes` so many."""
+        self._operations += 1
+        if data is not None:
+            raw = _view(data)
+            for peer in to:
+                self.sockets.send(self.generation, peer, (ALL, self._number, self._operations), raw)
+        awaited = {rank: ((ALL, self._number, rank, self._operations), size) for rank, size in sizes.items()}
+        return MemberWork(self, awaited, end)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> MemberWork:  # type: ignore[override]
+        combine = next((found for op, found in REDUCTIONS if opts.reduceOp == op), None)
+        if combine is None:
+            raise RuntimeError(f"ranks with keys cannot all_reduce with {opts.reduceOp}")
+        (tensor,) = tensors
+        own = _bytes_of(tensor)
+
+        def end(found: dict[int, Tensor]) -> None:
+            parts = [own if rank == self.sockets.rank else found[rank] for rank in self._ranks]
+            total = reduce(combine, (_as(each, tensor) for each in parts))
+            tensor.detach().copy_(total.div(len(parts)) if opts.reduceOp == dist.ReduceOp.AVG else total)
+
+        others = self._others()
+        return self._begin(others, own, dict.fromkeys(others, own.numel()), end)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> MemberWork:  # type: ignore[override]
+        (tensor,) = tensors
+        root = self._ranks[opts.rootRank]
+        if root == self.sockets.rank:
+            return self._begin(self._others(), _bytes_of(tensor), {}, lambda _: None)
+        size = tensor.numel() * tensor.element_size()
+        return self._begin((), None, {root: size}, lambda found: _put(tensor, found[root]))
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+        (tensors,), (tensor,) = outputs, inputs
+        own = _bytes_of(tensor)
+
+        def end(found: dict[int, Tensor]) -> None:
+            for rank, each in zip(self._ranks, tensors, strict=True):
+                _put(each, own if rank == self.sockets.rank else found[rank])
+
+        sizes = {rank: each.numel() * each.element_size() for rank, each in zip(self._ranks, tensors, strict=True)
+                 if rank != self.sockets.rank}  # fmt: skip
+        return self._begin(self._others(), own, sizes, end)
+
+    def barrier(self, opts: Any = None) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+        others = self._others()
+        return self._begin(others, torch.empty(0, dtype=torch.uint8), dict.fromkeys(others, 0), lambda _: None)
+
+    def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+        (tensor,), peer = tensors, self._ranks[to]
+        number = self._pairs[peer, True] = self._pairs.get((peer, True), 0) + 1
+        self.sockets.send(self.generation, peer, (PAIR, self._number, number), _view(_bytes_of(tensor)))
+        return MemberWork(self, {}, lambda _: None)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
+        (tensor,), peer = tensors, self._ranks[source]
+        number = self._pairs[peer, False] = self._pairs.get((peer, False), 0) + 1
+        size = tensor.numel() * tensor.element_size()
+        return MemberWork(self, {peer: ((PAIR, self._number, peer, number), size)},
+                          lambda found: _put(tensor, found[peer]))  # fmt: skip
+
+
+def _put(tensor: Tensor, raw: Tensor) -> None:
+    tensor.detach().copy_(_as(raw, tensor))
+
+
+_sockets: GroupSockets | None = None
+
+
+def use(sockets: GroupSockets) -> None:
+    """Groups of this backend are made with these from now on."""
+    global _sockets
+    _sockets = sockets
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _made, extended_api=True, devices=["cpu"])
+
+
+def _made(options: Any, _: Any) -> MemberGroup:
+    assert _sockets is not None
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return _sockets.group(ranks, options.timeout.total_seconds())

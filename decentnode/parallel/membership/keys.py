@@ -1,0 +1,179 @@
+"""The secret that the ranks of a job share, and the sockets that it closes to everybody else.
+
+From the secret every rank makes the same CURVE key pair (RFC 26/CurveZMQ): a connection comes about only between
+processes that know it, and what goes over it is encrypted. Without a secret anybody who reaches a rank's port may ask
+to join, so that ranks then listen on loopback addresses alone, unless they are told that the network is safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
+
+from decentnode.communication.zeromq.connections import MECHANISM_MISMATCH, end_monitor
+from decentnode.communication.zeromq.security import Authenticator, Keyring, read_secret
+from decentnode.errors import UsageError
+from decentnode.mapping.hosts import address, endpoint
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "DECENTNODE_KEYS"
+"""The environment variable that stands for `keys` of `initialize_dist`."""
+OFF = "off"
+SEAL_BYTES = 1024
+"""What a frame may be longer with keys: encryption adds 33 bytes, and libzmq counts the commands of the handshake as
+frames, which have 200 to 500 bytes (RFC 26)."""
+HOW = f"make a secret with decentnode keygen --secret FILE and name it as keys=, or in {VARIABLE}, on all ranks"
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may speak with this process."""
+
+    public: bytes = b""
+    """The key of all who may, in Z85; empty where anybody may."""
+    secret: bytes = field(default=b"", repr=False)
+    told_off: bool = False
+    """Whether this process was told to do without keys, on whatever address it listens."""
+
+    @classmethod
+    def given(cls, keys: str | Path | None) -> Access:
+        """keys: the file of the secret, "off", or None for what the environment says. Raises EnvironmentFault for a
+        file that is missing, that others could read, or that is no secret."""
+        told = str(keys) if keys is not None else os.environ.get(VARIABLE, "")
+        if told in ("", OFF):
+            return cls(told_off=told == OFF)
+        raw = hashlib.blake2b(read_secret(Path(told), "decentnode keygen --secret"), digest_size=32,
+                              person=b"decentnode ranks").digest()  # fmt: skip
+        secret = z85.encode(raw)
+        return cls(zmq.curve_public(secret), secret)
+
+    @property
+    def closed(self) -> bool:
+        """Whether strangers are kept out."""
+        return bool(self.secret)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells secrets apart and gives none away; empty without one."""
+        digest = hashlib.blake2b(self.secret, digest_size=8, person=b"decentnode shown")
+        return digest.hexdigest() if self.closed else ""
+
+    def check(self, host: str) -> None:
+        """Raises UsageError where this process would listen at an address that strangers reach. host: a number."""
+        known = address(host)
+        if not self.closed and not self.told_off and not (known is not None and known.is_loopback):
+            raise UsageError(f"ranks listen on {host} with keys alone: whoever reaches the port could join, read the "
+                             f"model and change it: {HOW}; 'off' in its place does without, where the network is "
+                             "safe")  # fmt: skip
+
+    def log_in(self, socket: zmq.Socket[bytes]) -> None:
+        """Prove this process to whom the socket connects to, and have that one prove itself."""
+        if self.closed:
+            socket.curve_secretkey, socket.curve_publickey, socket.curve_serverkey = (
+                self.secret, self.public, self.public,
+            )  # fmt: skip
+
+    def admit(self, socket: zmq.Socket[bytes]) -> None:
+        """Let those alone connect to a socket who prove themselves."""
+        if self.closed:
+            socket.curve_server = True
+            socket.curve_secretkey, socket.curve_publickey = self.secret, self.public
+
+
+class Sockets:
+    """Makes a process's sockets towards the other ranks. Its door is to be looked after by one thread (`turn`)."""
+
+    def __init__(self, access: Access) -> None:
+        self.access, self.context = access, zmq.Context()
+        self._door: Authenticator | None = None
+        self._watched: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = []
+        self._told = False
+        if access.closed:
+            ring = Keyring(0, access.secret, {0: access.public})
+            self._door = Authenticator(self.context, ring, {}, lambda *_: self._tell("other keys"))
+
+    def listener(self, kind: int, host: str, port: int, max_bytes: int, queue: int) -> zmq.Socket[bytes]:
+        """A socket that listens. port: 0 for any. max_bytes: of one frame; a connection that sends more is cut.
+
+        Raises OSError where the port is taken.
+        """
+        made = self.context.socket(kind)
+        made.setsockopt(zmq.RCVHWM, queue)
+        made.setsockopt(zmq.MAXMSGSIZE, max_bytes + SEAL_BYTES)
+        made.setsockopt(zmq.IPV6, int(":" in host))
+        self.access.admit(made)
+        try:
+            made.bind(endpoint(host, port or "*"))
+        except zmq.ZMQError as error:
+            made.close(0)
+            raise OSError(f"cannot listen at {endpoint(host, port)}: {error}") from error
+        return made
+
+    def sender(self, kind: int, endpoint: str, queue: int, linger: int) -> zmq.Socket[bytes]:
+        """A socket that connects to another rank's. linger: milliseconds that its messages may take at its end."""
+        made = self.context.socket(kind)
+        for option, value in ((zmq.LINGER, linger), (zmq.SNDHWM, queue), (zmq.RECONNECT_IVL, 50),
+                              (zmq.RECONNECT_IVL_MAX, 1000), (zmq.IPV6, int("[" in endpoint))):  # fmt: skip
+            made.setsockopt(option, value)
+        self.access.log_in(made)
+        made.connect(endpoint)
+        return made
+
+    # -- the thread that looks after the door -----------------------------------------------------------------
+
+    def watch(self, listener: zmq.Socket[bytes], register: Callable[[zmq.Socket[bytes]], None]) -> None:
+        """Say once in the log that strangers come to a listener. register: is given the sockets to be polled."""
+        if self._door is not None:
+            monitor = listener.get_monitor_socket(FAILED & ~zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+            self._watched.append((listener, monitor))
+            register(self._door.socket)
+            register(monitor)
+
+    def turn(self) -> None:
+        """Answer who may connect; not blocking."""
+        if self._door is not None:
+            self._door.answer()
+        for _, monitor in self._watched:
+            why = failed_handshake(monitor)
+            if why:
+                self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning("a process without the keys of this job (%s) was refused; others will be without a word",
+                           why)  # fmt: skip
+
+    def close(self, linger: int) -> None:
+        """Closes all sockets that were made. Blocking while what was sent leaves: for `linger` milliseconds, or as long
+        as an open socket says itself."""
+        for listener, monitor in self._watched:
+            end_monitor(listener, monitor)
+        if self._door is not None:
+            self._door.socket.close(0)
+        self.context.destroy(linger)
+
+
+FAILED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+          | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)  # fmt: skip
+"""Events of a connection that is not made. Without detail: it was closed, as by who merely looks whether a process
+listens."""
+
+
+def failed_handshake(monitor: zmq.Socket[bytes]) -> str:
+    """Why a connection was not made, of what a socket's monitor heard so far; empty where none failed. Not blocking."""
+    why = ""
+    while monitor.poll(0):
+        event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+        if event["event"] & FAILED:
+            why = {MECHANISM_MISMATCH: "one of the two has keys, the other none"}.get(int(event["value"]), "other keys")
+    return why
