@@ -8,8 +8,8 @@
 # bash eval/bench.sh overlap             two machines on a slow link: exposed communication by schedule (needs root)
 # bash eval/bench.sh virtual             predicted rounds beside real ones on links of 0.1 to 2.5 Gbit/s (needs root)
 # bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
-# bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel;
-#                                        AccumAdam, slow links, stragglers
+# bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel with
+#                                        and without regroup; AccumAdam, slow links, stragglers
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
 # bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
 # bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes

@@ -20,21 +20,26 @@ def node_dir(run_dir: str | Path, uid: int) -> Path:
     return Path(run_dir) / "nodes" / f"{uid:03d}"
 
 
-def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = ()) -> Path:
+def folder_name(began: float, word: str) -> str:
+    """Returns the name of a run's directory. began: seconds since 1970. word: tells apart what began at once."""
+    return f"{datetime.fromtimestamp(began).strftime('%Y-%m-%dT%H-%M-%S')}-{word}"
+
+
+def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = (), folder: str | None = None) -> Path:
     """Make a directory for one run, with a folder per local node, and let `latest` point to it. Returns its path.
 
+    folder: the directory's name, which processes on several machines may have agreed on: it may be there already.
     Machine 0 owns `latest`; on a file system that machines share, the others have `latest-machine<n>`.
     Raises EnvironmentFault when it cannot be made.
     """
     suffix = f"-machine{machine}" if machine else ""
-    stamp = datetime.fromtimestamp(clock.wall()).strftime("%Y-%m-%dT%H-%M-%S")
-    path = runs / name / f"{stamp}-{entropy.word(2)}{suffix}"
+    path = runs / name / (folder or f"{folder_name(clock.wall(), entropy.word(2))}{suffix}")
     try:
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=folder is not None)
         for uid in local:
-            node_dir(path, uid).mkdir(parents=True)
-        for folder in ("models", "plots"):
-            (path / folder).mkdir()
+            node_dir(path, uid).mkdir(parents=True, exist_ok=folder is not None)
+        for part in ("models", "plots"):
+            (path / part).mkdir(exist_ok=folder is not None)
         point(path.parent / f"latest{suffix}", path.name)
     except OSError as error:
         raise EnvironmentFault(

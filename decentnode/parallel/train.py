@@ -12,10 +12,10 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import yaml
@@ -33,13 +33,15 @@ from decentnode.metrics.run_folder import SCRIPT, create, node_dir
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.metrics.writer import encode as line_of
 from decentnode.parallel.ddp import DecentralizedDataParallel
-from decentnode.parallel.exchange import mean_over_ranks
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
+from decentnode.parallel.train_ranks import ranks_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
 
 Evaluation = Callable[[Module], Mapping[str, float]]
 """Returns each metric of a module, in eval mode and without gradients. It must not wait for other ranks."""
+
+T = TypeVar("T")
 
 KNOWN = {ACCURACY.name: ACCURACY, LOSS.name: LOSS}
 """Metrics that a script may name alone."""
@@ -85,6 +87,10 @@ class TrainingRun:
                     run.add(loss, len(x))
 
     A run that ends with an exception has no summary and is shown as not finished.
+
+    With missing="regroup" a rank is a node by its uid, which it keeps, and an epoch is `steps_per_epoch` steps, as a
+    regrouping may skip steps and who joins begins in the midst: `for x, y in run.steps(batches(epoch))`. Who joins
+    takes no part in what the others do between two epochs as it comes.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class TrainingRun:
         keep: int = 2,
         resume: bool = False,
         also: Mapping[str, Stateful] | None = None,
+        steps_per_epoch: int | None = None,
     ) -> None:
         """Blocking: makes runs/<name>/<time>-<id>, on every machine where ranks are.
 
@@ -108,14 +115,17 @@ class TrainingRun:
         first. evaluate_every: epochs from one evaluation to the next. keep: checkpoints kept per rank, one is written
         after every epoch; 0 for none. resume: goes on with the latest run of this name if it has a checkpoint that all
         ranks have; else a new one begins. also: further objects whose states are part of checkpoints, by name.
+        steps_per_epoch: after how many steps `steps` ends; needed with missing="regroup".
         Raises ValueError for arguments that do not fit and where the config of the run to go on with was another,
         EnvironmentFault where the directory cannot be made, AssemblyError where another rank could not.
         """
-        if model._member is not None:
-            raise ValueError("TrainingRun needs missing='fail': its files are of ranks that stay")
-        if evaluate_every < 1 or keep < 0:
-            raise ValueError(f"evaluate_every must be 1 or more and keep 0 or more, got {evaluate_every} and {keep}")
-        self.model, self.rank, self.world_size = model, model.rank, model.world_size
+        if model._member is not None and steps_per_epoch is None:
+            raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins knows by it '
+                             "when the others' epochs end")  # fmt: skip
+        if evaluate_every < 1 or keep < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
+            raise ValueError("evaluate_every and steps_per_epoch must be 1 or more and keep 0 or more, got "
+                             f"{evaluate_every}, {steps_per_epoch} and {keep}")  # fmt: skip
+        self.model, self._ranks, self._length = model, ranks_of(model), steps_per_epoch
         self.done = 0
         """Epochs that are over."""
         self._evaluate_model, self._every, self._keep, self._also = evaluate, evaluate_every, keep, dict(also or {})
@@ -130,30 +140,50 @@ class TrainingRun:
         self._sent = 0
         """Bytes that earlier processes of the run had sent."""
         self._epoch: _Epoch | None = None
-        if resume:
+        came = model._member is not None and model._member.came_at is not None
+        if came:
+            self.done = self._epoch_of_step()
+            self._forget_later()
+        elif resume:
             self._go_on()
         self._from = self.done
         self._says("begins")
+
+    @property
+    def uid(self) -> int:
+        """The node of the run that this process is."""
+        return self._ranks.uid
+
+    def _epoch_of_step(self) -> int:
+        return self.model.steps // (self._length or 1)
 
     # -- the directory ------------------------------------------------------------------------------------------
 
     def _directory(self, runs: Path, name: str, resume: bool) -> Path:
         """The run's directory, which rank 0 chooses. Blocking."""
         latest = runs / name / "latest"
+        if self._ranks.folder is not None:
+            there = (runs / name / self._ranks.folder / "nodes").is_dir()
+            go_on = resume and not there and (latest / "nodes").is_dir()
+            agreed = latest.resolve() if go_on else self._made(runs, name)
+            self._folder = node_dir(agreed, self.uid)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return agreed
+        path: Path | None = None
         with together("make the run directory"):
-            path = None
-            if self.rank == 0:
+            if self.uid == 0:
                 path = latest.resolve() if resume and (latest / "nodes").is_dir() else self._made(runs, name)
         told = gather_texts("" if path is None else path.name, device_of_group(), "run")[0] if num_ranks() > 1 else ""
         path = (runs / name / told).absolute() if path is None else path
         with together("make the run directory"):
-            self._folder = node_dir(path, self.rank)
+            self._folder = node_dir(path, self.uid)
             self._folder.mkdir(parents=True, exist_ok=True)
         return path
 
     def _made(self, runs: Path, name: str) -> Path:
         text = yaml.safe_dump(self._config, sort_keys=False)
-        path = create(runs.absolute(), name, local=range(self.world_size))
+        folder = self._ranks.folder
+        path = create(runs.absolute(), name, local=self._ranks.members if folder is None else (), folder=folder)
         for file, content in (("config.yaml", text), ("config.resolved.yaml", text),
                               ("command.txt", shlex.join(sys.argv) + "\n"),
                               ("task.json", json.dumps(self._measured.plain(), indent=2) + "\n")):  # fmt: skip
@@ -166,17 +196,40 @@ class TrainingRun:
         """Yields the numbers of the epochs that are to be trained, from 0 or from where the run goes on; between them
         it records, evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
-        if self.done == 0:
+        if self.done == 0 and not self._ranks.came_now:
             self.evaluate()
         while self.done < total:
             self._says("trains")
             self._epoch = _Epoch(clock.now(), self.model.metrics["exposed_seconds"], self.model.steps)
+            end = (self.done + 1) * (self._length or 0)
             yield self.done
+            if self._ranks.folder is not None and self.model.steps < end:
+                raise ValueError(f"an epoch must have the steps of run.steps(...), up to {end}, got {self.model.steps}")
             self._record()
+            if self._ranks.folder is not None:
+                self.done = self._epoch_of_step()
+                if self.model.steps != end or self._ranks.came_now:  # the others went on without this rank
+                    continue
             if self.done % self._every == 0 or self.done == total:
                 self.evaluate()
             if self._keep:
                 self._save()
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yields batches, from the first again where there are too few, until the wrapper has taken the steps of the
+        epoch; once each without `steps_per_epoch`. Raises ValueError where there are none."""
+        if self._length is None:
+            yield from batches
+            return
+        end = (self.done + 1) * self._length
+        while self.model.steps < end:
+            before = self.model.steps
+            for batch in batches:
+                yield batch
+                if self.model.steps >= end:
+                    return
+            if self.model.steps == before:
+                raise ValueError("an epoch must have batches, of which some end in a step of the wrapper, got none")
 
     def add(self, loss: Tensor | float, samples: int = 0) -> None:
         """Counts a step's loss, and its samples, into the record of the epoch. Not blocking, on GPUs neither."""
@@ -207,21 +260,10 @@ class TrainingRun:
     def evaluate(self) -> dict[str, float]:
         """Measures the rank's own model, the mean of all, and the consensus distance, and records them. Blocking, on
         all ranks. Returns the record's figures."""
-        found: dict[str, float] = {}
         self._says("evaluates")
-        if self._evaluate_model is not None:
-            with together("evaluate the model"):
-                own = self._measure()
-            means = torch.tensor([*own.values()], dtype=torch.float64, device=device_of_group())
-            if num_ranks() > 1:
-                mean_over_ranks(means)
-            with self.model.averaged(), together("evaluate the averaged model"):
-                merged = self._measure()
-            for (name, value), mean in zip(own.items(), means.tolist(), strict=True):
-                found |= {name: value, f"{name}_mean": mean, f"{name}_merged": merged[name]}
-        found["consensus_distance"] = self.model.consensus_distance()
+        found = self._ranks.measured(None if self._evaluate_model is None else self._measure)
         self._writer.write({"kind": "evaluation", "round": self.done, "time": clock.wall(), **found,
-                            "contributors": self.world_size})  # fmt: skip
+                            "contributors": self.model.world_size})  # fmt: skip
         return found
 
     def _measure(self) -> dict[str, float]:
@@ -250,22 +292,25 @@ class TrainingRun:
         """Blocking until the disk has it."""
         tensors: dict[str, Tensor] = {}
         tree = encode(self._state(), "state", tensors, copy=False)
-        cut = store.Cut(self.path.name, self.done, 0, "", tuple(range(self.world_size)))
+        cut = store.Cut(self.path.name, self.done, self.model.generation, "", self._ranks.members)
         folder = self.path / store.FOLDER
-        store.write(folder, store.Snapshot(self.rank, cut, self._config, tree, tensors))
-        kept, _ = store.scan([folder], self.rank)
+        store.write(folder, store.Snapshot(self.uid, cut, self._config, tree, tensors))
+        kept, _ = store.scan([folder], self.uid)
         for old in store.surplus([each.cut for each in kept], self._keep, ()):
-            store.remove(folder, old.folder, self.rank)
+            store.remove(folder, old.folder, self.uid)
 
     def _go_on(self) -> None:
         """Loads the newest checkpoint that all ranks have, and forgets what was recorded after it. Blocking."""
-        found, _ = store.scan([self.path / store.FOLDER], self.rank)
-        mine = {each.cut.round: each for each in found if len(each.cut.members) == self.world_size}
-        told = gather_texts(json.dumps(sorted(mine)), device_of_group(), "checkpoints") if num_ranks() > 1 else []
-        common = set(mine).intersection(*(json.loads(each) for each in told))
-        with together("go on with the run"):
+        found, _ = store.scan([self.path / store.FOLDER], self.uid)
+        world = len(self._ranks.members)
+        mine = {each.cut.round: each for each in found if len(each.cut.members) == world}
+        if self._ranks.folder is not None:
+            mine = self._of_anybody()
+        told = self.model._exchange.tell(json.dumps(sorted(mine)), "checkpoints")
+        common = set(mine).intersection(*(json.loads(each) for each in told.values()))
+        with together("go on with the run") if self._ranks.folder is None else contextlib.nullcontext():
             if not common:
-                self._begin_anew({len(each.cut.members) for each in found} - {self.world_size})
+                self._begin_anew({len(each.cut.members) for each in found} - {world})
                 return
             manifest = mine[max(common)]
             changed = store.differences(manifest.config, self._config)
@@ -279,6 +324,16 @@ class TrainingRun:
         self.done = manifest.cut.round
         self._forget_later()
 
+    def _of_anybody(self) -> dict[int, store.Manifest]:
+        """Epochs that are over -> this rank's checkpoint; where it has none, as it was no member or is new, that of the
+        lowest uid that has one on this machine."""
+        found: dict[int, store.Manifest] = {}
+        uids = {int(each.stem) for each in (self.path / store.FOLDER).glob("*/*.json") if each.stem.isdecimal()}
+        for uid in [self.uid, *sorted(uids - {self.uid})]:
+            for each in store.scan([self.path / store.FOLDER], uid)[0]:
+                found.setdefault(each.cut.round, each)
+        return found
+
     def _begin_anew(self, others: set[int]) -> None:
         """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has
         checkpoints nevertheless. Raises CheckpointError where more than a first epoch would be lost."""
@@ -286,8 +341,9 @@ class TrainingRun:
                       reader.read(self._folder / "metrics.jsonl")), default=0)  # fmt: skip
         if others or epochs > bool(self._keep):
             has = f"checkpoints of {' and '.join(map(str, sorted(others)))} ranks alone" if others else "none"
+            world = len(self._ranks.members)
             raise CheckpointError(f"{self.path} has records of {epochs} epochs and no checkpoint that all "
-                                  f"{self.world_size} ranks have ({has}): move it away, or resume=False")  # fmt: skip
+                                  f"{world} ranks have ({has}): move it away, or resume=False")  # fmt: skip
         self._keep_records([])
 
     def _forget_later(self) -> None:
@@ -312,31 +368,38 @@ class TrainingRun:
     ) -> None:
         """Blocking, on all ranks: writes the summary, unless the script failed."""
         self._says("finished" if kind is None else "failed")
-        if kind is None:
-            own = json.dumps(self.figures())
-            told = gather_texts(own, device_of_group(), "figures") if num_ranks() > 1 else [own]
+        if kind is None and not self._ranks.came_now:
+            told = self.model._exchange.tell(json.dumps(self.figures()), "figures")
             ended_before = self.done == self._from and (self.path / "summary.json").exists()
-            if self.rank == 0 and not ended_before:
-                self._summarize({uid: json.loads(each) for uid, each in enumerate(told)})
+            if self.uid == min(told) and not ended_before:
+                self._summarize(self._of_the_gone(set(told)) | {uid: json.loads(each) for uid, each in told.items()})
         self._writer.close()
 
     def _says(self, doing: str) -> None:
         """Writes what this rank does for `decentnode status`; a disk that refuses costs that alone."""
-        status = {"uid": self.rank, "pid": os.getpid(), "time": clock.wall(), "round": self.done,
+        status = {"uid": self.uid, "pid": os.getpid(), "time": clock.wall(), "round": self.done,
                   "rounds": self._planned, "doing": doing, "waiting_for": [], "waiting_seconds": 0.0, "edges": {},
                   "faults": {}}  # fmt: skip
         with contextlib.suppress(OSError):
             write_atomic(self._folder / "status.json", json.dumps(status))
 
-    def figures(self) -> dict[str, Any]:
-        """This rank's closing figures, by the names of summary.json."""
-        records = list(reader.read(self._folder / "metrics.jsonl"))
+    def _of_the_gone(self, present: set[int]) -> dict[int, dict[str, Any]]:
+        """The figures of nodes that are no ranks any more, by what they recorded on this machine."""
+        if self._ranks.folder is None:
+            return {}
+        known = {int(each.parent.name) for each in (self.path / "nodes").glob("[0-9]*/metrics.jsonl")}
+        return {uid: self.figures(uid) for uid in known - present}
+
+    def figures(self, uid: int | None = None) -> dict[str, Any]:
+        """A node's closing figures, this one's when None, by the names of summary.json."""
+        uid = self.uid if uid is None else uid
+        records = list(reader.read(node_dir(self.path, uid) / "metrics.jsonl"))
         rounds = [each for each in records if each["kind"] == "round"]
         last: dict[str, Any] = next((each for each in reversed(records) if each["kind"] == "evaluation"), {})
         seconds = [each["seconds"] for each in rounds]
         measured = {key: value for key, value in last.items() if key not in ("kind", "time", "round", "contributors")}
         return measured | {
-            "uid": self.rank, "rounds": self.done, "evaluated_round": last.get("round"),
+            "uid": uid, "rounds": self.done if uid == self.uid else len(rounds), "evaluated_round": last.get("round"),
             "round_seconds_median": statistics.median(seconds) if seconds else None,
             "round_seconds_total": sum(seconds), "wait_seconds": sum(each["wait_seconds"] for each in rounds),
             "bytes_data": rounds[-1]["data_bytes_sent"] if rounds else 0, "bytes_metadata": 0,
@@ -345,7 +408,7 @@ class TrainingRun:
     def _summarize(self, nodes: Mapping[int, Mapping[str, Any]]) -> None:
         summaries.write(self.path / "summary.json", {
             "name": self._config["name"], "run": self.path.name, "ended": "rounds", "exit_code": 0,
-            "status": "finished" if self.done >= self._planned else "interrupted", "num_nodes": self.world_size,
+            "status": "finished" if self.done >= self._planned else "interrupted", "num_nodes": len(nodes),
             "rounds_planned": self._planned, "wall_seconds": clock.now() - self._began,
             "task": self._measured.plain(), **summaries.combine(nodes, self._measured),
         })  # fmt: skip

@@ -10,8 +10,10 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.metrics.reader import read
+from tests.conftest import free_ports
+from tests.parallel.crowd import Crowd
 from tests.parallel.ranks import run_ranks
-from tests.parallel.work import recording
+from tests.parallel.work import members, recording
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +129,37 @@ def test_status_says_what_became_of_the_ranks(runs: Path, tmp_path: Path) -> Non
     assert (status["doing"], status["round"], status["rounds"]) == ("failed", 1, 3)
     path.write_text(json.dumps({**status, "doing": "trains", "time": status["time"] - 60}))  # as SIGKILL leaves it
     assert "gone" in invoke("status", str(tmp_path / "script/latest"), "--once")
+
+
+def test_ranks_that_come_and_go_are_recorded_and_the_run_goes_on_with_others(tmp_path: Path) -> None:
+    """Rank 1 dies, another joins; then two ranks go on with what three have saved, and one of them was none of them."""
+    runs = str(tmp_path)
+    with Crowd() as crowd:
+        crowd.found(3, free_ports(1), members.recorded, runs, None, False, None)
+        addresses = [crowd.hear(rank) for rank in range(3)]
+        crowd.ended(1)
+        crowd.start(members.recorded, {}, runs, addresses[0], False, None)
+        crowd.hear(3)
+        found = [crowd.hear(number) for number in (0, 2, 3)]
+    (path,) = {each["path"] for each in found}
+    assert [each["uid"] for each in found] == [0, 2, 3]
+    (last,) = {each["trained"][-1] for each in found}
+    came = found[2]["first"]
+    for each in found:
+        records = list(read(Path(path) / f"nodes/{each['uid']:03d}/metrics.jsonl"))
+        evaluations = {record["round"]: record for record in records if record["kind"] == "evaluation"}
+        assert [record["round"] for record in records if record["kind"] == "round"] == each["trained"]
+        assert max(evaluations) == last + 1 and evaluations[last + 1]["contributors"] == 3
+        assert min(evaluations) == (0 if each["uid"] != 3 else came // 5 + 1)
+        merged = [evaluations[number]["loss_merged"] for number in sorted(evaluations)]
+        if each["uid"] != 3:
+            assert merged[-1] < 0.7 * merged[0] and evaluations[0]["contributors"] == 3
+    assert not (Path(path) / "summary.json").exists()
+    with Crowd() as crowd:
+        crowd.found(2, free_ports(1), members.recorded, runs, None, True, last + 3)
+        again = [[crowd.hear(rank) for _ in range(2)][1] for rank in range(2)]
+    for each in again:
+        assert each["path"] == path and each["trained"] == [last + 1, last + 2]
+    summary = json.loads((Path(path) / "summary.json").read_text())
+    assert summary["status"] == "finished" and set(summary["nodes"]) == {"0", "1", "2", "3"}
+    invoke("compare", str(tmp_path / "script"), "--run-dir", runs)
