@@ -52,6 +52,7 @@ def start_closed(store: dist.Store | None, rank: int, world: int, listen: str | 
         if store is not None:
             store.set(f"{STORE_KEY}/{rank}", f"{FAILED}{type(error).__name__}: {error}")
         raise
+    made.meeting_place = store
     return _begun(made, lambda: made.found(rank, world, by_store, min_ranks, newcomers))
 
 

@@ -94,6 +94,8 @@ class Job:
         self._old: list[Any] = []
         """Process groups that are over, but whose operations may still be needed."""
         self._dropping: list[threading.Thread] = []
+        self.meeting_place: dist.Store | None = None
+        """Where ranks with keys met: kept, as with its owner's process the others may not have read all."""
         self._asked: list[str] = []
         """Where this process asked for a place."""
         self._as: tuple[Sequence[str], str] = ((), "")
@@ -227,7 +229,9 @@ class Job:
         if error is not None:
             _forget_frames(error)
         for _ in range(MAX_ATTEMPTS):
-            left = max(1.0, min(self.timeout_seconds, until - clock.now()))
+            left = min(self.timeout_seconds, until - clock.now())
+            if left <= 0:
+                break
             again = None if self.admission is None else self._knock_again
             generation = self.control.next_generation(error, left, leaves, again)
             try:
