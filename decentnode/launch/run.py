@@ -524,8 +524,10 @@ class Run:
 
     def conclude(self) -> Outcome:
         """Write the summary and decide the exit code. To be called after `close`."""
-        checked = None
+        checked, not_due = None, self._strikes.not_due(clock.now())
         if not self._killed_by_user:
+            if not_due and self.ledger.finished:
+                self.observer.notice(not_due)
             checked = check_run(self.directory, self.facts, self.ledger, self.observer)
         self._tell_cause()
         if self.ledger.lost and not self.ledger.finished and not self.ledger.left:  # nobody was left to go on

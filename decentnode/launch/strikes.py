@@ -75,6 +75,16 @@ class Strikes:
             _, index, uid = heapq.heappop(self._due)
             self.strike(uid, index, processes)
 
+    def not_due(self, now: float) -> str:
+        """Returns a sentence about the faults, of any kind, whose time has not come at `now`; "" where there are none,
+        or the run did not begin."""
+        late = sorted(float(each.get("at_seconds", 0.0)) for each in self._plan)
+        late = [] if self.began is None else [at for at in late if at > now - self.began]
+        if not late or self.began is None:
+            return ""
+        return f"{len(late)} of {len(self._plan)} faults did not come about: the run was over after " \
+               f"{now - self.began:.1f} s, and the first of them was due at {late[0]:g} s"  # fmt: skip
+
     def stop(self) -> None:
         """The run ends: nobody is struck any more, and who is suspended goes on."""
         self._over = True

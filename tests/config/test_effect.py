@@ -52,6 +52,14 @@ def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write
     assert not experiment.doubts
 
 
+@pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
+def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedule: str) -> None:
+    path = write(f"{BASE}weights: {{name: uniform}}\nnode: {{schedule: {schedule}}}\n")
+    (doubt,) = load(path, [], {}).doubts
+    assert doubt.startswith(f"a.yaml:6:1: weights: {schedule} takes ") and "reads no weights" in doubt
+    assert not load(path, ["weights=null"], {}).doubts and not load(path, ["node.schedule=gossip_async"], {}).doubts
+
+
 @pytest.mark.parametrize("key", ["keys", "invitations"])
 def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: str) -> None:
     port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"

@@ -190,3 +190,13 @@ def test_both_sides_of_a_cut_go_on_and_become_one(tmp_path: Path) -> None:
         assert last["members"] == [*range(5)] and last["merged"]["weight"] > 8, "samples of one round are 8"
         shares.append(last["merged"]["share"])
     assert sum(shares) == pytest.approx(1) and outcome.summary["consensus_distance"] < 0.05
+
+
+def test_faults_that_were_not_due_before_the_end_are_counted(tmp_path: Path) -> None:
+    late = {"do": "slow", "nodes": [1], "factor": 3}
+    listener = Listener(tmp_path / "nobody")
+    run(tmp_path, listener, communication={"name": "inproc"}, node={"rounds": 2, "evaluate_every": 0},
+        faults=[{**late, "at_round": 0}, {**late, "at_seconds": 7000}, {**late, "at_seconds": 6000}])  # fmt: skip
+    (notice,) = [each for each in listener.notices if "not come about" in each]
+    assert notice.startswith("2 of 3 faults did not come about: the run was over after ")
+    assert notice.endswith(" s, and the first of them was due at 6000 s")

@@ -6,7 +6,11 @@ problem with the places of both values. A part that cannot be made is reported o
 
 from __future__ import annotations
 
-from decentnode.experiment.crosschecks.asynchronous import asynchronous_keys_are_read, rounds_need_nobody
+from decentnode.experiment.crosschecks.asynchronous import (
+    asynchronous_keys_are_read,
+    rounds_need_nobody,
+    weights_are_read,
+)
 from decentnode.experiment.crosschecks.communication import (
     edges_have_their_ways,
     generations_can_be_had,
@@ -62,6 +66,7 @@ from decentnode.experiment.crosschecks.training import (
 CHECKS: tuple[Check, ...] = (
     rounds_need_nobody,
     asynchronous_keys_are_read,
+    weights_are_read,
     graph_can_be_made,
     fragment_graphs_can_be_made,
     mapping_can_be_made,

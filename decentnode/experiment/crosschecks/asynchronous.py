@@ -70,6 +70,15 @@ def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
                           "write stale: wait", other=("node", "asynchronous", "stale"))  # fmt: skip
 
 
+def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
+    """Warns of weights that the schedule does not look at: a file that this one extends may have them."""
+    takes = {"epidemic": "the plain mean of the models that came", "ad_psgd": "the mean of two models"}
+    what = takes.get(experiment.node.schedule)
+    if experiment.weights is not None and what is not None:
+        yield Problem(("weights",), f": {experiment.node.schedule} takes {what}, and reads no weights; leave the "
+                      "section out, or write weights: null", doubt=True, other=("node", "schedule"))  # fmt: skip
+
+
 def _pairs(experiment: Experiment) -> Iterator[Problem]:
     """Two nodes average their models as they are, and either may offer to the other one in any round."""
     sharing, graph = experiment.sharing, graph_of(experiment)
