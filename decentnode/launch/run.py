@@ -526,7 +526,7 @@ class Run:
         """Write the summary and decide the exit code. To be called after `close`."""
         checked, not_due = None, self._strikes.not_due(clock.now())
         if not self._killed_by_user:
-            if not_due and self.ledger.finished:
+            if not_due and self.ledger.finished and self.directory is not None:
                 self.observer.notice(not_due)
             checked = check_run(self.directory, self.facts, self.ledger, self.observer)
         self._tell_cause()

@@ -90,3 +90,15 @@ def test_what_cannot_be_simulated_is_refused_before_anything_begins(
 ) -> None:
     with pytest.raises(UsageError, match=says):
         facts(of(fault, **sections), Request(str(QUICKSTART), in_process=True, simulate=True))
+
+
+@pytest.mark.parametrize("factor", [300, 800])
+def test_pairs_end_with_a_node_that_is_long_in_its_round(tmp_path: Path, factor: int) -> None:
+    """What others ask it meanwhile does not push their last word out of its mailbox."""
+    slow = {"do": "slow", "nodes": [1], "factor": factor, "at_round": 0}
+    node = {"rounds": 6, "evaluate_every": 2, "schedule": "ad_psgd"}
+    training = {"name": "supervised", "batch_size": 8, "local_steps": 1}
+    communication = {"name": "zeromq", "timeout_seconds": 12}
+    made, told = run(of(slow, node=node, communication=communication, training=training), tmp_path)
+    assert {each.uid for each in told[Finished]} == set(range(NODES)) and Failed not in told
+    assert made.world.heap.now < 0.01 * factor + 1, "a round of the slow node, and no time-out"

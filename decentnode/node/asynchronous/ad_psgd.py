@@ -219,7 +219,10 @@ class ADPSGD(Asynchronous):
 
     def drain(self, view: RoundView) -> Steps[None]:
         """Until no neighbor makes another offer, and nothing is under way between it and this node; for the time-out of
-        the communication at most."""
+        the communication at most.
+
+        What is asked again of a neighbor that is still in a long round fills its mailbox, which keeps the newest
+        messages alone: the word that no offers follow is said again behind it."""
         config, due, closed = self.communication.config, clock.now(), set[int]()
         deadline = clock.now() + config.timeout_seconds
         while clock.now() < deadline:
@@ -230,6 +233,8 @@ class ADPSGD(Asynchronous):
                     pair.withdrawn = True
                     self._say(uid, WITHDRAW, pair.offered)
                 pair.unsaid = pair.unsaid or (again and pair.change is not None)
+                if again and (pair.owes or not pair.closed):
+                    closed.discard(uid)
                 if uid not in closed and self._say(uid, CLOSED, pair.offered + 1):
                     closed.add(uid)
             self._say_unsaid()
