@@ -22,6 +22,9 @@ TWO = "mapping: {machines: 2, nodes_per_machine: 2, base_port: 20100, addresses:
     ("{schedule: ad_psgd, asynchronous: {deadline_seconds: 3}}", "is read with schedule: epidemic alone, got ad_psgd"),
     ("{schedule: gossip_async, asynchronous: {arrivals: 1}}", "is read with schedule: epidemic alone"),
     ("{schedule: gossip_async, asynchronous: {wait_seconds: 2}}", "is read with stale: wait alone, got leave_out"),
+    ("{schedule: gossip_async, asynchronous: {stale: wait, wait_seconds: 60}}",
+     "6:74: node.asynchronous.wait_seconds must be less than communication.timeout_seconds, 60, got 60"),
+    ("{schedule: epidemic, asynchronous: {deadline_seconds: 90}}", "others give a node up that waits so long"),
     ("{asynchronous: {max_age: 3}}", "6:22: node.asynchronous needs schedule: gossip_async, ad_psgd or epidemic"),
     ("{merge_weights: rounds}", "6:23: node.merge_weights needs missing: regroup and on_partition: both, got fail"),
     ("{missing: regroup, merge_weights: rounds}", "6:41: node.merge_weights needs on_partition: both, got majority"),
@@ -50,6 +53,14 @@ def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write
     experiment = load(write(f"{BASE}node: {node}\n"), [], {})
     assert load(write(experiment.resolved_yaml(), "again.yaml"), [], {}).node == experiment.node
     assert not experiment.doubts
+
+
+def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
+    path = write(f"{BASE}node: {{schedule: epidemic, asynchronous: {{arrivals: 3}}}}\n")
+    (doubt,) = load(path, [], {}).doubts
+    assert doubt.startswith("a.yaml:6:53: node.asynchronous.arrivals is more than the graph sends to a node in a round")
+    assert not load(path, ["node.asynchronous.arrivals=2"], {}).doubts
+    assert not load(path, ["graph={name: complete, nodes: 4}"], {}).doubts
 
 
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])

@@ -64,6 +64,17 @@ def test_faults_of_rounds_that_a_shorter_run_does_not_have_are_a_warning(write: 
     assert doubt.endswith("(see node.rounds at --set node.rounds=5)")
 
 
+@pytest.mark.parametrize(("killed", "restarted", "never"), [
+    ("[1]", "[1, 2]", "2"), ("[1]", "[2, 3]", "2, 3"), ("all", "[2]", ""), ("[1]", "all", ""), ("", "[2]", "2"),
+    ("", "all", "any"),
+])  # fmt: skip
+def test_a_restart_of_a_node_that_lives_is_a_warning(write: Any, killed: str, restarted: str, never: str) -> None:
+    kill = f"{{do: kill, nodes: {killed}, at_round: 1}}, " if killed else ""
+    faults = f"faults: [{kill}{{do: restart, nodes: {restarted}, at_seconds: 3}}]\n"
+    doubts = load(write(f"{BASE}node: {{missing: regroup}}\n{faults}"), [], {}).doubts
+    assert [f"no other fault kills node {never}," in each for each in doubts] == [True] * bool(never)
+
+
 def test_faults_at_the_bounds_are_taken(write: Any) -> None:
     faults = """
     - {do: kill, nodes: [1, 2], count: 2, at_round: 5}

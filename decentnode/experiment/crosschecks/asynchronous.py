@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
-from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
+from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
 from decentnode.node.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
@@ -17,6 +17,10 @@ READ_BY = {
     "epidemic": ("arrivals", "deadline_seconds"),
 }
 """Of the keys of `node.asynchronous`: which schedule looks at which."""
+WAITS = ("wait_seconds", "deadline_seconds")
+"""Those that are the longest wait of a round."""
+LOOKED_AT = 8
+"""Rounds of a graph that changes which are looked at."""
 OF_COPIES = ("stale", "wait_seconds")
 """Those that are about newest models, not about running sums."""
 REASONS = {
@@ -68,6 +72,33 @@ def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
         elif key == "wait_seconds" and node.asynchronous.stale != "wait":
             yield Problem(path, f"is read with stale: wait alone, got {node.asynchronous.stale}; leave it out, or "
                           "write stale: wait", other=("node", "asynchronous", "stale"))  # fmt: skip
+        elif key in WAITS:
+            yield from _is_no_longer_than_a_round(experiment, key)
+        elif key == "arrivals":
+            yield from _so_many_come(experiment)
+
+
+def _is_no_longer_than_a_round(experiment: Experiment, key: str) -> Iterator[Problem]:
+    """Who waits longer is given up by those that need it for an evaluation, or at the end of the run."""
+    seconds, longest = getattr(experiment.node.asynchronous, key), experiment.communication.timeout_seconds
+    if seconds >= longest:
+        yield Problem(("node", "asynchronous", key), f"must be less than communication.timeout_seconds, {longest:g}, "
+                      f"got {seconds:g}: others give a node up that waits so long",
+                      other=("communication", "timeout_seconds"))  # fmt: skip
+
+
+def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
+    """Warns where every round would last until its deadline."""
+    node, graph = experiment.node, graph_of(experiment)
+    if graph is None or graph.num_nodes > MAX_CHECKED_NODES or node.sampler is not None or node.asynchronous is None:
+        return
+    rounds = range(min(graph.period or LOOKED_AT, LOOKED_AT))
+    most = max(len(graph.sources(uid, r)) for uid in range(graph.num_nodes) for r in rounds)
+    enough = node.asynchronous.arrivals or 0
+    if enough > most:
+        message = f"is more than the graph sends to a node in a round, {most}, got {enough}: every round lasts until " \
+                  "its deadline"  # fmt: skip
+        yield Problem(("node", "asynchronous", "arrivals"), message, doubt=True, other=("graph",))
 
 
 def weights_are_read(experiment: Experiment) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -10,7 +10,7 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.faults import Corrupt, Fault, InNode, OnLinks, OnProcesses, Restart
+from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, OnProcesses, Restart
 
 ON_LINKS, ON_PROCESSES, IN_NODE = OnLinks.__args__, OnProcesses.__args__, InNode.__args__
 
@@ -30,6 +30,9 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
             key = "at_round" if fault.at_round is not None else "probability"
             yield Problem(("faults", index, key), ": a node that was killed begins no round; a restart needs "
                           "at_seconds, or every_seconds with until_seconds")  # fmt: skip
+        if isinstance(fault, Restart) and (never := _never_killed(experiment.faults, fault)):
+            yield Problem(("faults", index, "nodes"), f": no other fault kills node {never}, and one that lives is not "
+                          "restarted", doubt=True)  # fmt: skip
         if graph is None:
             continue
         for path, uid in _named(fault):
@@ -40,6 +43,15 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
         if count is not None and count > graph.num_nodes:
             yield Problem(("faults", index, "count"), f"must be at most the number of nodes, {graph.num_nodes}, got "
                           f"{count}", other=("graph",))  # fmt: skip
+
+
+def _never_killed(faults: Sequence[Fault], restart: Restart) -> str:
+    """The nodes of a restart that no fault kills; "" where there are none, or all may be."""
+    killed = [fault for fault in faults if isinstance(fault, Kill)]
+    if any(fault.nodes == "all" for fault in killed) or (restart.nodes == "all" and killed):
+        return ""
+    struck = {uid for fault in killed for uid in fault.uids}
+    return ", ".join(map(str, sorted({*restart.uids} - struck))) if killed or restart.nodes != "all" else "any"
 
 
 def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
