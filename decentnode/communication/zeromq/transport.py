@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -17,7 +16,7 @@ import zmq
 from torch import Tensor
 
 import decentnode
-from decentnode import clock, entropy, logs
+from decentnode import clock, entropy
 from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
@@ -30,6 +29,7 @@ from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.run_state import GuardedWait, Quorum, RunState, Steps
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.addresses import Addresses
+from decentnode.communication.zeromq.awaited_generation import NextGeneration, NextGenerationApart
 from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.connections import held
@@ -65,60 +65,6 @@ logger = logging.getLogger(__name__)
 GRACE_SECONDS = 5.0
 """How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
-THREAD_LOOK_SECONDS = 0.01
-"""How often a thread is looked after that said that it is about to end, as it still lives while it says so."""
-
-
-class NextGeneration(PendingGeneration):
-    def __init__(self, owner: ZeroMQ) -> None:
-        self._owner = owner
-
-    def wait(self) -> Generation:
-        return self._owner.next_generation()
-
-
-class NextGenerationApart(PendingGeneration):
-    """The same in a thread of its own: to agree with the others, and to open paths, blocks in many places, and the
-    thread that steps this node has others to step."""
-
-    def __init__(self, owner: ZeroMQ, wake: Callable[[], None]) -> None:
-        self._owner, self._wake = owner, wake
-        self._found: Generation | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"generation-{owner.uid}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with logs.of_node(self._owner.uid):
-                self._found = self._owner.next_generation()
-        except BaseException as error:  # whatever it is, the node has to hear of it
-            self._error = error
-        finally:
-            self._wake()
-
-    def steps(self) -> Steps[Generation]:
-        yield ThreadWait(self._thread)
-        return self.wait()
-
-    def wait(self) -> Generation:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._found is not None
-        return self._found
-
-
-class ThreadWait:
-    """The wait for the end of a thread that has deadlines of its own (`run_state.Wait`)."""
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
-        self.deadline = 0.0
-
-    def step(self, now: float) -> bool:
-        self.deadline = now + THREAD_LOOK_SECONDS
-        return not self._thread.is_alive()
 
 
 class ZeroMQ(Communication[ZeroMQConfig]):
@@ -508,11 +454,11 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._generations.leave(f"node {self.uid} comes from outside")
 
     def regroup(self) -> PendingGeneration:
-        process = self._process
-        return NextGeneration(self) if process is None else NextGenerationApart(self, process.wake)
+        process, begin = self._process, self._begin_next_generation
+        return NextGeneration(begin) if process is None else NextGenerationApart(self.uid, begin, process.wake)
 
-    def next_generation(self) -> Generation:
-        """What `PendingGeneration.wait` does."""
+    def _begin_next_generation(self) -> Generation:
+        """As `PendingGeneration.wait`."""
         assert self._generations is not None
         self._next_generation()
         self._open(self.config.start_timeout_seconds)
