@@ -5,7 +5,7 @@ import os
 import pytest
 
 from decentnode import entropy
-from decentnode.communication.parts import BindPlan
+from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.transport import ZeroMQ
@@ -16,8 +16,10 @@ from tests.linter import check_banned
 
 def drawn_by_a_node() -> list[object]:
     """All that a node draws: the id of its run, the origin of its proposals, credentials for bulk."""
-    node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: 0, 1: 0}, schemas=flat_schema(4), digest="d", bind=BindPlan(),
-                  limits=Limits(1.0, 1.0, 1))  # fmt: skip
+    node = ZeroMQ(ZeroMQConfig(), TransportParts(
+        uid=0, machine_of={0: 0, 1: 0}, schemas=flat_schema(4), digest="d", bind=BindPlan(),
+        limits=Limits(1.0, 1.0, 1),
+    ))  # fmt: skip
     try:
         assert node._generations is not None
         given = BulkAccess(True, True).give(1)

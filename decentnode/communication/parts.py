@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -102,7 +102,7 @@ class TransportParts:
     """What payloads look like, by phase; the last one is that of averaged buffers."""
     digest: str
     """Of config and graph; nodes of another digest are refused."""
-    base_dir: Path
+    base_dir: Path = Path()
     """Folder that the config's paths are relative to."""
     run_id: bytes | None = None
     """None adopts the one that uid 0 drew."""
@@ -118,8 +118,13 @@ class TransportParts:
     """What goes wrong between nodes; None where nothing does but by itself."""
     growth: Growth | None = None
     """Where nodes that are not in the mapping may be admitted; None where none is."""
-    relayed: frozenset[int] = frozenset()
+    relayed: Collection[int] = ()
     """Nodes of the mapping to which no other machine can connect: relays pass on what is sent to them."""
+
+    @property
+    def founders(self) -> int:
+        """How many of the uids begin the run: the nodes of the mapping."""
+        return len(self.machine_of) if self.growth is None else self.growth.founders
 
 
 class CommunicationConfig(Config):

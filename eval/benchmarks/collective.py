@@ -24,7 +24,7 @@ from common import machine, memory_ceilings, run_rounds
 from link import both
 
 from decentnode.communication.hybrid.transport import Collective
-from decentnode.communication.parts import BindPlan, Schema
+from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.communication.torch_distributed.gloo import connect, listen, make_group
 from decentnode.payload import Payload, TensorSpec
 
@@ -45,10 +45,10 @@ ALL = {"all_reduce": "collective", "point to point": "{name: collective, use_col
 def open_node(uid: int, elements: int, folder: Path, batched: bool, pipe: Connection) -> Collective:
     folder.mkdir(parents=True, exist_ok=True)
     config = Collective.Config.model_validate({"name": "collective", "backend": "gloo", "batched": batched})
-    node = Collective(
-        config, uid=uid, machine_of={0: 0, 1: 0}, digest="d", bind=BindPlan(folder),  # type: ignore[arg-type]
+    node = Collective(config, TransportParts(
+        uid=uid, machine_of={0: 0, 1: 0}, digest="d", bind=BindPlan(folder),
         schemas=(Schema(elements, {"x": TensorSpec(torch.float32, elements)}, True),),
-    )
+    ))
     pipe.send(node.bind())
     node.set_peers({1 - uid: pipe.recv()})
     node.start(30)

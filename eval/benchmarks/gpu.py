@@ -447,7 +447,7 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
     from decentnode.mixing import mix_into, passes
     from decentnode.payload import Payload
 
-    others = tuple(uid for uid in range(len(node._machine_of)) if uid != node.uid)
+    others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     x = torch.ones(IPC_ELEMENTS, device=device)
     for arrival in node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):
         assert not arrival.missing

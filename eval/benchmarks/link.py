@@ -23,7 +23,7 @@ import torch
 import zmq
 from common import machine, memory_ceilings
 
-from decentnode.communication.parts import BindPlan, Schema
+from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
@@ -138,12 +138,11 @@ class Edge:
         keys = {"keys": str(self.folder / "keys"), "bulk_security": bulk} if bulk else {}
         if transport == "unchecked":
             keys = {"checksum": "none"}
-        node = ZeroMQ(
-            ZeroMQConfig.model_validate({"name": name, **keys}), uid=uid, machine_of={0: 0, 1: 0}, digest="d",
+        node = ZeroMQ(ZeroMQConfig.model_validate({"name": name, **keys}), TransportParts(
+            uid=uid, machine_of={0: 0, 1: 0}, digest="d",
             schemas=(Schema(self.elements, {"x": TensorSpec(torch.float32, self.elements)}, True),),
             bind=BindPlan(None if transport in ("tcp", "unchecked") else self.folder),
-            keyring=load_keyring(self.folder / "keys", uid, 2) if bulk else None,
-        )
+        ), load_keyring(self.folder / "keys", uid, 2) if bulk else None)
         pipe.send(node.bind())
         node.set_peers({1 - uid: pipe.recv()})
         node.start(30)

@@ -16,7 +16,7 @@ from torch import Tensor
 from decentnode.communication.base import Communication
 from decentnode.communication.hybrid.transport import Collective, Hybrid
 from decentnode.communication.inproc import Hub, Inproc
-from decentnode.communication.parts import BindPlan, Schema
+from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
@@ -57,9 +57,10 @@ def make(
     assert isinstance(config, ZeroMQConfig)
     plan = BindPlan(None if way == "tcp" else folder)
     return [
-        kind(config, uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas,
-             digest=digests[u] if digests else "d", bind=plan,
-               keyring=load_keyring(keys, u, n) if bulk else None, device=device)
+        kind(config, TransportParts(
+            uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas, digest=digests[u] if digests else "d",
+            bind=plan, device=device,
+        ), load_keyring(keys, u, n) if bulk else None)
         for u in range(n)
     ]  # fmt: skip
 
@@ -113,7 +114,9 @@ def connected(made: Sequence[Communication], start: bool = True) -> Iterator[Non
 
 def check_cannot_bind(plan: BindPlan, says: str, *, machine: int = 0) -> None:
     """A lone node on `machine` that cannot listen as planned says so as a fault of its environment."""
-    node = ZeroMQ(ZeroMQConfig(), uid=0, machine_of={0: machine}, schemas=flat_schema(4), digest="d", bind=plan)
+    node = ZeroMQ(ZeroMQConfig(), TransportParts(
+        uid=0, machine_of={0: machine}, schemas=flat_schema(4), digest="d", bind=plan,
+    ))
     try:
         with pytest.raises(EnvironmentFault, match=says):
             node.bind()

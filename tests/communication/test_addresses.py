@@ -11,7 +11,7 @@ import torch
 import zmq
 
 from decentnode.communication.hybrid.transport import Collective
-from decentnode.communication.parts import BindPlan
+from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.zeromq import connections
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
@@ -32,9 +32,10 @@ def made(
         options = {"keys": keys, **options}
     config = kind.Config.model_validate({"name": name, **options})
     found = [
-        kind(config, uid=uid, machine_of={u: u for u in range(n)}, schemas=flat_schema(70_000), digest="d",
-             bind=BindPlan(host=hosts[uid], port=port + 2 * uid),
-             keyring=load_keyring(keys, uid, n) if keys is not None else None)
+        kind(config, TransportParts(
+            uid=uid, machine_of={u: u for u in range(n)}, schemas=flat_schema(70_000), digest="d",
+            bind=BindPlan(host=hosts[uid], port=port + 2 * uid),
+        ), load_keyring(keys, uid, n) if keys is not None else None)
         for uid in range(n)
     ]  # fmt: skip
     for node in found:

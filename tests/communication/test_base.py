@@ -34,7 +34,7 @@ def test_keys_are_read_from_the_folder_that_the_config_names(tmp_path: Path) -> 
         config = ZeroMQ.Config.model_validate({"name": "zeromq", **keys})
         node = ZeroMQ.make(config, parts)
         try:
-            assert (node._security is not None) == secure
-            assert not secure or node._security.keyring.uid == 1  # type: ignore[union-attr]
+            assert (node._run.security is not None) == secure
+            assert not secure or node._run.security.keyring.uid == 1  # type: ignore[union-attr]
         finally:
             node.close()

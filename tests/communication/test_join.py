@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.clock import now
-from decentnode.communication.parts import BindPlan
+from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
@@ -25,10 +25,10 @@ def make(
     """again: where the node listened before."""
     options |= {} if keys is None else {"keys": keys, "bulk_security": "curve"}
     config = ZeroMQConfig.model_validate({"name": "zeromq", "suspect_seconds": 2, **options})
-    return ZeroMQ(
-        config, uid=uid, machine_of=dict.fromkeys(range(n), 0), schemas=flat_schema(8), digest=digest,
-        bind=BindPlan(None, again=again), keyring=None if keys is None else load_keyring(keys, uid, n), limits=limits,
-    )  # fmt: skip
+    return ZeroMQ(config, TransportParts(
+        uid=uid, machine_of=dict.fromkeys(range(n), 0), schemas=flat_schema(8), digest=digest,
+        bind=BindPlan(None, again=again), limits=limits,
+    ), None if keys is None else load_keyring(keys, uid, n))  # fmt: skip
 
 
 def test_a_join_with_another_config_is_told_on_both_sides_by_name() -> None:
@@ -48,7 +48,7 @@ def test_a_join_with_another_config_is_told_on_both_sides_by_name() -> None:
         joiner.set_peers(addresses)
         joiner.join()
         with pytest.raises(AssemblyError, match=r"node 2 was refused by node \d .*: node 2 .* another config or graph"):
-            joiner.next_generation()
+            joiner.regroup().wait()
         wait_until(  # node 0 may hear of it after node 1, whose refusal is enough for the joiner
             lambda: any(kind == "wrong_config" and "node 2" in detail and "another" in detail for kind, detail in told),
             lambda: f"node 0 has no event of it: {told}",
@@ -66,7 +66,7 @@ def test_who_joins_a_run_that_is_over_is_told_that_nobody_answers() -> None:
         joiner.bind()
         joiner.join()
         with pytest.raises(PeerLost, match=r"comes from outside; no other node of the run answers"):
-            joiner.next_generation()
+            joiner.regroup().wait()
     finally:
         joiner.close()
 

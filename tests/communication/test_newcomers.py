@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from decentnode import clock, entropy
-from decentnode.communication.parts import BindPlan, Growth
+from decentnode.communication.parts import BindPlan, Growth, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import (
     AUTHORIZED_FILE,
@@ -46,12 +46,11 @@ def made(uid: int, port: int, control: dict[int, str], keys: Path | None = None,
         keyring = None
     else:
         keyring = load_newcomer(keys, uid) if granted is not None else load_keyring(keys, uid, 2)
-    return ZeroMQ(
-        config, uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8),
-        digest=told[1],
-        bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), keyring=keyring, limits=LIMITS,
+    return ZeroMQ(config, TransportParts(
+        uid=uid, machine_of={each: each for each in range(2 + newcomers)}, schemas=flat_schema(8), digest=told[1],
+        bind=BindPlan(None, host="127.0.0.1" if uid < 2 else "127.0.0.2", port=port), limits=LIMITS,
         growth=Growth(2, told[0], control, token, seats, secret if granted is None else b""),
-    )  # fmt: skip
+    ), keyring)  # fmt: skip
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def takes_part(
 
     def enter(node: ZeroMQ) -> None:
         wait_until(lambda: bool(node._status.regrouping))
-        found[node.uid] = node.next_generation().members
+        found[node.uid] = node.regroup().wait().members
         node.barrier("all there", 20)
 
     together(nodes, enter)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from decentnode.communication.hybrid.config import HybridConfig
 from decentnode.communication.hybrid.transport import Hybrid
-from decentnode.communication.parts import BindPlan
+from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.routing import Routing
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
@@ -150,8 +150,9 @@ def test_a_machine_with_one_node_starts_beside_one_with_shared_memory() -> None:
     """Publish buffers are made behind barriers of the whole run, which a node without one has to pass too."""
     with tempfile.TemporaryDirectory(prefix="dn") as folder:
         made = [
-            Hybrid(HybridConfig(name="auto"), uid=u, machine_of={0: 0, 1: 1, 2: 1}, schemas=flat_schema(9), digest="d",
-                   bind=BindPlan(Path(folder)))
+            Hybrid(HybridConfig(name="auto"), TransportParts(
+                uid=u, machine_of={0: 0, 1: 1, 2: 1}, schemas=flat_schema(9), digest="d", bind=BindPlan(Path(folder)),
+            ))
             for u in range(3)
         ]  # fmt: skip
         with connected(made):
@@ -165,8 +166,10 @@ def test_a_clique_across_machines_meets_at_the_address_of_its_first_node() -> No
         {"name": "hybrid", "cliques": [[1, 2, 3]], "edges": [{"nodes": [2, 3], "by": "collective"}]}
     )
     made = [
-        Hybrid(config, uid=u, machine_of=machine_of, schemas=flat_schema(1000), digest="d",
-               bind=BindPlan(host=f"127.0.0.{m + 1}"))
+        Hybrid(config, TransportParts(
+            uid=u, machine_of=machine_of, schemas=flat_schema(1000), digest="d",
+            bind=BindPlan(host=f"127.0.0.{m + 1}"),
+        ))
         for u, m in machine_of.items()
     ]  # fmt: skip
     with connected(made):

@@ -11,7 +11,7 @@ import torch
 import torch.multiprocessing as mp
 
 from decentnode.communication.hybrid.transport import Hybrid
-from decentnode.communication.parts import BindPlan
+from decentnode.communication.parts import BindPlan, TransportParts
 from tests.communication.contract import flat_schema
 
 Work = Callable[[Hybrid, torch.device], Any]
@@ -20,10 +20,10 @@ Work = Callable[[Hybrid, torch.device], Any]
 def _node(uid: int, n: int, elements: int, folder: str, work: Work, results: Any) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    node = Hybrid(
-        Hybrid.Config.model_validate({"name": "hybrid"}), uid=uid, machine_of=dict.fromkeys(range(n), 0),
-        schemas=flat_schema(elements), digest="d", bind=BindPlan(Path(folder)), device=device,
-    )  # fmt: skip
+    node = Hybrid(Hybrid.Config.model_validate({"name": "hybrid"}), TransportParts(
+        uid=uid, machine_of=dict.fromkeys(range(n), 0), schemas=flat_schema(elements), digest="d",
+        bind=BindPlan(Path(folder)), device=device,
+    ))  # fmt: skip
     node.bind()
     node.set_peers({u: (f"ipc://{folder}/{u}c", f"ipc://{folder}/{u}b") for u in range(n)})
     try:

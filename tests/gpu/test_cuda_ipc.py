@@ -19,7 +19,7 @@ ELEMENTS = 64_000_000
 
 
 def exchange_and_check(node: Hybrid, device: torch.device) -> bool:
-    others = tuple(uid for uid in range(len(node._machine_of)) if uid != node.uid)
+    others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
     assert node.parts.paths.of(SharedMemoryPath).readers == set(others)
     for r in range(20):
@@ -42,7 +42,7 @@ def test_models_arrive_bit_for_bit_round_after_round(n: int, elements: int) -> N
 
 def mixed_in_place(node: Hybrid, device: torch.device) -> bool:
     """Whether node 0 gets the mean of all models when it mixes all neighbors straight from their memory."""
-    others = tuple(uid for uid in range(len(node._machine_of)) if uid != node.uid)
+    others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     n, x = 1 + len(others), torch.full((ELEMENTS,), float(node.uid), device=device)
     flying = node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others)
     for arrival in flying.arrivals(60):
@@ -69,7 +69,7 @@ def train(node: Hybrid, device: torch.device) -> tuple[list[float], list[float]]
 
     (sum, sum of squares) of the parameters, in float64, before and after the last mixing.
     """
-    n = len(node._machine_of)
+    n = len(node._run.machine_of)
     neighbors = tuple(sorted({(node.uid + 1) % n, (node.uid - 1) % n}))
     torch.manual_seed(node.uid)
     model, flat = resnet18(device)

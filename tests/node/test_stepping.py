@@ -16,7 +16,7 @@ from decentnode import clock
 from decentnode.build import build, build_in_process, step_all
 from decentnode.communication.base import Communication
 from decentnode.communication.hybrid.transport import Hybrid
-from decentnode.communication.parts import BindPlan, Schema
+from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.communication.run_state import GuardedWait, RunState, Steps
 from decentnode.communication.same_process import MAX_HELD, SameProcessPath
 from decentnode.communication.shared_process import SharedProcess
@@ -70,10 +70,10 @@ def built(experiment: Experiment, kind: str, regroup: bool = False) -> Iterator[
     config = ZeroMQConfig.model_validate({"name": TRANSPORTS[kind], "timeout_seconds": 30})
 
     def join(uid: int, folder: Path) -> Callable[[tuple[Schema, ...]], Communication]:
-        return lambda schemas: Hybrid(
-            config, uid=uid, machine_of=dict.fromkeys(range(NODES), 0), schemas=schemas, digest="d",
-            bind=BindPlan(folder), process=of[uid], limits=Limits(5.0, 30.0, 2, 99) if regroup else None,
-        )  # fmt: skip
+        return lambda schemas: Hybrid(config, TransportParts(
+            uid=uid, machine_of=dict.fromkeys(range(NODES), 0), schemas=schemas, digest="d", bind=BindPlan(folder),
+            process=of[uid], limits=Limits(5.0, 30.0, 2, 99) if regroup else None,
+        ))  # fmt: skip
 
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         nodes = [build(experiment, uid, join(uid, Path(folder))) for uid in range(NODES)]
@@ -197,8 +197,10 @@ def test_a_node_that_does_not_mix_is_handed_no_more_than_a_few_payloads() -> Non
     processes = [SharedProcess((0, 1))]
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         made = [
-            Hybrid(ZeroMQConfig.model_validate({"name": "zeromq"}), uid=uid, machine_of={0: 0, 1: 0},
-                   schemas=flat_schema(8), digest="d", bind=BindPlan(Path(folder)), process=processes[0])
+            Hybrid(ZeroMQConfig.model_validate({"name": "zeromq"}), TransportParts(
+                uid=uid, machine_of={0: 0, 1: 0}, schemas=flat_schema(8), digest="d", bind=BindPlan(Path(folder)),
+                process=processes[0],
+            ))
             for uid in range(2)
         ]  # fmt: skip
         with connected(made):
@@ -220,8 +222,10 @@ def test_a_model_is_lent_to_neighbors_inside_until_they_have_mixed_it() -> None:
     elements, process = 8192, SharedProcess((0, 1))
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         made = [
-            Hybrid(ZeroMQConfig.model_validate({"name": "zeromq"}), uid=uid, machine_of={0: 0, 1: 0},
-                   schemas=flat_schema(elements), digest="d", bind=BindPlan(Path(folder)), process=process)
+            Hybrid(ZeroMQConfig.model_validate({"name": "zeromq"}), TransportParts(
+                uid=uid, machine_of={0: 0, 1: 0}, schemas=flat_schema(elements), digest="d",
+                bind=BindPlan(Path(folder)), process=process,
+            ))
             for uid in range(2)
         ]  # fmt: skip
 

@@ -3,60 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from pathlib import Path as Folder
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication import PATHS
-from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Endpoints, Schema
 from decentnode.communication.path import Path, PathContext, Paths
-from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.staging import Leases, staging_of
 from decentnode.communication.routing import Routing
-from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.shared_memory.path import SharedMemoryPath
-from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.torch_distributed.communicator import gpu_number
 from decentnode.communication.zeromq.chunk_path import ChunkPath
-from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.link_driver import LinkDriver
 from decentnode.communication.zeromq.link_state import CONTROL, ONE_FRAME_BYTES
-from decentnode.communication.zeromq.message_maker import MessageMaker
-from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.run_parts import RunParts
 from decentnode.communication.zeromq.tree_collectives import TreeCollectives
 from decentnode.config.component import load_class
 from decentnode.errors import PeerFault
 from decentnode.mapping.hosts import host_of
 from decentnode.wire.messages import Message, Slot
-from decentnode.wire.session import Session
-
-
-@dataclasses.dataclass(frozen=True)
-class RunParts:
-    """What one node's transport is made of, from its start to its end."""
-
-    uid: int
-    config: ZeroMQConfig
-    machine_of: Mapping[int, int]
-    schemas: tuple[Schema, ...]
-    folder: Folder | None
-    """Private folder for Unix sockets of this host."""
-    addresses: Mapping[int, Endpoints]
-    """Where the others listen."""
-    session: Session
-    driver: LinkDriver
-    inbox: Inbox
-    sender: Sender
-    maker: MessageMaker
-    state: RunState
-    counters: Counters
-    process: SharedProcess | None = None
-    """What this node shares with others of its process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +106,7 @@ class GenerationPaths:
             schemas=run.schemas, routing=routing, partners=partners, run_id=session.run, generation=session.name,
             folder=run.folder, inbox=run.inbox, state=run.state, counters=run.counters, leases=leases,
             lease_of=lease_of, barrier=self._collectives.barrier, gather=self._gather,
-            host_of=lambda uid: host_of(run.addresses[uid][CONTROL]), send=send, admit=session.admit,
+            host_of=lambda uid: host_of(run.addresses.others[uid][CONTROL]), send=send, admit=session.admit,
             refuse=run.driver.links.refuse, process=run.process,
         )  # fmt: skip
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from decentnode import clock
+from decentnode import clock, entropy
+from decentnode.communication.parts import TransportParts
 from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
 from decentnode.communication.zeromq.link_driver import LinkDriver
 from decentnode.communication.zeromq.reconfigure import EndWait, GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.run_parts import RunParts
 from decentnode.errors import Regrouping
 from decentnode.wire.generation import Generation
+from decentnode.wire.membership import Membership
+
+
+def generations_of(run: RunParts, given: TransportParts) -> Generations | None:
+    """Returns how this node agrees with the others on members; None in a run with but one generation of them."""
+    if given.limits is None:
+        return None
+    membership = Membership(run.uid, len(run.machine_of), given.limits, draw=entropy.draw, digest=given.digest,
+                            describe=run.addresses.describe, founders=given.founders,
+                            seat=b"" if given.growth is None else given.growth.token)  # fmt: skip
+    run.state.waiting_began = lambda since: run.driver.io.due_by(membership.watch.next_ask(since))
+    made = Reconfiguration(membership, run.driver.links.sender, run.state, run.counters, run.state.wake)
+    return Generations(made, run.driver, run.state)
 
 
 class Generations:

@@ -165,5 +165,5 @@ def test_who_is_on_one_host_meets_without_a_port(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(path_module, name, listens)
     with nodes("collective", 3, flat_schema(100)) as made:
         together(made, lambda node: node.barrier("there", 60))
-        folder = made[0]._plan.ipc_dir  # type: ignore[attr-defined]
+        folder = made[0]._run.folder  # type: ignore[attr-defined]
         assert len(list(folder.glob("clique-0-*"))) == 1

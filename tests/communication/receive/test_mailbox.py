@@ -14,7 +14,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.counters import Counters
 from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.inproc import Inproc
-from decentnode.communication.parts import BindPlan, Collected, Schema
+from decentnode.communication.parts import BindPlan, Collected, Schema, TransportParts
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.mailbox import PARTLY, MailboxWait
@@ -201,8 +201,10 @@ def test_nodes_of_one_process_hand_payloads_over_and_let_go_of_old_ones() -> Non
     process, config = SharedProcess((0, 1)), ZeroMQConfig.model_validate({"name": "zeromq"})
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         made = [
-            Hybrid(config, uid=uid, machine_of={0: 0, 1: 0}, schemas=mailbox(1), digest="d",
-                   bind=BindPlan(Path(folder)), process=process) for uid in range(2)
+            Hybrid(config, TransportParts(
+                uid=uid, machine_of={0: 0, 1: 0}, schemas=mailbox(1), digest="d", bind=BindPlan(Path(folder)),
+                process=process,
+            )) for uid in range(2)
         ]  # fmt: skip
         with connected(made):
             for round in range(3 * MAX_HELD):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentnode.communication.parts import BindPlan, Endpoints, Growth
+from decentnode.communication.parts import BindPlan, Endpoints, Growth, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import (
     AUTHORIZED_FILE,
@@ -76,9 +76,10 @@ def test_hosts_behind_routers_that_masquerade_take_part_with_the_same_bits(hosts
     config = ZeroMQConfig.model_validate({"name": "zeromq", "start_timeout_seconds": 40, "keys": tmp_path})
 
     def make(uid: int) -> ZeroMQ:
-        return ZeroMQ(config, uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS),
-                      digest="d", bind=BindPlan(None, host=public(uid) if uid < 2 else HOME, port=PORT), relayed=(2, 3),
-                      keyring=load_keyring(tmp_path, uid, 4))  # fmt: skip
+        return ZeroMQ(config, TransportParts(
+            uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS), digest="d",
+            bind=BindPlan(None, host=public(uid) if uid < 2 else HOME, port=PORT), relayed=(2, 3),
+        ), load_keyring(tmp_path, uid, 4))  # fmt: skip
 
     with started(hosts, make, 4) as run:
         found = gossip(run, ELEMENTS, torch.float32, 3)
@@ -107,10 +108,11 @@ def test_newcomers_at_home_are_found_to_be_there_and_speak_with_each_other(hosts
         keyring = load_keyring(folder, uid, 2) if granted is None else load_newcomer(folder, uid)
         config = ZeroMQConfig.model_validate({"name": "zeromq", "start_timeout_seconds": 40, "keys": folder})
         token, seats = (b"", b"") if granted is None else (granted.seat, granted.seats)
-        return ZeroMQ(config, uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS),
-                      digest="d", bind=BindPlan(None, host=public(uid) if uid < 2 else HOME, port=PORT),
-                      keyring=keyring, limits=Limits(20.0, 60.0, 2),
-                      growth=Growth(2, TOLD, control, token, seats))  # fmt: skip
+        return ZeroMQ(config, TransportParts(
+            uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS), digest="d",
+            bind=BindPlan(None, host=public(uid) if uid < 2 else HOME, port=PORT), limits=Limits(20.0, 60.0, 2),
+            growth=Growth(2, TOLD, control, token, seats),
+        ), keyring)  # fmt: skip
 
     def come(uid: int) -> ZeroMQ:
         request = Request(control[1].removeprefix("tcp://"), 1, HOME, PORT, own[uid])
@@ -126,7 +128,7 @@ def test_newcomers_at_home_are_found_to_be_there_and_speak_with_each_other(hosts
 
     def enter_next(node: ZeroMQ) -> object:
         wait_until(lambda: bool(node._status.regrouping))
-        found = node.next_generation().members
+        found = node.regroup().wait().members
         node.caught_up()
         node.barrier("all there", 30)
         return found

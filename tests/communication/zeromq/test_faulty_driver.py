@@ -50,6 +50,7 @@ class Sockets:
         self.sent: list[tuple[float, int, int, bytes]] = []
         self.renewed: list[tuple[int, int]] = []
         self.full = False
+        self.peers = self
 
     def send(self, uid: int, plane: int, first: bytes, body: bytes | None) -> bool:
         if not self.full:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from decentnode.communication.parts import BindPlan, Endpoints
+from decentnode.communication.parts import BindPlan, Endpoints, TransportParts
 from decentnode.communication.zeromq import relays
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.security import load_keyring, write_keys
@@ -33,9 +33,10 @@ def made(folder: Path, bulk: str = "", limits: Limits | None = None) -> list[Zer
         write_keys(folder / "keys", range(4))
         options |= {"keys": folder / "keys", "bulk_security": bulk}
     config = ZeroMQConfig.model_validate({"name": "zeromq", **options})
-    return [ZeroMQ(config, uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS),
-                   digest="d", bind=BindPlan(None, host="127.0.0.1", port=free_ports(2)), relayed=HIDDEN,
-                   keyring=load_keyring(folder / "keys", uid, 4) if bulk else None, limits=limits)
+    return [ZeroMQ(config, TransportParts(
+        uid=uid, machine_of={each: each for each in range(4)}, schemas=flat_schema(ELEMENTS), digest="d",
+        bind=BindPlan(None, host="127.0.0.1", port=free_ports(2)), relayed=HIDDEN, limits=limits,
+    ), load_keyring(folder / "keys", uid, 4) if bulk else None)
             for uid in range(4)]  # fmt: skip
 
 
@@ -150,7 +151,7 @@ def test_who_is_reached_through_a_relay_that_dies_is_not_left_out_with_it(tmp_pa
 
         def enter(node: ZeroMQ) -> None:
             wait_until(lambda: bool(node._status.regrouping))
-            found[node.uid] = node.next_generation().members
+            found[node.uid] = node.regroup().wait().members
             node.barrier("without it", 30)
 
         together(left, enter)  # type: ignore[arg-type]

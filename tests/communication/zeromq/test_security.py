@@ -16,6 +16,7 @@ import zmq
 
 from decentnode.clock import now
 from decentnode.communication.base import Communication
+from decentnode.communication.parts import TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.credentials import LOGIN_DIGITS, BulkCredential
 from decentnode.communication.zeromq.security import (
@@ -99,12 +100,13 @@ def test_bulk_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
 
 def with_keyring(node: ZeroMQ, public: dict[int, bytes], pair: tuple[bytes, bytes] | None = None) -> ZeroMQ:
     """The same node, closed and made anew, with what others' keys are to it, and its own key pair."""
-    assert node._security is not None
-    ring = node._security.keyring
+    assert node._run.security is not None
+    ring = node._run.security.keyring
     node.close()
     own, secret = pair or (ring.public[node.uid], ring.secret)
-    return ZeroMQ(node.config, uid=node.uid, machine_of=node._machine_of, schemas=flat_schema(8), digest="d",
-                  keyring=Keyring(node.uid, secret, {**ring.public, node.uid: own, **public}))  # fmt: skip
+    return ZeroMQ(node.config, TransportParts(
+        uid=node.uid, machine_of=node._run.machine_of, schemas=flat_schema(8), digest="d",
+    ), Keyring(node.uid, secret, {**ring.public, node.uid: own, **public}))  # fmt: skip
 
 
 def failures(made: list[ZeroMQ], known: dict[int, str], one_knows: str = "") -> list[str]:
@@ -177,8 +179,9 @@ def test_another_key_for_the_parent_is_told_on_both_sides(tmp_path: Path) -> Non
 def test_one_side_without_keys_is_told_on_both(open_one: int, tmp_path: Path) -> None:
     made = make("tcp+curve", 2, flat_schema(8), tmp_path)
     made[open_one].close()
-    made[open_one] = ZeroMQ(ZeroMQConfig(name="zeromq"), uid=open_one, machine_of={0: 0, 1: 0}, digest="d",
-                            schemas=flat_schema(8))  # fmt: skip
+    made[open_one] = ZeroMQ(ZeroMQConfig(name="zeromq"), TransportParts(
+        uid=open_one, machine_of={0: 0, 1: 0}, digest="d", schemas=flat_schema(8),
+    ))  # fmt: skip
     known = {0: r"node 1 \(.*(communication.security differ)",
              1: r"node 0 \(.*(communication.security differs|other security)"}  # fmt: skip
     why = "communication.security differs"
@@ -296,7 +299,7 @@ def test_secrets_never_reach_logs_or_events(tmp_path: Path, caplog: pytest.LogCa
         for node in made:
             node.counters.on_event = lambda kind, peer, detail: said.append(f"{kind} {peer} {detail}")
         gossip(made, 8, torch.float32, 2)
-        secrets = [node._security.keyring.secret.decode() for node in made]  # type: ignore[attr-defined]
+        secrets = [node._run.security.keyring.secret.decode() for node in made]  # type: ignore[attr-defined]
         secrets += [p.key.hex() for node in made for p in node._links.access.given.values()]  # type: ignore[attr-defined]
         shown = repr([node._links.access.given for node in made]) + repr(made) + caplog.text + "".join(said)  # type: ignore[attr-defined]
     assert len(secrets) == 4 and not any(secret in shown for secret in secrets)

@@ -14,7 +14,7 @@ import zmq
 
 from decentnode import clock
 from decentnode.communication.base import Communication
-from decentnode.communication.parts import BindPlan
+from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.collective_state import CollectiveState
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -224,7 +224,9 @@ def test_reports_are_not_waited_for_from_who_said_the_last_word(n: int) -> None:
 def lone(uid: int, n: int, machine_of: dict[int, int] | None = None, digest: str = "d") -> ZeroMQ:
     config = ZeroMQConfig(name="zeromq")
     machines = machine_of or dict.fromkeys(range(n), 0)
-    return ZeroMQ(config, uid=uid, machine_of=machines, schemas=flat_schema(4), digest=digest, bind=BindPlan())
+    return ZeroMQ(config, TransportParts(
+        uid=uid, machine_of=machines, schemas=flat_schema(4), digest=digest, bind=BindPlan(),
+    ))
 
 
 def test_a_peer_that_never_comes_is_named_with_its_machine() -> None:

@@ -1,0 +1,72 @@
+"""Nodes that are not in the mapping: the keys that they and the others come with, and how one that was granted a uid
+gets its place in a transport."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from decentnode.communication.parts import Growth, TransportParts
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.link_state import CONTROL
+from decentnode.communication.zeromq.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.relays import Relays
+from decentnode.communication.zeromq.run_parts import RunParts
+from decentnode.communication.zeromq.security import Admission, Keyring, load_keyring, load_newcomer, read_secret
+from decentnode.wire.generation import Seated
+
+
+def with_secret(config: ZeroMQConfig, given: TransportParts) -> TransportParts:
+    """Returns `given` with the secret of invitations, where this node is of the mapping and asks for them. Raises
+    EnvironmentFault."""
+    growth = given.growth
+    if growth is None or growth.token or config.invitations is None:
+        return given
+    return replace(given, growth=replace(growth, secret=read_secret(given.base_dir / config.invitations)))
+
+
+def keyring_of(config: ZeroMQConfig, given: TransportParts) -> Keyring | None:
+    """Reads a node's keys: a newcomer's own and those that it was told, or those of all nodes of the mapping; None
+    where nodes have none. Raises EnvironmentFault."""
+    if config.key_folder is None:
+        return None
+    folder = given.base_dir / config.key_folder
+    if given.growth is not None and given.growth.token:
+        return load_newcomer(folder, given.uid)
+    return load_keyring(folder, given.uid, given.founders)
+
+
+class Newcomers:
+    """How one node's transport takes in nodes that are not in the mapping, itself among them where it is one."""
+
+    def __init__(self, run: RunParts, relays: Relays) -> None:
+        self._run, self._relays = run, relays
+
+    def admit_through(self, reconfiguration: Reconfiguration, growth: Growth) -> None:
+        """Before the start: have members that agree on a generation admit newcomers, and tell them the experiment."""
+        security, membership = self._run.security, reconfiguration.membership
+        reconfiguration.seated, reconfiguration.config_text = self._seated, growth.experiment
+        reconfiguration.control_of = lambda uid: growth.control.get(uid, "")
+        reconfiguration.admission = Admission(growth.secret, security)
+        membership.learn_seats(growth.seats)
+        if security is not None:
+            keys = security.keyring.public
+            reconfiguration.founder_keys = frozenset(key.decode() for uid, key in keys.items() if uid < growth.founders)
+        self._relays.is_newcomer = membership.seats.known.__contains__
+        own_seat = membership.seats.known.get(self._run.uid)
+        if own_seat is not None and own_seat.via:
+            self._relays.relayed.add(self._run.uid)
+
+    def _seated(self, seat: Seated) -> None:
+        """With `LinkDriver.lock` held: a newcomer is at these endpoints."""
+        run, endpoints = self._run, (seat.control, seat.bulk)
+        run.addresses.add({seat.uid: endpoints})
+        for peers in run.maker.over_tcp:
+            peers.add(seat.uid)
+        if run.security is not None:
+            run.security.keyring.public[seat.uid] = seat.key.encode()
+        if seat.relayed:
+            self._relays.relayed.add(seat.uid)
+        else:
+            self._relays.relayed.discard(seat.uid)
+        run.driver.io.add_peer(seat.uid, self._relays.way_to(seat.uid, endpoints))
+        run.driver.links.sender.control_kind = run.maker.sum_kind(CONTROL, run.addresses.others)

@@ -1,0 +1,91 @@
+"""What one node's networked transport is made of from its start to its end, and how these parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import zmq
+
+import decentnode
+from decentnode import entropy
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Schema, TransportParts
+from decentnode.communication.receive.inbox import Inbox
+from decentnode.communication.run_state import RunState
+from decentnode.communication.shared_process import SharedProcess
+from decentnode.communication.zeromq.addresses import Addresses
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.connections import held
+from decentnode.communication.zeromq.faulty_driver import FaultyDriver
+from decentnode.communication.zeromq.link_driver import LinkDriver, LinkSizes
+from decentnode.communication.zeromq.link_state import MAX_PAYLOADS
+from decentnode.communication.zeromq.message_maker import MessageMaker
+from decentnode.communication.zeromq.security import Keyring, Security
+from decentnode.communication.zeromq.sender import Sender
+from decentnode.wire.session import Session
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of one node's transport that stay the same through all generations of members."""
+
+    uid: int
+    config: ZeroMQConfig
+    machine_of: Mapping[int, int]
+    schemas: tuple[Schema, ...]
+    folder: Path | None
+    """Private folder for Unix sockets of this host."""
+    addresses: Addresses
+    session: Session
+    driver: LinkDriver
+    inbox: Inbox
+    sender: Sender
+    maker: MessageMaker
+    state: RunState
+    counters: Counters
+    security: Security | None = None
+    """None where the config is not `secure`."""
+    process: SharedProcess | None = None
+    """What this node shares with others of its process."""
+
+
+def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring | None) -> RunParts:
+    """Makes the parts of one node, with sockets that neither listen nor are connected yet.
+
+    keyring: the node's keys. Raises ValueError for cliques or edges that contradict the mapping, and for keys without a
+    `secure` config or the other way round.
+    """
+    if given.faults is not None and given.faults.damages and config.checksum == "auto":
+        config = config.model_copy(update={"checksum": "xxh3"})  # of one host's messages, too
+    machine_of = dict(given.machine_of)
+    for problem in config.routing(machine_of).problems():
+        raise ValueError(problem)
+    if config.secure != (keyring is not None):
+        raise ValueError("keyring must be given exactly when the config is secure")
+    counters, state = Counters(), RunState()
+    if given.process is not None:
+        state.process = given.process
+    addresses = Addresses(given.uid, machine_of, given.bind)
+    software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
+    run_id = given.run_id or (entropy.draw(8) if given.uid == 0 else None)
+    session = Session(given.uid, len(machine_of), given.digest, run_id, software=software,
+                      describe=addresses.describe, founders=given.founders)  # fmt: skip
+    security = None if keyring is None else Security(keyring, config.bulk_security)
+    sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
+    driven = session, counters, sizes, security, given.process
+    driver = LinkDriver(*driven) if given.faults is None else FaultyDriver(*driven, given.faults)
+    links = driver.links.sender
+    links.max_payloads = max(MAX_PAYLOADS, 2 * len(given.schemas))  # a round's fragments are sent together
+    maker = MessageMaker(session, config)
+    inbox = Inbox(given.schemas, config.chunk_bytes, state, counters, driver.consumed,
+                  reject_non_finite=config.non_finite == "reject", device=given.device)  # fmt: skip
+    sender = Sender(links, driver, maker, inbox.plans, state, counters, timeout_seconds=config.timeout_seconds,
+                    hold=held)  # fmt: skip
+    return RunParts(
+        uid=given.uid, config=config, machine_of=machine_of, schemas=given.schemas, folder=given.bind.ipc_dir,
+        addresses=addresses, session=session, driver=driver, inbox=inbox, sender=sender, maker=maker, state=state,
+        counters=counters, security=security, process=given.process,
+    )  # fmt: skip
