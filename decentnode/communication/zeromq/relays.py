@@ -8,7 +8,8 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.parts import Endpoints
 from decentnode.communication.zeromq.link_state import CONTROL
 from decentnode.communication.zeromq.node_sockets import NodeSockets
-from decentnode.communication.zeromq.relay_end import RelayEnd, RelayPlan
+from decentnode.communication.zeromq.relay_end import RelayEnd
+from decentnode.communication.zeromq.relay_uplinks import RelayPlan
 from decentnode.communication.zeromq.security import Keyring
 from decentnode.wire.relay import RelayHub
 
