@@ -21,7 +21,7 @@ def test_a_frame_beyond_the_maximum_costs_its_sender_the_connection() -> None:
         assert isinstance(victim, ZeroMQ)
         seen: list[tuple[str, int | None]] = []
         victim.counters.on_event = lambda kind, peer, _: seen.append((kind, peer))
-        largest = victim._io.listeners[1].maxmsgsize
+        largest = victim._io.listening.by_plane[1].maxmsgsize
         dealer.linger = 0
         dealer.connect(victim._local[1])
         dealer.send_multipart([b"x" * 60, bytes(largest + 1)])

@@ -108,7 +108,7 @@ class FaultyDriver(LinkDriver):
     # -- what goes to the sockets -----------------------------------------------------------------------------
 
     def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        """As `NodeSockets.send`."""
+        """As `PeerSockets.send`."""
         now, to = clock.now(), (uid, plane)
         found = self._course.in_effect(now)
         if to in self._dead:
@@ -153,7 +153,7 @@ class FaultyDriver(LinkDriver):
         return True
 
     def _renew(self, uid: int, plane: int) -> None:
-        """As `NodeSockets.renew`: what is under way is lost, late messages too."""
+        """As `PeerSockets.renew`: what is under way is lost, late messages too."""
         to = uid, plane
         self._dead.discard(to)
         self._refused.discard(to)
@@ -161,7 +161,7 @@ class FaultyDriver(LinkDriver):
         if self._count.pop(to, 0):
             self._held = [each for each in self._held if each.to != to]
             heapq.heapify(self._held)
-        self.io.renew(uid, plane)
+        self.io.peers.renew(uid, plane)
 
     @property
     def next_deadline(self) -> float:

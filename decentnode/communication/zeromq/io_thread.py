@@ -15,15 +15,11 @@ from collections.abc import Mapping
 from decentnode import clock, logs
 from decentnode.communication.waker import Waker
 from decentnode.communication.zeromq.credentials import BulkCredential
-from decentnode.communication.zeromq.node_sockets import (
-    CLOSING_LOOK_SECONDS,
-    JOIN_SECONDS,
-    Handler,
-    NodeSockets,
-    nothing,
-)
+from decentnode.communication.zeromq.node_sockets import CLOSING_LOOK_SECONDS, JOIN_SECONDS, NodeSockets
+from decentnode.communication.zeromq.peer_sockets import nothing
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import Security
+from decentnode.communication.zeromq.socket_handler import Handler
 from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
 
 logger = logging.getLogger(__name__)
@@ -96,7 +92,7 @@ class IoThread(NodeSockets, threading.Thread):
 
     def _run(self) -> None:
         try:
-            self._watched[self._waker.descriptor] = self._waker.clear
+            self._watched.by_descriptor[self._waker.descriptor] = self._waker.clear
             self._register(self._waker.descriptor)
             while not self._over():
                 if self._owner.give():
@@ -125,10 +121,11 @@ class IoThread(NodeSockets, threading.Thread):
             timeout_seconds = 0
         elif now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            for take_in in list(self._watched.values()):  # also where a socket should have been silent about its news
+            # also where a socket should have been silent about its news
+            for take_in in list(self._watched.by_descriptor.values()):
                 take_in()
             timeout_seconds = 0
-        elif self._behind and self._catch_up():
+        elif self.listening.behind and self.listening.catch_up():
             timeout_seconds = 0
         elif due < now + timeout_seconds:
             timeout_seconds = due - now
@@ -138,12 +135,12 @@ class IoThread(NodeSockets, threading.Thread):
         finally:
             self.sleeps_until = -math.inf
         for descriptor, _ in news:
-            self._watched.get(descriptor, nothing)()
+            self._watched.by_descriptor.get(descriptor, nothing)()
         if self._calls:
             self._run_calls()
-        if self._blocked:
+        if self.peers.blocked:
             with self.lock:
-                self._unblock()
+                self.peers.unblock()
 
     def _release(self) -> None:
         super()._release()

@@ -116,9 +116,9 @@ class LinkDriver:
         self.links = ReliableLinks(session, self, counters, self._credits, access)
         parts = session.uid, sizes.max_bulk_bytes, self, security, access.given
         self.io: NodeSockets = IoThread(*parts) if process is None else HostedSockets(process, *parts)
-        self.send, self.renew, self.received = self.io.send, self.io.renew, self.links.receive
-        self.carried = self.io.carried
-        self._handshakes = Handshakes(session, self.io.endpoints)
+        self.send, self.renew, self.received = self.io.send, self.io.peers.renew, self.links.receive
+        self.carried = self.io.peers.carried
+        self._handshakes = Handshakes(session, self.io.peers.endpoints)
         self._sending = Sending(self)
 
     def serve(self, owner: LinkOwner) -> None:
@@ -176,7 +176,7 @@ class LinkDriver:
         if allowed is not None:
             self.io.call(lambda: self.links.sender.grant(uid, allowed, clock.now()))
 
-    # -- what happens at the sockets (Handler) ----------------------------------------------------------------
+    # -- what happens at the sockets (socket_handler.py) -------------------------------------------------------
 
     def writable(self, uid: int, plane: int) -> None:
         self.links.sender.writable(uid, plane, clock.now())

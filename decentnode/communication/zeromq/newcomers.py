@@ -68,5 +68,5 @@ class Newcomers:
             self._relays.relayed.add(seat.uid)
         else:
             self._relays.relayed.discard(seat.uid)
-        run.driver.io.add_peer(seat.uid, self._relays.way_to(seat.uid, endpoints))
+        run.driver.io.peers.add_peer(seat.uid, self._relays.way_to(seat.uid, endpoints))
         run.driver.links.sender.control_kind = run.maker.sum_kind(CONTROL, run.addresses.others)

@@ -22,15 +22,11 @@ from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.waker import Waker
 from decentnode.communication.zeromq.credentials import BulkCredential
 from decentnode.communication.zeromq.link_state import BULK, Body
-from decentnode.communication.zeromq.node_sockets import (
-    CLOSING_LOOK_SECONDS,
-    JOIN_SECONDS,
-    RECEIVE_BURST,
-    Handler,
-    NodeSockets,
-)
+from decentnode.communication.zeromq.listening_sockets import RECEIVE_BURST
+from decentnode.communication.zeromq.node_sockets import CLOSING_LOOK_SECONDS, JOIN_SECONDS, NodeSockets
 from decentnode.communication.zeromq.running_time import RunningTime
 from decentnode.communication.zeromq.security import Security
+from decentnode.communication.zeromq.socket_handler import Handler
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +62,14 @@ class HostedSockets(NodeSockets):
         self._released = threading.Event()
         context = process.sockets if security is None else None
         super().__init__(uid, max_bulk_bytes, handler, security, credentials, context)
+        self.send = self._send
         self.loop.nodes[uid] = self
 
     # -- any thread -------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.started = True
-        for descriptor in list(self._watched):
+        for descriptor in list(self._watched.by_descriptor):
             self._register(descriptor)
         self.loop.serve(self)
 
@@ -94,9 +91,9 @@ class HostedSockets(NodeSockets):
         elif not self._released.is_set():
             self._release()
 
-    def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
+    def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         peer = self.loop.nodes.get(uid)
-        return super().send(uid, plane, first, body) if peer is None else peer.take(self, plane, first, body)
+        return self.peers.send(uid, plane, first, body) if peer is None else peer.take(self, plane, first, body)
 
     def take(self, source: HostedSockets, plane: int, first: bytes, body: Body | None) -> bool:
         """Any thread: a message of another node of the process. Returns False where too many wait; the source's
@@ -129,13 +126,13 @@ class HostedSockets(NodeSockets):
 
     def take_in(self, descriptor: int) -> None:
         """There is something to read."""
-        take_in = self._watched.get(descriptor)
+        take_in = self._watched.by_descriptor.get(descriptor)
         if take_in is not None:
             take_in()
 
     def look(self) -> None:
         """At all sockets, also where one should have been silent about its news."""
-        for take_in in list(self._watched.values()):
+        for take_in in list(self._watched.by_descriptor.values()):
             take_in()
 
     def serve(self, now: float) -> tuple[float, bool]:
@@ -144,10 +141,11 @@ class HostedSockets(NodeSockets):
         self._take_inside()
         if self._calls:
             self._run_calls()
-        more = bool(self._behind) and self._catch_up() and bool(self._behind)
-        if self._blocked:
+        behind = self.listening.behind
+        more = bool(behind) and self.listening.catch_up() and bool(behind)
+        if self.peers.blocked:
             with self.lock:
-                self._unblock()
+                self.peers.unblock()
         due, ticked = self._tick(now)
         if ticked:
             due = self._handler.next_deadline
@@ -187,7 +185,7 @@ class HostedSockets(NodeSockets):
 
     def let_go(self) -> None:
         """Release the sockets; the loop does not look at them any more."""
-        for descriptor in self._watched:
+        for descriptor in self._watched.by_descriptor:
             self._unregister(descriptor)
         self.started = False
         self._release()

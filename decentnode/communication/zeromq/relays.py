@@ -37,7 +37,7 @@ class Relays:
         if (grows or self.relayed) and self._uid in self._relays:
             hub = RelayHub(self._knows)
             counters.relayed = lambda: hub.relayed_bytes
-            self._io.be_relay(hub)
+            self._io.listening.be_relay(hub)
 
     def begin(self, own: Endpoints) -> None:
         """Before the start: let this node, which listens at `own`, be reached through relays where it has to be, and
@@ -45,7 +45,7 @@ class Relays:
         self._own = own
         for uid in self.relayed - {self._uid}:
             if uid in self._others:
-                self._io.endpoints[uid] = self.way_to(uid, self._others[uid])
+                self._io.peers.endpoints[uid] = self.way_to(uid, self._others[uid])
         if self._uid in self.relayed and any(self._apart(each) for each in range(self._founders)):
             self._made()
 
@@ -81,4 +81,4 @@ class Relays:
 
     def _control_of(self, uid: int) -> tuple[str, bool]:
         at = self._own[CONTROL] if uid == self._uid else self._others[uid][CONTROL]
-        return at, self._io.by_ipv6(at)
+        return at, self._io.peers.by_ipv6(at)

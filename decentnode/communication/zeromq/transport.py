@@ -112,7 +112,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def bind(self) -> Endpoints:
         """Listen; the endpoints for nodes on the same host. Raises EnvironmentFault when a port is taken."""
-        self._local = self._run.addresses.bind(self._io.listeners)
+        self._local = self._run.addresses.bind(self._io.listening.by_plane)
         return self._local
 
     def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
@@ -120,7 +120,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         addresses, maker = self._run.addresses, self._run.maker
         addresses.add(endpoints)
         maker.over_tcp = addresses.over_tcp()
-        self._io.connect_to(addresses.others)
+        self._io.peers.connect_to(addresses.others)
         self._relays.begin(self._local)
         self._links.sender.control_kind = maker.sum_kind(CONTROL, addresses.others)
 

@@ -13,9 +13,11 @@ import zmq
 
 from decentnode import clock
 from decentnode.communication.shared_process import SharedProcess
-from decentnode.communication.zeromq import io_thread, node_sockets, process_io
+from decentnode.communication.zeromq import io_thread, peer_sockets, process_io
 from decentnode.communication.zeromq.io_thread import IoThread
-from decentnode.communication.zeromq.node_sockets import BULK, CONTROL, RECEIVE_BURST, NodeSockets
+from decentnode.communication.zeromq.link_state import BULK, CONTROL
+from decentnode.communication.zeromq.listening_sockets import RECEIVE_BURST
+from decentnode.communication.zeromq.node_sockets import NodeSockets
 from decentnode.communication.zeromq.process_io import HostedSockets
 from tests.conftest import wait_until
 
@@ -87,11 +89,11 @@ def pair() -> Iterator[list[tuple[NodeSockets, Heard]]]:
     try:
         ends = []
         for io in made:
-            for listener in io.listeners:
+            for listener in io.listening.by_plane:
                 listener.bind("tcp://127.0.0.1:*")
-            ends.append(tuple(listener.getsockopt_string(zmq.LAST_ENDPOINT) for listener in io.listeners))
+            ends.append(tuple(listener.getsockopt_string(zmq.LAST_ENDPOINT) for listener in io.listening.by_plane))
         for uid, io in enumerate(made):
-            io.endpoints[1 - uid] = (ends[1 - uid][CONTROL], ends[1 - uid][BULK])
+            io.peers.endpoints[1 - uid] = (ends[1 - uid][CONTROL], ends[1 - uid][BULK])
         yield list(zip(made, handlers, strict=True))
     finally:
         for io, handler in zip(made, handlers, strict=True):
@@ -119,7 +121,7 @@ def test_bursts_do_not_wait_for_a_look(early: bool) -> None:
                 body = None if number % 3 else bytes(20_000)
                 assert here.send(1, number % 2, b"x" * (1 + number % 2000), body)
         if early:
-            wait_until(lambda: all(int(each.getsockopt(zmq.EVENTS)) & zmq.POLLIN for each in there.listeners))
+            wait_until(lambda: all(int(each.getsockopt(zmq.EVENTS)) & zmq.POLLIN for each in there.listening.by_plane))
             there.start()
         wait_until(lambda: len(heard.sizes) == MESSAGES, lambda: f"after {len(heard.sizes)} it waits for a look")
 
@@ -197,7 +199,7 @@ def test_a_full_socket_is_told_of_when_it_takes_messages_again() -> None:
 @pytest.mark.usefixtures("one_look")
 def test_a_socket_that_is_full_again_at_once_does_not_wait_for_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only looks at all sockets took care of it, every one would let two messages out."""
-    monkeypatch.setattr(node_sockets, "SEND_MESSAGES", 2)
+    monkeypatch.setattr(peer_sockets, "SEND_MESSAGES", 2)
     left = [400]
     with pair() as ((here, mine), (there, heard)):
 

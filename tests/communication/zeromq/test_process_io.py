@@ -10,7 +10,7 @@ import pytest
 from decentnode import clock
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq import process_io
-from decentnode.communication.zeromq.node_sockets import BULK, CONTROL
+from decentnode.communication.zeromq.link_state import BULK, CONTROL
 from decentnode.communication.zeromq.process_io import HostedSockets
 from tests.communication.zeromq.test_io_thread import Heard
 from tests.conftest import wait_until
@@ -43,7 +43,7 @@ def test_messages_inside_a_process_come_in_order_through_no_socket() -> None:
             assert all(here.send(1, CONTROL, b"x" * size, None) for size in range(1, 40))
         wait_until(lambda: len(heard.sizes) == 41)
         assert heard.sizes == [[5], [5, 100], *([size] for size in range(1, 40))]
-        assert not here._senders, "a connection was made"
+        assert not here.peers.senders, "a connection was made"
 
 
 def test_a_node_that_takes_nothing_holds_up_to_a_bound_and_says_when_it_has_room(

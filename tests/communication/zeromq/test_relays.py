@@ -75,8 +75,9 @@ def test_hidden_nodes_take_part_with_the_same_bits(tmp_path: Path, bulk: str) ->
 def test_where_a_relay_gives_up_another_takes_its_place(tmp_path: Path) -> None:
     run, rounds = made(tmp_path, "curve"), 30
     with started(run):
-        hub, gone = run[0]._io.relay, threading.Event()
-        assert hub is not None
+        relayed, gone = run[0]._io.listening.relayed, threading.Event()
+        assert relayed is not None
+        hub = relayed.hub
 
         def give_up() -> None:
             hub._known = lambda _identity: False  # as if this process were another one, of another run
@@ -125,7 +126,7 @@ def test_with_keys_a_relay_reads_no_model_and_changes_nothing_unnoticed(
     monkeypatch.setattr(relays, "RelayHub", Eavesdropper)
     run = made(tmp_path, bulk)
     with started(run):
-        hubs = [node._io.relay for node in run[:2]]
+        hubs = [relayed.hub for node in run[:2] if (relayed := node._io.listening.relayed) is not None]
         for hub in hubs:
             assert isinstance(hub, Eavesdropper)
             hub.change = 0 if bulk == "none" else 1  # without any protection nobody would notice

@@ -9,8 +9,7 @@ import pytest
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.zeromq.credentials import BulkAccess
-from decentnode.communication.zeromq.link_state import ReceiveCredits
-from decentnode.communication.zeromq.node_sockets import CONTROL
+from decentnode.communication.zeromq.link_state import CONTROL, ReceiveCredits
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.wire import codec
 from decentnode.wire.messages import Ack, Probe
