@@ -122,7 +122,8 @@ def test_the_architecture_page_shows_these_floors() -> None:
 
 DRIVEN = [
     "wire/membership/*.py", "wire/session*.py", "wire/stream.py", "wire/framing.py",
-    "communication/receive/inbox_state.py", "communication/receive/arrival_wait.py",
+    "communication/receive/inbox_state.py", "communication/receive/absences.py",
+    "communication/receive/payload_shapes.py", "communication/receive/arrival_wait.py",
     "communication/receive/partial_payload.py", "communication/receive/chunking.py",
     *(f"communication/zeromq/{name}.py" for name in (
         "collective_state", "credentials", "link_state", "link_sender", "reliable_links", "message_maker",

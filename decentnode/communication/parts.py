@@ -69,6 +69,9 @@ class BindPlan:
     """Instead of free ports: the endpoints that the node had before it was started again."""
 
 
+ExchangeKey = tuple[int, int]
+"""Round and phase: what a node's payloads are told apart by."""
+
 Endpoints = tuple[str, str]
 """Where a node listens: for control and for bulk messages."""
 

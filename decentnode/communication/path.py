@@ -38,10 +38,9 @@ from torch import Tensor
 
 from decentnode.communication.base import AveragingGroup, Exchange
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import CommunicationConfig, Schema
+from decentnode.communication.parts import CommunicationConfig, ExchangeKey, Schema
 from decentnode.communication.receive.chunking import mismatch
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.routing import Routing
 from decentnode.communication.run_state import RunState

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent, grouped
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
 from decentnode.wire.messages import Scalars

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
+from decentnode.communication.parts import ExchangeKey
+from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 
@@ -158,13 +159,13 @@ class ArrivalWait:
     def _begins_simply(self, missing: list[int], now: float) -> bool:
         """Whether nothing is to be looked at but the time, as in most waits, which are over with the next step."""
         inbox, status = self._inbox, self._inbox.status
-        if (self._tolerated or status.waited_seconds or status.given_up or status.departed or inbox.skips
+        if (self._tolerated or status.waited_seconds or status.given_up or status.departed or inbox.absences.skips
                 or status.regrouping or status.stopping or status.failure is not None):  # fmt: skip
             return False
         self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS
         inbox.want(missing, self._key, self._chunk)
         if status.exposed_since <= now:
-            status.wait_for(inbox.whom(self._key, missing), now)
+            status.wait_for(inbox.absences.whom(self._key, missing), now)
         else:
             status.waiting = None
         return True
@@ -203,8 +204,8 @@ class ArrivalWait:
         inbox, status, key = self._inbox, self._inbox.status, self._key
         status.raise_if_failed()
         before = self.missing
-        if status.departed or inbox.skips:
-            self.missing = [source for source in self.missing if not inbox.comes_no_more(source, key)]
+        if status.departed or inbox.absences.skips:
+            self.missing = [source for source in self.missing if not inbox.absences.comes_no_more(source, key)]
         if patience.look(now):
             inbox.ask(key, self.missing)
         late = patience.late(self.missing, now)
@@ -229,7 +230,7 @@ class ArrivalWait:
                 self.deadline = min(self.deadline, over)
         inbox.want(self.missing, key, self._chunk, spare)
         if status.exposed_since <= now:
-            status.wait_for(inbox.whom(key, self.missing), patience.since)
+            status.wait_for(inbox.absences.whom(key, self.missing), patience.since)
         else:
             status.waiting = None
         return True

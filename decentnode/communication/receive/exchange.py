@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 from decentnode import clock
 from decentnode.communication.base import Arrival, Exchange
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import ExchangeKey, Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.inbox_state import WHOLE, ExchangeKey, InboxState
+from decentnode.communication.receive.inbox_state import WHOLE, InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload, is_finite
 from decentnode.communication.run_state import GuardedWait, Wait
 from decentnode.communication.shared_process import SharedProcess
@@ -76,6 +76,7 @@ class InboxExchange(Exchange):
 
     def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
         inbox, plan = self._state, self._state.plans[self._key[1]][0]
+        placement = inbox.placement
         alive = list(self._expected)
         chunk, stop = 0, -1
         while stop < schema.elements:
@@ -86,12 +87,13 @@ class InboxExchange(Exchange):
                 self._missing |= set(alive) - arrived.keys()
             in_slots = self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
-            if stop < schema.elements and inbox.on_cpu and all(each.in_one_piece for each in arrived.values()):
+            if stop < schema.elements and placement.on_cpu and all(each.in_one_piece for each in arrived.values()):
                 stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
             found: dict[int, Payload] = {}
             for source, incoming in arrived.items():
                 tensor = incoming.part(chunk, start, stop)
-                found[source] = Payload({plan.name: tensor if inbox.on_cpu and tensor.is_cpu else inbox.placed(tensor)})
+                near = placement.on_cpu and tensor.is_cpu
+                found[source] = Payload({plan.name: tensor if near else placement.placed(tensor)})
             received = self._accepted(found, in_slots)
             yield Arrival(start, stop, received, self._missing)
             alive = [source for source in received if source not in self._missing]
@@ -119,8 +121,9 @@ class InboxExchange(Exchange):
         """A whole payload on the device of the models. A rule that mixes whole payloads keeps a state that cannot be
         taken back, so that it gets none whose bytes may still change: what lies in a slot is copied."""
         payload = incoming.payload()
-        copied = self._state.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
-        tensors = {name: t.clone() if copied else self._state.placed(t) for name, t in payload.tensors.items()}
+        placement = self._state.placement
+        copied = placement.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
+        tensors = {name: t.clone() if copied else placement.placed(t) for name, t in payload.tensors.items()}
         return Payload(tensors, payload.scalars)
 
     def _note(self, arrived: dict[int, PartialPayload]) -> list[tuple[int, SlotPayload]]:
@@ -145,7 +148,7 @@ class InboxExchange(Exchange):
                 self._missing |= {source}
                 self._rejected |= {source}
                 self._state.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
-        if in_slots and not (self._state.on_cpu and self._state.schemas[self._key[1]].elementwise):
+        if in_slots and not (self._state.placement.on_cpu and self._state.schemas[self._key[1]].elementwise):
             for source in self._changed(in_slots):
                 received.pop(source, None)
             in_slots = []

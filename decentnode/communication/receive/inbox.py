@@ -12,9 +12,9 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Collected, Schema
+from decentnode.communication.parts import Collected, ExchangeKey, Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
-from decentnode.communication.receive.inbox_state import ExchangeKey, InboxState
+from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
 from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState, Wait
 from decentnode.wire.messages import Chunk, Scalars
@@ -38,12 +38,12 @@ class Inbox:
         )
         """To be touched with `status.lock` held, as long as threads share it."""
         self.status = status
-        self.schemas, self.plans, self.device = schemas, self.state.plans, self.state.device
+        self.schemas, self.plans, self.device = schemas, self.state.plans, self.state.placement.device
 
     @property
     def together(self) -> dict[ExchangeKey, frozenset[int]]:
-        """As `InboxState.together`."""
-        return self.state.together
+        """As `Absences.together`."""
+        return self.state.absences.together
 
     # -- any thread -------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 No lock, no clock, no thread: `receive/inbox.py` lets one thread in at a time and blocks. now: seconds of any monotonic
 clock.
 
-One file: whatever comes, and whoever waits, changes the one state; payloads and waits have files of their own.
+One file: whatever comes, and whoever waits, changes the one state; payloads, their shapes, who is absent and waits have
+files of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Collected, Schema
-from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, plans
+from decentnode.communication.parts import Collected, ExchangeKey, Schema
+from decentnode.communication.receive.absences import SUM, Absences
+from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.receive.mailbox import Mailbox, Taken, owned
 from decentnode.communication.receive.partial_payload import (
     SLOTS,
@@ -25,21 +27,16 @@ from decentnode.communication.receive.partial_payload import (
     MappedPayload,
     PartialPayload,
     SlotPayload,
-    cut,
     is_finite,
 )
+from decentnode.communication.receive.payload_shapes import PayloadShapes
+from decentnode.communication.receive.placement import DevicePlacement
 from decentnode.communication.run_state import RunFacts
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk, Scalars
 
-ExchangeKey = tuple[int, int]
-"""Round and phase."""
 WHOLE = -1
 """Instead of the number of a chunk: everything."""
-MAX_SKIPS = 64
-"""Stretches of payloads that do not come, kept of one source."""
-SUM = -1
-"""The source of what a whole averaging group adds up; nobody in particular is waited for."""
 
 
 class InboxPort(Protocol):
@@ -64,23 +61,17 @@ class InboxState:
         reject_non_finite: bool = False, device: torch.device | None = None,
     ) -> None:
         """device: where exchanges give their payloads; the CPU when None."""
-        self.device = device or torch.device("cpu")
-        self.on_cpu = self.device.type == "cpu"
-        self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
-        """How a tensor in the host's memory comes to `device`; it may change afterwards."""
+        self.placement, self.absences = DevicePlacement(device), Absences(facts)
         self.schemas = schemas
         self.reject_non_finite = reject_non_finite
-        self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
+        self._shapes = PayloadShapes(schemas, chunk_bytes)
+        self.plans = self._shapes.plans
         self.status = facts
         self.counters = counters
         self._port = port
         self.mailbox = Mailbox(schemas, self.plans, port.consumed)
         """Of the channels that are mailboxes; the rest of this class is about the others."""
         self.incoming: dict[ExchangeKey, dict[int, PartialPayload]] = {}
-        self.together: dict[ExchangeKey, frozenset[int]] = {}
-        """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
-        self.skips: dict[int, list[tuple[ExchangeKey, ExchangeKey]]] = {}
-        """By source: from which (round, phase) to which nothing comes of it."""
         self._floor = 0
         self._end = math.inf
         """This node takes part in no round from this one on, so that nothing of theirs is kept."""
@@ -97,9 +88,6 @@ class InboxState:
         """By source, the payload that was counted as late last."""
         self._wanted_what: tuple[ExchangeKey, int] = ((-1, 0), 0)
         """(key, chunk) of them that is waited for; chunk may be WHOLE."""
-        self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
-        """By phase: the sizes that every payload has, as doorbells have them; None where they may differ."""
-        self._usual_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
 
     @property
     def floor(self) -> int:
@@ -110,7 +98,7 @@ class InboxState:
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
         """Take one chunk; the buffer is kept. Raises PeerFault when it does not fit the schema or the moment."""
-        self._check_schema(message, buffer)
+        self._shapes.check(message, buffer)
         key = (message.round, message.phase)
         self.status.silent.discard(message.source)
         if self.mailbox.keeps(message.phase):
@@ -178,13 +166,7 @@ class InboxState:
         phase = payload.phase
         key = round, phase
         try:
-            if phase >= len(self.plans):
-                raise PeerFault("wrong_shape", f"phase {phase}")
-            tensors, size = payload.reader.slots[phase][payload.slot], self._usual_bytes[phase]
-            if totals != self._usual[phase]:
-                tensors = self._cut(tensors, phase, totals)
-                size = sum(tensor.nbytes for tensor in tensors)
-            payload.lay_out(self.plans[phase], tensors)
+            size = self._shapes.lay_out(payload, totals)
             self.status.silent.discard(source)
             if self.mailbox.keeps(phase):
                 self._came(self.mailbox.put_slot(key, source, payload, now))
@@ -220,44 +202,19 @@ class InboxState:
         )  # fmt: skip
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
-        """A source says that its payloads from `first` to `last` do not come. Raises PeerFault for more such messages
-        than anybody needs."""
+        """As `Absences.skip`."""
         self.status.silent.discard(source)
-        known = [each for each in self.skips.get(source, ()) if each[1][0] >= self._floor]
-        if first > last or len(known) >= MAX_SKIPS:
-            raise PeerFault("malformed_header", f"payloads {first} to {last} of {source} are skipped")
-        self.skips[source] = [*known, (first, last)]
+        self.absences.skip(source, first, last, self._floor)
         self._port.ready()
 
     def waits_itself(self, source: int, now: float) -> None:
         """A source that was asked says that it waits for others itself."""
         self.lives[source] = now
 
-    def _is_skipped(self, source: int, key: ExchangeKey) -> bool:
-        return any(first <= key <= last for first, last in self.skips.get(source, ()))
-
     def _held_of(self, source: int, phase: int) -> int:
         """Slots of this source's publish buffer that are kept. Rounds whose payload came as chunks are none of them."""
         kept = (sources.get(source) for key, sources in self.incoming.items() if key[1] == phase)
         return sum(isinstance(each, SlotPayload) for each in kept)
-
-    def _cut(self, tensors: list[Tensor], phase: int, totals: bytes) -> list[Tensor]:
-        """A slot's tensors as long as a doorbell says. Raises PeerFault when they cannot be."""
-        plans = self.plans[phase]
-        lengths = [int.from_bytes(totals[i : i + 8], "little") for i in range(0, len(totals), 8)]
-        if len(lengths) != len(plans) or not all(map(TensorPlan.accepts, plans, lengths)):
-            raise PeerFault("wrong_shape", f"slot of {lengths} elements")
-        return [cut(tensor, 0, length) for tensor, length in zip(tensors, lengths, strict=True)]
-
-    def _check_schema(self, message: Chunk, buffer: memoryview) -> None:
-        if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
-            raise PeerFault("wrong_shape", f"tensor {message.tensor} of phase {message.phase}")
-        plan = self.plans[message.phase][message.tensor]
-        if not plan.accepts(message.total) or message.chunk >= plan.count(message.total):
-            raise PeerFault("wrong_shape", f"{plan.name}: chunk {message.chunk} of {message.total} elements")
-        start, stop = plan.bounds(message.chunk, message.total)
-        if buffer.nbytes != (stop - start) * plan.spec.dtype.itemsize:
-            raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
 
     def _absorb(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
         """Whole payloads are put together as they come, for this round and the next; later rounds wait."""
@@ -295,8 +252,8 @@ class InboxState:
         self._floor = round
         if self._finished:
             self._finished = {key for key in self._finished if key[0] >= round}
-        if self.together:
-            self.together = {key: group for key, group in self.together.items() if key[0] >= round}
+        if self.absences.together:
+            self.absences.forget_below(round)
         if not self.incoming:
             return
         for key in [key for key in self.incoming if key[0] < round]:
@@ -321,8 +278,7 @@ class InboxState:
         self.incoming.clear()
         self.mailbox.clear()
         self._finished.clear()
-        self.together.clear()
-        self.skips.clear()
+        self.absences.clear()
         self._wanted = set()
         self._late.clear()
         self.status.silent.clear()
@@ -331,8 +287,8 @@ class InboxState:
     def finish(self, key: ExchangeKey) -> None:
         """Nothing of this exchange is wanted any more: what still comes of it is stale."""
         self._finished.add(key)
-        if self.together:
-            self.together.pop(key, None)
+        if self.absences.together:
+            self.absences.together.pop(key, None)
         self._drop(key)
 
     def _drop(self, key: ExchangeKey) -> None:
@@ -347,17 +303,9 @@ class InboxState:
         more than `spare` are missing."""
         self._wanted, self._wanted_what, self._spare = set(sources), (key, chunk), spare
 
-    def comes_no_more(self, source: int, key: ExchangeKey) -> bool:
-        """Whether nothing more of this exchange comes from a source: it departed, or says so, or comes together with a
-        node that departed."""
-        return self._departed(source, key) or self._held_up(source, key) or self._is_skipped(source, key)
-
     def ask(self, key: ExchangeKey, waiting: Collection[int]) -> None:
-        """Ask those whose payloads are overdue; but not those that a communicator serves together: each of them waits
-        for all others, as long as one of them is gone."""
-        group = self.together.get(key, frozenset())
-        asked = [source for source in waiting if source != SUM and source not in group]
-        if asked:
+        """Ask those whose payloads are overdue, as far as that can say anything."""
+        if asked := self.absences.apart(key, waiting):
             self._port.ask(asked)
 
     def count_wait(self, sources: Collection[int], seconds: float) -> None:
@@ -365,18 +313,6 @@ class InboxState:
         for source in sources:
             if source != SUM and seconds > 0:
                 self.counters.edge(source).wait_seconds += seconds
-
-    def whom(self, key: ExchangeKey, waiting: Collection[int]) -> tuple[int, ...]:
-        """The nodes behind these sources."""
-        return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)
-
-    def _departed(self, uid: int, key: ExchangeKey) -> bool:
-        return self.status.departed.get(uid, key[0] + 1) <= key[0]
-
-    def _held_up(self, source: int, key: ExchangeKey) -> bool:
-        """Whether a source comes together with a node that departed before: then neither does."""
-        group = self.together.get(key, frozenset())
-        return (source in group or source == SUM) and any(self._departed(uid, key) for uid in group)
 
     def outstanding(self, key: ExchangeKey, chunk: int, sources: list[int]) -> list[int]:
         """Those of `sources` that have not delivered `chunk`, which may be WHOLE."""
@@ -396,7 +332,7 @@ class InboxState:
         be rejected."""
         found = []
         for source, round, incoming in taken:
-            payload, wrong = owned(incoming, self.placed, self.copied), "overwritten"
+            payload, wrong = owned(incoming, self.placement.placed, self.placement.copied), "overwritten"
             if payload is not None and self.reject_non_finite and not is_finite(payload):
                 payload, wrong = None, "non_finite"
             if payload is None:
@@ -405,24 +341,9 @@ class InboxState:
                 found.append(Collected(source, round, payload))
         return found
 
-    def placed(self, tensor: Tensor) -> Tensor:
-        """On the device of the models; the copy of one that lies elsewhere is complete."""
-        return tensor if (self.on_cpu and tensor.is_cpu) or tensor.device == self.device else self.lift(tensor)
-
-    def copied(self, tensor: Tensor) -> Tensor:
-        """As `placed`, in other memory."""
-        placed = self.placed(tensor)
-        return tensor.clone() if placed is tensor else placed
-
     def release(self, chunk: int, sources: dict[int, PartialPayload]) -> None:
         """Give back the buffers of a mixed chunk."""
         for source, incoming in sources.items():
             freed = incoming.take(chunk)
             if freed:
                 self._port.consumed(source, freed)
-
-
-def _packed(totals: list[int | None]) -> bytes | None:
-    """8 bytes each; None where one is not known."""
-    known = [total.to_bytes(8, "little") for total in totals if total is not None]
-    return b"".join(known) if len(known) == len(totals) else None

@@ -13,16 +13,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import ExchangeKey, Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan
 from decentnode.communication.receive.partial_payload import ChunkedPayload, MappedPayload, PartialPayload, SlotPayload
 from decentnode.communication.run_state import RunFacts
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk
-
-ExchangeKey = tuple[int, int]
-"""Round and channel."""
 
 Taken = tuple[int, int, PartialPayload]
 """Source, round, payload; whoever takes it lets go of it."""

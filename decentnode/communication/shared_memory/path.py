@@ -13,8 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from decentnode import clock
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.receive.partial_payload import SlotPayload
 from decentnode.communication.shared_memory.cuda_ipc import CudaMemory
 from decentnode.communication.shared_memory.device_slots import DeviceMemory

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.chunking import TensorPlan
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.communicator import Communicator

@@ -11,8 +11,8 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.base import AveragingGroup
 from decentnode.communication.counters import Counters
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.run_state import RunState
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Pool
 from decentnode.communication.torch_distributed.calls import Calls

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from decentnode.communication.base import Arrival, AveragingGroup, Exchange
 from decentnode.communication.counters import EdgeCounters
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import ExchangeKey, Schema
+from decentnode.communication.receive.absences import SUM
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.inbox_state import SUM, ExchangeKey
 from decentnode.communication.torch_distributed.buffers import Buffers, Pool, pieces
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.payload import Payload

@@ -10,9 +10,9 @@ from pathlib import Path as File
 import torch.distributed as dist
 
 from decentnode.communication.base import AveragingGroup, Exchange
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import Path, PathContext, Sent, grouped
 from decentnode.communication.receive.exchange import InboxExchange
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.communicator import (

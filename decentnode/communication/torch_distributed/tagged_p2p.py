@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from decentnode.communication.receive.inbox_state import ExchangeKey
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.gloo import GlooClique

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from decentnode import clock
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, Wait, blocking
 from decentnode.communication.zeromq.sender import Sender
 from decentnode.payload import Payload

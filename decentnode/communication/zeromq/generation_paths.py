@@ -136,4 +136,4 @@ class GenerationPaths:
         specs = [spec for each in run.schemas for spec in each.tensors.values()] if outwards else []
         run.sender.staging = staging_of(run.inbox.device, specs)
         if run.sender.staging is not None:
-            run.inbox.state.lift = run.sender.staging.lift
+            run.inbox.state.placement.lift = run.sender.staging.lift

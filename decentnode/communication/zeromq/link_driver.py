@@ -16,12 +16,13 @@ import torch
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.chunking import MESSAGE_COST, chunk_elements
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.handshakes import Handshakes
 from decentnode.communication.zeromq.io_thread import IoThread
-from decentnode.communication.zeromq.link_state import CONTROL, ExchangeKey, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.link_state import CONTROL, QueuedMessage, ReceiveCredits
 from decentnode.communication.zeromq.node_sockets import NodeSockets
 from decentnode.communication.zeromq.process_io import HostedSockets
 from decentnode.communication.zeromq.reliable_links import ReliableLinks

@@ -7,6 +7,7 @@ import math
 from typing import Protocol
 
 from decentnode.communication.counters import Counters
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.link_state import (
     BULK,
@@ -14,7 +15,6 @@ from decentnode.communication.zeromq.link_state import (
     MAX_PAYLOADS,
     Body,
     Channel,
-    ExchangeKey,
     PeerLink,
     QueuedMessage,
 )

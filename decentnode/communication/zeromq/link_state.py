@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentnode.communication.counters import EdgeCounters
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.zeromq.credentials import BulkCredential, Cipher
 from decentnode.metrics.figures import Purpose
 from decentnode.wire import framing
 from decentnode.wire.stream import CLOSING_STUCK_SECONDS, ReceiveStream, SendStream
 
-ExchangeKey = tuple[int, int]
-"""Round and phase."""
 CONTROL, BULK = 0, 1
 """The two planes of an edge: control messages arrive in order, bulk messages in any order."""
 MAX_PAYLOADS = 4

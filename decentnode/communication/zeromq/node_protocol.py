@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from decentnode.communication.counters import Counters, purpose_of
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.chunking import to_bytes
-from decentnode.communication.receive.inbox_state import ExchangeKey
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.collective_state import CollectiveState
 from decentnode.communication.zeromq.link_state import BULK, Hold, QueuedMessage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from decentnode.communication.counters import Counters
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.link_sender import LinkSender
-from decentnode.communication.zeromq.link_state import ExchangeKey
 
 
 class RoomWait:

@@ -9,13 +9,13 @@ from typing import Protocol
 from torch import Tensor
 
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Schema
+from decentnode.communication.parts import ExchangeKey, Schema
 from decentnode.communication.path import grouped
 from decentnode.communication.receive.chunking import TensorPlan, mismatch, to_bytes
 from decentnode.communication.receive.staging import Fetched, Staging
 from decentnode.communication.run_state import RunFacts, Steps
 from decentnode.communication.zeromq.link_sender import LinkSender
-from decentnode.communication.zeromq.link_state import BULK, ExchangeKey, Hold, QueuedMessage
+from decentnode.communication.zeromq.link_state import BULK, Hold, QueuedMessage
 from decentnode.communication.zeromq.message_maker import MessageMaker
 from decentnode.communication.zeromq.room_wait import RoomWait
 from decentnode.payload import Payload

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from decentnode.communication.counters import Counters
+from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.zeromq.credentials import BulkAccess
 from decentnode.communication.zeromq.link_driver import LinkSizes
-from decentnode.communication.zeromq.link_state import Body, ExchangeKey, HeldBody, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.link_state import Body, HeldBody, QueuedMessage, ReceiveCredits
 from decentnode.communication.zeromq.node_protocol import NodeProtocol
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.simulate.world.heap import Alarm

@@ -10,8 +10,8 @@ import pytest
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive import arrival_wait as module
+from decentnode.communication.receive.absences import MAX_SKIPS
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.receive.inbox_state import MAX_SKIPS
 from decentnode.communication.run_state import RunState
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk
