@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Arrival
-from decentnode.communication.parts import Collected
+from decentnode.communication.parts import Collected, ExchangeKey
 from decentnode.communication.shared_memory.model_slots import PlaceWait
 from decentnode.communication.zeromq.link_sender import MAX_QUEUED
 from decentnode.communication.zeromq.link_state import BULK, MAX_URGENT
@@ -26,12 +26,13 @@ from decentnode.metrics.history import History as Recorder
 from decentnode.metrics.history import digest_of
 from decentnode.payload import Payload
 from decentnode.simulate.world.records import Life, Lives, must
-from decentnode.simulate.world.transport import Key, Simulated, Witness
+from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.witness import Witness, Witnessed
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Generation, Name
 from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS
 
-Published = tuple[Name, int, Key]
+Published = tuple[Name, int, ExchangeKey]
 """(generation, source, (round, phase))"""
 
 
@@ -95,7 +96,7 @@ class History(Witness):
         """(process, stage): called when a process comes to another stage of membership."""
         self._published: dict[Published, dict[int, Payload]] = {}
         self._newest: dict[int, int] = {}
-        self._posted: dict[tuple[Name, int, int, Key], str] = {}
+        self._posted: dict[tuple[Name, int, int, ExchangeKey], str] = {}
         """By generation, source, receiver and (round, channel): digests of what is in mailboxes or on its way."""
         self._parts: dict[tuple[Name, str], dict[int, Tensor]] = defaultdict(dict)
         """By generation and key of a mean: what each node gave."""
@@ -129,7 +130,7 @@ class History(Witness):
 
     # -- payloads ---------------------------------------------------------------------------------------------
 
-    def published(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
+    def published(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         copies: dict[int, Payload] = {}
         for payload in outgoing.values():
             if id(payload) not in copies:
@@ -154,12 +155,12 @@ class History(Witness):
         return (process is not None and process.alive and process.transport.session.name == which[0]
                 and process.node.round <= which[2][0])  # fmt: skip
 
-    def withheld(self, of: Simulated, key: Key, uids: Collection[int]) -> None:
+    def withheld(self, of: Witnessed, key: ExchangeKey, uids: Collection[int]) -> None:
         said = self._published.get((of.session.name, of.uid, key), {})
         for uid in uids:
             said.pop(uid, None)
 
-    def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
+    def arrived(self, of: Witnessed, key: ExchangeKey, arrival: Arrival) -> None:
         name = of.session.name
         for source, payload in arrival.received.items():
             said = self._published.get((name, source, key), {}).get(of.uid)
@@ -175,13 +176,13 @@ class History(Witness):
                 same = same and all(_same(payload.tensors[each], said.tensors[each]) for each in said.tensors)
                 must(same, f"{where} published otherwise")
 
-    def posted(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
+    def posted(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         for uid, payload in outgoing.items():
             which = (of.session.name, of.uid, uid, key)
             must(which not in self._posted, f"node {of.uid} publishes {key} of generation {which[0]} for {uid} twice")
             self._posted[which] = digest_of(payload)
 
-    def collected(self, of: Simulated, channel: int, found: Collected) -> None:
+    def collected(self, of: Witnessed, channel: int, found: Collected) -> None:
         name = of.session.name
         said = self._posted.pop((name, found.source, of.uid, (found.round, channel)), None)
         where = f"node {of.uid} takes payload {found.round} of {found.source} in generation {name[0]}"
@@ -189,10 +190,10 @@ class History(Witness):
         must(said == digest_of(found.payload), f"{where}, which was published otherwise")
         self.events["collected"] += 1
 
-    def contributed(self, of: Simulated, key: str, tensor: Tensor) -> None:
+    def contributed(self, of: Witnessed, key: str, tensor: Tensor) -> None:
         self._parts[of.session.name, key][of.uid] = tensor.detach().double().clone()
 
-    def averaged(self, of: Simulated, key: str, mean: Tensor, contributors: int) -> None:
+    def averaged(self, of: Witnessed, key: str, mean: Tensor, contributors: int) -> None:
         parts = self._parts[of.session.name, key]
         where = f"node {of.uid} gets the mean {key} of generation {of.session.name[0]}"
         must(contributors <= len(parts), f"{where} of {contributors} nodes, {len(parts)} of which gave their part")
@@ -215,7 +216,7 @@ class History(Witness):
 
     # -- generations ------------------------------------------------------------------------------------------
 
-    def installed(self, of: Simulated, generation: Generation) -> None:  # noqa: ARG002
+    def installed(self, of: Witnessed, generation: Generation) -> None:  # noqa: ARG002
         self.generations[generation.name] = generation
         self.events["installed"] += 1
 

@@ -9,7 +9,6 @@ One file: it meets the whole contract of a transport, as communication/zeromq/tr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -47,11 +46,11 @@ from decentnode.communication.zeromq.tree_mean import own_share
 from decentnode.config.component import Config
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload
-from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.simulate.world.place import Place
 from decentnode.simulate.world.shell import Shell, held
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import Granted, Slot
+from decentnode.wire.messages import Slot
 from decentnode.wire.orders import Action, Next
 from decentnode.wire.session import Session
 
@@ -59,8 +58,6 @@ LOOK_SECONDS = 0.02
 """How often a process that closes looks whether everything has left."""
 STEPPED = "a simulated node's waits are steps"
 """Why a call that could only block is refused."""
-Key = tuple[int, int]
-"""Round and phase."""
 
 
 class Until(Wait):
@@ -83,54 +80,6 @@ class Facts(RunFacts):
 
     def notify(self) -> None:
         self.notified()
-
-
-class Witness:
-    """Hears what a transport does, and checks it. Here it hears of everything, and of nothing that is wrong."""
-
-    def published(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
-        """A node hands its payloads of a (round, phase) over, by neighbor."""
-
-    def withheld(self, of: Simulated, key: Key, uids: Collection[int]) -> None:
-        """What was published of a (round, phase) is not sent to these, which took nothing."""
-
-    def arrived(self, of: Simulated, key: Key, arrival: Arrival) -> None:
-        """A slice is about to be mixed; called a second time once it was."""
-
-    def posted(self, of: Simulated, key: Key, outgoing: Mapping[int, Payload]) -> None:
-        """A node publishes payloads in a mailbox, by node."""
-
-    def collected(self, of: Simulated, channel: int, found: Collected) -> None:
-        """A node takes a payload out of a mailbox."""
-
-    def contributed(self, of: Simulated, key: str, tensor: Tensor) -> None:
-        """A node gives its part to a mean over all members."""
-
-    def averaged(self, of: Simulated, key: str, mean: Tensor, contributors: int) -> None:
-        """That mean is there."""
-
-    def installed(self, of: Simulated, generation: Generation) -> None:
-        """A process has put everything of its old generation away for this one."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a simulated process runs."""
-
-    uid: int
-    num_nodes: int
-    network: VirtualNetwork
-    witness: Witness
-    digest: str
-    """Of config and graph; nodes of another digest are refused."""
-    limits: Limits | None
-    """Of generations of members; None where there is but one."""
-    compute_seconds: Callable[[int], float]
-    """How long the local steps of a round take."""
-    founders: int | None = None
-    """How many of the uids begin the run; all when None."""
-    granted: Granted | None = None
-    """Of a node that is not in the mapping: what a member told it."""
 
 
 class SimulatedExchange(InboxExchange):

@@ -33,7 +33,9 @@ from decentnode.faults import (
 from decentnode.node.node import Node
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.transport import Place, Simulated, Witness
+from decentnode.simulate.world.place import Place
+from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.witness import Witness
 from decentnode.wire.generation import Caller, Limits
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Described, Granted, Knock, Turned
 

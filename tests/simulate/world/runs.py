@@ -19,7 +19,7 @@ from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.quadratic import Quadratic
-from decentnode.simulate.world.transport import Witness
+from decentnode.simulate.world.witness import Witness
 from decentnode.simulate.world.world import Setting, World
 
 CONFIG = ZeroMQConfig(name="zeromq", checksum="xxh3")
