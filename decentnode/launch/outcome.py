@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,18 @@ class Ledger:
     """Bytes by figure that earlier processes of restarted nodes had sent."""
     _before: dict[int, tuple[int, Figures]] = field(default_factory=dict)
     """Of restarted nodes: how many records earlier processes left in metrics.jsonl, and the figures until then."""
+
+    def done(self, local: Collection[int]) -> bool:
+        """Returns whether all nodes of this machine ended as they should, or the others went on without them."""
+        gone = {*self.finished, *self.lost, *self.left}
+        return bool(self.finished or self.left) and gone.issuperset(local) and not self.stopped
+
+    def followers(self, local: Iterable[int], cause: Failed | None) -> tuple[int, ...]:
+        """Returns the local nodes that ended because of `cause`, which was another node's failure."""
+        if cause is None:
+            return ()
+        together = {each.uid for each in self.failures if each.title == cause.title}
+        return tuple(uid for uid in local if uid not in {*together, *self.finished, *self.left})
 
     def restarted(self, uid: int) -> None:
         """Note that a node is started again: its new process counts bytes from 0."""

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from decentnode import clock, entropy
+from decentnode import clock
 from decentnode.errors import (
     AssemblyError,
     Diverged,
@@ -27,6 +27,7 @@ from decentnode.errors import (
 from decentnode.launch.checked import check_run
 from decentnode.launch.controlling import Controlling
 from decentnode.launch.leaving import Leaving
+from decentnode.launch.local_nodes import LocalNodes
 from decentnode.launch.messages import (
     Bound,
     ChildMessage,
@@ -45,7 +46,6 @@ from decentnode.launch.messages import (
     Progress,
     Request,
     StopRun,
-    Task,
 )
 from decentnode.launch.observer import (
     Observer,
@@ -57,13 +57,11 @@ from decentnode.launch.observer import (
     waiting_for,
 )
 from decentnode.launch.outcome import Durations, Ledger, Outcome, first_cause, summary
-from decentnode.launch.provenance import usable_cores
 from decentnode.launch.run_dir import Records, node_dir, take_merged
 from decentnode.launch.signals import StopSignals
-from decentnode.launch.sockets import SocketDir
 from decentnode.launch.strikes import Strikes
 from decentnode.launch.trackers import Trackers
-from decentnode.launch.workers import Context, Worker, end_all, late_nodes, start_node
+from decentnode.launch.workers import Context, Worker, late_nodes
 
 TICK_SECONDS = 0.25
 NOTICE_SECONDS = 3.0
@@ -109,8 +107,7 @@ class Run:
         self.started = command.started
         self.phase = "starting"
         self.ledger = Ledger(self.directory)
-        self.workers: list[Worker] = []
-        self.endpoints: dict[str, list[str]] = {}
+        self.nodes = LocalNodes(self.request, facts, self.directory)
         self.start_seconds: float | None = None
         self.silent: list[int] = []
         """Nodes that did not end after another's failure and were killed."""
@@ -125,7 +122,6 @@ class Run:
         self._cause_told = False
         self._absent: NodesAbsent | None = None
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
-        self._sockets = SocketDir()
         self._trackers: Trackers | None = None
         self._strikes = Strikes([] if self.request.simulate else facts.faults, facts.local, self.directory)
         self._leaving = Leaving(facts, self.directory)
@@ -136,25 +132,10 @@ class Run:
 
     def start(self, context: Context) -> None:
         """Fork the local nodes. Returns before they are ready."""
-        self._context = context
-        self._run_id = entropy.word(8) if 0 in self.facts.local and not self.request.join else ""
         beside = (Path(self.request.folder or ".") / self.request.config).absolute().parent
         self._trackers = Trackers(self.facts.trackers, self.directory, self.facts.machine, beside, self.observer.notice)
-        processes = self.facts.processes
-        self.workers += [start_node(context, self._task(uids, self.request.join)) for uids in processes]
+        self.nodes.start(context)
         self._enter("joining" if self.facts.in_process else "starting")
-
-    def _task(self, uids: list[int], join: bool) -> Task:
-        facts, local = self.facts, self.facts.local
-        share = max(1, usable_cores() // max(1, len(facts.processes)))
-        return Task(
-            request=self.request, uids=uids, machine=facts.machine,
-            run_dir=str(self.directory) if self.directory else None, threads=facts.threads.get(str(uids[0]), share),
-            run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
-            socket_dir=self._sockets.path, join=join,
-            endpoints={str(uid): self.endpoints[str(uid)] for uid in uids if str(uid) in self.endpoints},
-            resume=None if join else facts.resume, resume_runs=facts.resume_runs, began=self._strikes.began,
-        )  # fmt: skip
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -169,9 +150,9 @@ class Run:
 
     def loop(self, poll: Callable[[], None]) -> None:
         """Listen to the children until all are gone. Blocking; `poll` is called at least every TICK_SECONDS."""
-        while any(worker.alive for worker in self.workers):
+        while any(worker.alive for worker in self.nodes.workers):
             sources = {self.signals.fileno(): None}
-            for worker in self.workers:
+            for worker in self.nodes.workers:
                 if worker.alive:
                     sources[worker.process.sentinel] = None
                 if worker.open:
@@ -188,7 +169,7 @@ class Run:
             if self.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
                 self.observer.resumed()
                 continue
-            for worker in self.workers:
+            for worker in self.nodes.workers:
                 self._listen(worker, ready)
             self._check_time(clock.now())
             poll()
@@ -222,15 +203,15 @@ class Run:
                 self._on_resumed(message.uid, message.record)
         elif isinstance(message, Bound):
             worker.bound.add(message.uid)
-            self.endpoints[str(message.uid)] = [message.control, message.bulk]
+            self.nodes.endpoints[str(message.uid)] = [message.control, message.bulk]
             if self.phase == "running":
-                worker.send(Peers(self.endpoints))
-            elif len(self.endpoints) == len(self.facts.local):
+                worker.send(Peers(self.nodes.endpoints))
+            elif len(self.nodes.endpoints) == len(self.facts.local):
                 self._enter("joining")
-                self._tell_all(Peers(self.endpoints))
+                self.nodes.tell_all(Peers(self.nodes.endpoints))
         elif isinstance(message, NodeJoined):
             worker.joined.add(message.uid)
-            everybody = all(len(worker.joined) >= len(worker.uids) for worker in self.workers)
+            everybody = all(len(worker.joined) >= len(worker.uids) for worker in self.nodes.workers)
             if everybody and self.phase != "running":
                 self._on_all_joined()
         elif isinstance(message, NodesAbsent):
@@ -257,14 +238,14 @@ class Run:
             worker.leaving_since = clock.now() if worker.over else None
             if message.stopped:
                 # also where another machine was asked: a node that is on its way back into the run hears it here
-                self._tell_all(StopRun())
+                self.nodes.tell_all(StopRun())
         elif isinstance(message, Failed):
             self._leaving.ended(message)
             worker.failed.add(message.uid)
             worker.leaving_since = clock.now() if worker.over else None
             self._on_death(message)
         elif isinstance(message, Closed) and not worker.over:
-            self._start_apart(worker, message.uid)
+            self._start_apart(message.uid)
 
     def _on_left(self, worker: Worker, message: Finished) -> None:
         """A node left in peace: the others go on, and its end is not that of the run."""
@@ -296,25 +277,20 @@ class Run:
             self._on_failure(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
         started = self._start_again(worker.uids)
         if started is not None:
-            self.workers[self.workers.index(worker)] = started
-
-    def _tell_all(self, message: ChildMessage) -> None:
-        for worker in self.workers:
-            if worker.alive and not worker.over:
-                worker.send(message)
+            self.nodes.replace(worker, started)
 
     # -- generations of members -------------------------------------------------------------------------------
 
     def _on_death(self, failed: Failed, told: bool = False) -> None:
         """A node died: the others go on without it where the config allows it, else the run fails. told: whether the
         observer has heard of it, with others of its process."""
-        begun = any(worker.joined for worker in self.workers)
+        begun = any(worker.joined for worker in self.nodes.workers)
         may = self.facts.regroup and begun and self._kill_at is None
         comes_back = failed.uid in self.ledger.lost  # what ends a node on its way back in ends nothing else
         if not may or (failed.exit_code in FOR_ALL and not comes_back):
             self._on_failure(failed)
             return
-        self._tell_all(PeerFailure(failed.uid, failed.title))
+        self.nodes.tell_all(PeerFailure(failed.uid, failed.title))
         if failed.exit_code == Interrupted.exit_code:  # the stop found it outside of the run
             self.ledger.lost.setdefault(failed.uid, failed)
             return
@@ -334,11 +310,11 @@ class Run:
             self.ledger.restarted(uid)
             self.observer.restarted(uid)
             self.observer.notice(f"node {uid} is started again ({restarts[uid]} of {self.facts.restarts} times)")
-        return start_node(self._context, self._task(again, join=True))
+        return self.nodes.start_again(again, self._strikes.began)
 
     def worker_of(self, uid: int) -> Worker | None:
         """As `Processes.worker_of`."""
-        return next((each for each in self.workers if each.alive and uid in each.left), None)
+        return next((each for each in self.nodes.workers if each.alive and uid in each.left), None)
 
     def restart_struck(self, uid: int) -> None:
         """As `Processes.restart_struck`, however often it was started again before."""
@@ -347,16 +323,13 @@ class Run:
         self.ledger.restarted(uid)
         self.observer.restarted(uid)
         self.observer.notice(f"node {uid} is started again, as `faults` says")
-        for worker in self.workers:
-            worker.uids = tuple(each for each in worker.uids if each != uid)
-        self.workers.append(start_node(self._context, self._task([uid], join=True)))
+        self.nodes.add_apart(uid, self.nodes.start_again([uid], self._strikes.began))
 
-    def _start_apart(self, worker: Worker, uid: int) -> None:
+    def _start_apart(self, uid: int) -> None:
         """Start a node again that failed alone, while the others of its process go on: in a process of its own."""
         started = self._start_again([uid])
         if started is not None:
-            self.workers.append(started)
-            worker.uids = tuple(each for each in worker.uids if each != uid)
+            self.nodes.add_apart(uid, started)
 
     def _on_generation(self, record: Mapping[str, Any]) -> None:
         """A node entered a generation: the observer hears of it once, from whichever node says it first."""
@@ -381,7 +354,7 @@ class Run:
     def _on_failure(self, failed: Failed) -> None:
         self.ledger.failures.append(failed)
         if len(self.ledger.failures) == 1:
-            self._tell_all(PeerFailure(failed.uid, failed.title))
+            self.nodes.tell_all(PeerFailure(failed.uid, failed.title))
             self._kill_at = clock.now() + (GRACE_SECONDS if self.phase == "running" else 1.0)
         if not failed.follower:
             self._tell_cause()
@@ -398,7 +371,7 @@ class Run:
     @property
     def present(self) -> list[Worker]:
         """As `ControlledRun.present`."""
-        return [worker for worker in self.workers
+        return [worker for worker in self.nodes.workers
                 if worker.alive and not worker.over and not self.ledger.lost.keys() >= {*worker.left}]  # fmt: skip
 
     def stop_as_asked(self) -> bool:
@@ -408,7 +381,7 @@ class Run:
         self._asked_to_stop = True
         self.notice("asked to stop: the nodes finish their round and write their results")
         self._strikes.stop()
-        self._tell_all(StopRun())
+        self.nodes.tell_all(StopRun())
         return True
 
     def _on_signals(self) -> None:
@@ -421,14 +394,14 @@ class Run:
             else:
                 self.observer.stopping(signal.Signals(number).name)
                 self._strikes.stop()
-                self._tell_all(StopRun())
+                self.nodes.tell_all(StopRun())
 
     def _check_time(self, now: float) -> None:
         """End waits whose deadline has passed, and say for whom a long one waits."""
         # Nodes of a simulation wait for nobody: however many thousands they are, they take as long as they take.
         limit = math.inf if self.request.simulate else self.facts.start_timeout_seconds
         waited = now - self._phase_since
-        late = late_nodes(self.workers, self.phase)
+        late = late_nodes(self.nodes.workers, self.phase)
         if self._kill_at is not None:
             if now >= self._kill_at - GRACE_SECONDS + ECHO_SECONDS:
                 self._tell_cause()
@@ -450,7 +423,7 @@ class Run:
         elif self.phase != "running" and late and now - self._noticed > NOTICE_SECONDS:
             self._noticed = now - NOTICE_SECONDS + 1.0
             self.observer.waiting(waiting_for(self.facts, self.phase, late, self._absent, waited))
-        for worker in self.workers:
+        for worker in self.nodes.workers:
             if worker.alive and worker.leaving_since is not None and now - worker.leaving_since > EXIT_SECONDS:
                 worker.kill()
 
@@ -467,7 +440,7 @@ class Run:
         return max(self._first_finish, self._heard) if self.facts.sides else self._first_finish
 
     def _kill_all(self) -> None:
-        for worker in self.workers:
+        for worker in self.nodes.workers:
             if worker.alive and not worker.over and not self._killed_by_user:
                 self.silent += [uid for uid in worker.uids if uid not in self.silent]
             worker.kill()
@@ -475,10 +448,10 @@ class Run:
     @property
     def _ended(self) -> float:
         """When the latest of the last messages of nodes came; `clock.now()`."""
-        return max((worker.leaving_since or 0.0 for worker in self.workers), default=0.0)
+        return max((worker.leaving_since or 0.0 for worker in self.nodes.workers), default=0.0)
 
     def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
-        for worker in self.workers:
+        for worker in self.nodes.workers:
             gone = [uid for uid in worker.left if uid in late] if worker.alive else []
             for uid in gone:
                 title = f"node {uid}: {what}"
@@ -497,7 +470,7 @@ class Run:
         if self.ledger.stopped:
             self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
             return
-        for worker in self.workers:
+        for worker in self.nodes.workers:
             gone = [uid for uid in worker.left if uid in late] if worker.alive else []
             for uid in gone:
                 before = self.ledger.lost.get(uid)
@@ -517,10 +490,9 @@ class Run:
 
     def close(self) -> None:
         """Kill and reap every child, and remove the socket folder. Idempotent."""
-        end_all(self.workers)
+        self.nodes.close()
         self._leaving.close()
         self._controlling.close()
-        self._sockets.remove()
 
     def conclude(self) -> Outcome:
         """Write the summary and decide the exit code. To be called after `close`."""
@@ -535,17 +507,7 @@ class Run:
             self.ledger.failures += [failed for failed in lost if failed.exit_code != Interrupted.exit_code]
             self._tell_cause()
         cause = first_cause(self.ledger.failures)
-        gone = {*self.ledger.finished, *self.ledger.lost, *self.ledger.left}
-        ended = bool(self.ledger.finished or self.ledger.left)
-        done = ended and gone.issuperset(self.facts.local) and not self.ledger.stopped
-        if self._killed_by_user:
-            exit_code = self.signals.exit_code
-        elif cause is not None:
-            exit_code = cause.exit_code or 8
-        elif done:
-            exit_code = 0
-        else:
-            exit_code = self.signals.exit_code if self.signals.received else 130
+        exit_code = self._exit_code(cause)
         wall = clock.now() - self.started
         found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
         if self.facts.faults:
@@ -563,7 +525,14 @@ class Run:
         if self._trackers is not None:
             heard = len(self.signals.received)
             self._trackers.close(lambda: self._killed_by_user or len(self.signals.received) > heard)
-        together = {each.uid for each in self.ledger.failures if cause is not None and each.title == cause.title}
-        told = {*together, *self.ledger.finished, *self.ledger.left}
-        followers = tuple(uid for uid in self.facts.local if uid not in told) if cause else ()
+        followers = self.ledger.followers(self.facts.local, cause)
         return Outcome(exit_code, self.directory, found, cause, followers, tuple(sorted(self.silent)))
+
+    def _exit_code(self, cause: Failed | None) -> int:
+        if self._killed_by_user:
+            return self.signals.exit_code
+        if cause is not None:
+            return cause.exit_code or 8
+        if self.ledger.done(self.facts.local):
+            return 0
+        return self.signals.exit_code if self.signals.received else 130
