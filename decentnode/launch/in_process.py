@@ -63,72 +63,101 @@ def run_in_process(
     return nodes
 
 
+class NodesFiles:
+    """What the nodes of a task leave when one process steps them all: their reports, records and models."""
+
+    def __init__(self, task: Task, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
+        self._task, self._experiment, self._send = task, experiment, send
+        self.reporters: dict[int, Reporter] = {}
+        self._records: NodeRecords | None = None
+        self._struck: list[NodeFaults] = []
+
+    def open(self) -> None:
+        """Before there are nodes: metrics.jsonl of each, where the task has a run directory."""
+        task = self._task
+        for uid in task.uids:
+            path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
+            self.reporters[uid] = Reporter(uid, path, self._send, task.progress_seconds)
+
+    def begin(self, nodes: list[Node], ready: Callable[[Sequence[Stoppable]], None]) -> None:
+        """Before their first step: open the records, go on from checkpoints, and let faults begin. ready: called as
+        soon as the nodes can be asked to stop."""
+        task, experiment = self._task, self._experiment
+        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment) is True, experiment.run)
+        ready(nodes)
+        for node in nodes:
+            assert isinstance(node.communication, Inproc)
+            node.communication.hub.run_id = bytes.fromhex(task.run_id)
+            attach(node, experiment, task, self.reporters[node.uid])
+            self._records.joined(node.uid)
+            if not experiment.communication.networked:  # else it is a dry run
+                give_faults(node, experiment, self._send)
+                begin_faults(node, task)
+                self._struck.extend([node.rounds.faults] if node.rounds.faults is not None else [])
+            self._send(NodeJoined(node.uid))
+
+    def finish(self, node: Node) -> None:
+        """After its last step: write the last checkpoint and the model, and report the closing figures."""
+        assert self._records is not None
+        if node.checkpoints is not None:
+            node.checkpoints.close(node.communication.config.timeout_seconds)
+        if self._task.run_dir:
+            with blamed_on(node.uid):
+                save_node(node, Path(self._task.run_dir))
+        self.reporters[node.uid].close()
+        stopped = not node.over
+        self._records.over(node, stopped)
+        self._send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
+
+    def failed(self, error: BaseException) -> None:
+        """The nodes end with this error."""
+        if self._records is not None:
+            self._records.failed(getattr(error, "uid", self._task.uids[0]), error)
+
+    def close(self) -> None:
+        for faults in self._struck:
+            faults.close()
+        if self._records is not None:
+            self._records.close()
+        for reporter in self.reporters.values():
+            reporter.close()
+
+
 def run_nodes(
     task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
     ready: Callable[[Sequence[Stoppable]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
 ) -> int:
     """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
-    reporters: dict[int, Reporter] = {}
-    records: list[NodeRecords] = []
-    struck: list[NodeFaults] = []
+    logs.set_level(experiment.run.log_level)
+    virtual = _virtual_time(experiment) if task.request.simulate else None
+    if task.request.simulate and experiment.faults:
+        torch.set_num_threads(task.threads)
+        return run_struck(task, experiment, send, ready, tick)
+    if task.request.simulate:
+        choice = choose(experiment, resume=task.resume is not None)
+        send(Engine(choice.name, choice.reason))
+        if choice.batched is not None:
+            assert not isinstance(virtual, OwnRounds), "such schedules have no rounds of all nodes at once"
+            return run_batched(choice.batched, Files(choice.batched, task, send, tick, virtual), ready)
+        torch.set_num_threads(task.threads)
+    files = NodesFiles(task, experiment, send)
+
+    def record(uid: int, found: dict[str, Any]) -> None:
+        files.reporters[uid].record(found if virtual is None else virtual.told(uid, found))
+
     try:
-        logs.set_level(experiment.run.log_level)
-        virtual = _virtual_time(experiment) if task.request.simulate else None
-        if task.request.simulate and experiment.faults:
-            torch.set_num_threads(task.threads)
-            return run_struck(task, experiment, send, ready, tick)
-        if task.request.simulate:
-            choice = choose(experiment, resume=task.resume is not None)
-            send(Engine(choice.name, choice.reason))
-            if choice.batched is not None:
-                assert not isinstance(virtual, OwnRounds), "such schedules have no rounds of all nodes at once"
-                return run_batched(choice.batched, Files(choice.batched, task, send, tick, virtual), ready)
-            torch.set_num_threads(task.threads)
-        for uid in task.uids:
-            path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
-            reporters[uid] = Reporter(uid, path, send, task.progress_seconds)
-
-        def begin(nodes: list[Node]) -> None:
-            records.append(NodeRecords(nodes, task.run_dir, recorded(experiment) is True, experiment.run))
-            ready(nodes)
-            for node in nodes:
-                assert isinstance(node.communication, Inproc)
-                node.communication.hub.run_id = bytes.fromhex(task.run_id)
-                attach(node, experiment, task, reporters[node.uid])
-                records[0].joined(node.uid)
-                if not experiment.communication.networked:  # else it is a dry run
-                    give_faults(node, experiment, send)
-                    begin_faults(node, task)
-                    struck.extend([node.rounds.faults] if node.rounds.faults is not None else [])
-                send(NodeJoined(node.uid))
-
-        def record(uid: int, found: dict[str, Any]) -> None:
-            reporters[uid].record(found if virtual is None else virtual.told(uid, found))
-
-        nodes = run_in_process(experiment, record, begin, tick, virtual if isinstance(virtual, OwnRounds) else None)
+        files.open()
+        own_rounds = virtual if isinstance(virtual, OwnRounds) else None
+        nodes = run_in_process(experiment, record, lambda nodes: files.begin(nodes, ready), tick, own_rounds)
         for node in reversed(nodes):
-            if node.checkpoints is not None:
-                node.checkpoints.close(node.communication.config.timeout_seconds)
-            if task.run_dir:
-                with blamed_on(node.uid):
-                    save_node(node, Path(task.run_dir))
-            reporters[node.uid].close()
-            stopped = not node.over
-            records[0].over(node, stopped)
-            send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
+            files.finish(node)
         return 0 if all(node.over for node in nodes) else Interrupted.exit_code
     except BaseException as error:
-        for each in records:
-            each.failed(getattr(error, "uid", task.uids[0]), error)
+        files.failed(error)
         raise
     finally:
-        for faults in struck:
-            faults.close()
-        for each in records:
-            each.close()
-        for reporter in reporters.values():
-            reporter.close()
+        files.close()
 
 
 def _virtual_time(experiment: Experiment) -> VirtualTime | OwnRounds | None:
