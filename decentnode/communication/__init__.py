@@ -4,7 +4,7 @@ COMMUNICATIONS: dict[str, str] = {
     "auto": "decentnode.communication.hybrid.transport:Hybrid",
     "collective": "decentnode.communication.hybrid.transport:Collective",
     "hybrid": "decentnode.communication.hybrid.transport:Hybrid",
-    "inproc": "decentnode.communication.inproc:Inproc",
+    "inproc": "decentnode.communication.inproc.transport:Inproc",
     "shared_memory": "decentnode.communication.zeromq.transport:ZeroMQ",
     "zeromq": "decentnode.communication.zeromq.transport:ZeroMQ",
 }

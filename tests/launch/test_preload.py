@@ -30,4 +30,4 @@ def test_children_find_their_modules_imported_and_inherit_no_thread() -> None:
     assert not seen["missing"]
     assert seen["threads"] == 1 and not seen["cuda"]
     assert not seen["collects"] and seen["frozen"] > 100_000, "the collector leaves the shared pages untouched"
-    assert {"decentnode.sharing.full:Full", "decentnode.communication.inproc:Inproc"} <= {*seen["targets"]}
+    assert {"decentnode.sharing.full:Full", "decentnode.communication.inproc.transport:Inproc"} <= {*seen["targets"]}

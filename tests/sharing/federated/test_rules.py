@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from decentnode.build import build, build_in_process, step_all
-from decentnode.communication.inproc import ExchangeKey, Hub, Inproc, InprocConfig
+from decentnode.communication.inproc import Hub, Inproc, InprocConfig
+from decentnode.communication.inproc.hub import PayloadKey
 from decentnode.errors import PeerLost
 from decentnode.experiment import Experiment, load
 from decentnode.graph.base import RoundView
@@ -161,7 +162,7 @@ def test_a_rule_of_ones_own() -> None:
 # -- clients that do not answer -----------------------------------------------------------------------------------
 
 
-class LossyPayloads(dict[ExchangeKey, Payload]):
+class LossyPayloads(dict[PayloadKey, Payload]):
     """Payloads that are never there, as those that come too late."""
 
     def __init__(self, lost: Collection[tuple[int, int, int]]) -> None:
@@ -169,7 +170,7 @@ class LossyPayloads(dict[ExchangeKey, Payload]):
         self.lost = lost
         """(round, phase, source)."""
 
-    def pop(self, key: ExchangeKey, *default: Any) -> Any:  # type: ignore[override]
+    def pop(self, key: PayloadKey, *default: Any) -> Any:  # type: ignore[override]
         found = super().pop(key, *default)
         return default[0] if key[:3] in self.lost else found
 
