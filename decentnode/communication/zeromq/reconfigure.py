@@ -174,7 +174,7 @@ class Reconfiguration:
         if not self.active:
             return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
         if isinstance(asked, Resign):
-            return self._sent_on(of.resigned(asked))
+            return self._sent_on(of.newcomers.resigned(asked))
         if caller.key and caller.key in self.founder_keys:
             return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
         try:
@@ -184,12 +184,12 @@ class Reconfiguration:
             return Turned(of.run, 0, of.uid, fitting(fault.detail), 1, of.uid, "")
         if isinstance(asked, Inquiry):
             told = Described(of.run, of.generation.number, of.uid, of.digest, self.config_text)
-            return of.closed_to_newcomers() or told
+            return of.newcomers.closed() or told
         return self._seat_for(asked, caller, now, invitation)
 
     def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Turned:
         of = self.membership
-        answer = of.knock(knock, caller, now, invitation)
+        answer = of.newcomers.knock(knock, caller, now, invitation)
         try:
             if isinstance(answer, Turned):
                 self._report("turned_away", f"{knock.control}: {answer.reason}")

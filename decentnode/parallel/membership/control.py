@@ -370,7 +370,7 @@ class Control:
             if caller in terms.founders:  # a rank that was started again
                 found = terms.founders.index(caller), b""
             else:
-                granted = state.knock(knock, Caller(), now)
+                granted = state.newcomers.knock(knock, Caller(), now)
                 found = granted if isinstance(granted, Turned) else (granted[1], granted[0].token)
             if isinstance(found, Turned):
                 at = self._addresses[found.uid].control if found.uid != state.uid and not found.final else ""

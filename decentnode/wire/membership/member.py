@@ -11,11 +11,10 @@ from typing import Any
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
-from decentnode.wire.generation import Caller, Generation, GenerationEvent, Going, JoinRefused, Limits, Name
-from decentnode.wire.invitation import Invitation
+from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits, Name
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
-from decentnode.wire.membership.seats import Seat, check, seen_from
+from decentnode.wire.membership.newcomers import Newcomers
 from decentnode.wire.membership.stages import HEARD_BY_GUESTS, Cause
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import (
@@ -27,16 +26,13 @@ from decentnode.wire.messages import (
     Denied,
     Go,
     Join,
-    Knock,
     Message,
     Ping,
     Pong,
     Prepare,
     Promise,
     Ready,
-    Resign,
     Suspect,
-    Turned,
     fitting,
 )
 
@@ -63,6 +59,7 @@ class Membership(MemberState):
         super().__init__(uid, num_nodes, limits, draw=draw, digest=digest, run=run, describe=describe,
                          founders=founders, seat=seat)  # fmt: skip
         self._leader, self._follower = Leader(self), Follower(self)
+        self.newcomers = Newcomers(self, draw)
         self._repeat_at = math.inf
         """When what was not answered is repeated; infinite while the node waits for no answer."""
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
@@ -181,6 +178,10 @@ class Membership(MemberState):
             self._turn(now)
         else:
             self._follower.repeat()
+        return self._take_events(now)
+
+    def take_events(self, now: float) -> list[GenerationEvent]:
+        """What the owner is told of a call of `newcomers`."""
         return self._take_events(now)
 
     # -- messages ---------------------------------------------------------------------------------------------
@@ -357,62 +358,6 @@ class Membership(MemberState):
     def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
         if self.stage == "outside" and denied.digest == self.digest:
             self.events.append(JoinRefused(f"refused by {self.describe(denied.source)}: {denied.reason}"))
-
-    # -- nodes that are not in the mapping --------------------------------------------------------------------
-
-    def knock(
-        self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None = None
-    ) -> tuple[Seat, int] | Turned:
-        """Grant a newcomer a uid: (its seat, the uid). Else why not, and whom to ask; the owner adds where that one
-        listens. invitation: what it showed, where the run wants one. Raises PeerFault for a malformed request.
-
-        Call `take_events` after it.
-        """
-        check(knock.control, knock.bulk, caller.key)
-        via = seen_from(knock.control, caller.address, knock.reach)
-        by = "" if invitation is None else invitation.id.hex()
-        asked = Seat(b"", knock.control, knock.bulk, caller.key, via, by)
-        leader = min(self.counted_on() | {self.uid})
-        if knock.version != PROTOCOL_VERSION:
-            return self._turned(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)
-        if closed := self.closed_to_newcomers():
-            return closed
-        if not self.steady or self.guest:
-            return self._turned("the members agree on a generation at this moment")
-        if leader != self.uid:
-            return self._turned(f"{self.describe(leader)} admits newcomers", ask=leader)
-        if invitation is not None and self.seats.used_up(asked, invitation.uses):
-            return self._turned(f"its invitation is for {invitation.uses} nodes, and that many came", final=True)
-        taken = {*self.generation.members, *self.joiners}
-        uid = self.seats.grant(asked, taken, now, self._draw)
-        if uid is None:
-            return self._turned(f"all {self.seats.stop - self.seats.first} uids beyond the mapping are taken "
-                                "(node.newcomers)")  # fmt: skip
-        self.seated(uid)
-        return self.seats.known[uid], uid
-
-    def closed_to_newcomers(self) -> Turned | None:
-        """Why nobody who is not in the mapping can come any more, or at all; None where somebody may."""
-        if self.seats.stop == self.seats.first:
-            return self._turned("the run admits nobody beyond its mapping (node.newcomers)", final=True)
-        return self._turned("the run is over", final=True) if self.over() else None
-
-    def resigned(self, resign: Resign) -> Turned:
-        """A newcomer does not come: its uid is free at once, unless it has begun to join. Else whom it should tell."""
-        leader, uid = min(self.counted_on() | {self.uid}), resign.uid
-        if leader != self.uid:
-            return self._turned(f"{self.describe(leader)} admits newcomers", ask=leader)
-        if uid not in {*self.generation.members, *self.joiners} and uid in self.seats.known \
-                and self.seats.admits(uid, resign.seat):  # fmt: skip
-            self.seats.release(uid)
-        return self._turned("its place is free", final=True)
-
-    def take_events(self, now: float) -> list[GenerationEvent]:
-        """What the owner is told of a knock."""
-        return self._take_events(now)
-
-    def _turned(self, reason: str, final: bool = False, ask: int | None = None) -> Turned:
-        return Turned(self.run, 0, self.uid, fitting(reason), int(final), self.uid if ask is None else ask, "")
 
     # -- who leads --------------------------------------------------------------------------------------------
 
