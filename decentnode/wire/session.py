@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import bitmap, from_bitmap
@@ -39,7 +38,16 @@ from decentnode.wire.messages import (
     Welcome,
     fitting,
 )
-from decentnode.wire.orders import OrderEvent, OrderTree
+from decentnode.wire.orders import OrderTree
+from decentnode.wire.session_events import (
+    Joined,
+    NotAssembled,
+    PeerDeparted,
+    PeerFailed,
+    Rejected,
+    SessionEvent,
+    StopAsked,
+)
 from decentnode.wire.session_states import ADMISSIBLE, FROM_CHILD, FROM_PARENT, IN_A_RUN, Cause, State, next_state
 
 HELLO_EVERY_SECONDS = 0.5
@@ -48,51 +56,6 @@ MAX_REFUSALS = 64
 """Most nodes of which a session keeps why they were refused."""
 MAX_HELLOS = 8
 """Hellos of one source that are answered within HELLO_WINDOW_SECONDS."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Every node of the run has joined; the first round may begin."""
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """The tree parent refused this node: it can never be part of the run."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class NotAssembled:
-    """The run cannot begin, as `missing` have not joined in time."""
-
-    missing: tuple[int, ...]
-    reason: str
-    """Why nodes were refused, or which node did not answer; may be empty."""
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """A node asked the run to stop; reported once."""
-
-
-@dataclass(frozen=True)
-class PeerFailed:
-    """The node `uid` failed; reported once."""
-
-    uid: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class PeerDeparted:
-    """The node `uid` sends no payload of round `rounds` or later."""
-
-    uid: int
-    rounds: int
-
-
-SessionEvent = Joined | Rejected | NotAssembled | StopAsked | PeerFailed | PeerDeparted | OrderEvent | Message
 
 
 class Session:

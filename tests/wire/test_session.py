@@ -23,7 +23,8 @@ from decentnode.wire.messages import (
     Stop,
     Welcome,
 )
-from decentnode.wire.session import Joined, NotAssembled, PeerFailed, Rejected, Session, StopAsked
+from decentnode.wire.session import Session
+from decentnode.wire.session_events import Joined, NotAssembled, PeerFailed, Rejected, StopAsked
 
 RUN = b"run-id-8"
 

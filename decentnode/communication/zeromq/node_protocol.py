@@ -42,13 +42,13 @@ from decentnode.wire.messages import (
     Waits,
 )
 from decentnode.wire.orders import Action, OrderDue, Ordered
-from decentnode.wire.session import (
+from decentnode.wire.session import Session
+from decentnode.wire.session_events import (
     Joined,
     NotAssembled,
     PeerDeparted,
     PeerFailed,
     Rejected,
-    Session,
     SessionEvent,
     StopAsked,
 )
