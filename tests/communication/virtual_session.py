@@ -4,7 +4,7 @@ membership, put together as the transport does, and driven by nothing but messag
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -203,14 +203,15 @@ class SessionEnd(End):
         self.turn = wait.generation.first_round
 
     def _put_away(self, generation: Generation) -> None:
-        assert self.reconfiguration is not None
-        self.session.adopt(self.reconfiguration.membership.run, generation.name, generation.members)
-        self.links.restart(generation.fresh)
-        self.credits.clear()
-        self.held.clear()
-        self.inbox.reset(generation.first_round)
-        self.facts.departed.clear()
-        self.collectives = self._take_collectives()
+        def restart(fresh: Collection[int]) -> None:
+            self.links.restart(fresh)
+            self.credits.clear()
+            self.held.clear()
+
+        def begin() -> None:
+            self.collectives = self._take_collectives()
+
+        self.protocol.install(generation, restart, begin, self.heap.now)
 
     def _close(self) -> Iterator[Wait]:
         left = RunningTime(CLOSE_SECONDS, self.heap.now)

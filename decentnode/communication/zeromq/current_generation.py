@@ -77,24 +77,9 @@ class CurrentGeneration:
         self._paths.close(broken=True, leaving_chunks=False)
         config = self._run.config
         alone = config.start_timeout_seconds
+        generations.wait(alone, alone + config.timeout_seconds, self._install)
 
-        def install(generation: Generation) -> None:
-            self._install(generation, generations.reconfiguration.membership.run)
-
-        generations.wait(alone, alone + config.timeout_seconds, install)
-
-    def _install(self, generation: Generation, run_id: bytes) -> None:
-        """With `LinkDriver.lock` held: put everything of the old generation away, and make what `generation` needs."""
-        run = self._run
+    def _install(self, generation: Generation) -> None:
+        """With `LinkDriver.lock` held."""
         self._paths.close(broken=True, leaving_chunks=True)
-        if generation.stopping:
-            run.session.stop_asked = run.state.stopping = True
-        run.session.adopt(run_id, generation.name, generation.members)
-        run.driver.restart(generation.fresh)
-        run.inbox.reset(generation.first_round)
-        run.state.departed.clear()
-        with run.state.lock:
-            again = run.state.orders.begin_generation(generation.first_round)
-        self._make()
-        if again:
-            self._protocol.order("pause", clock.now())
+        self._protocol.install(generation, self._run.driver.restart, self._make, clock.now())

@@ -21,7 +21,7 @@ from decentnode.communication.zeromq.reconfigure import Reconfiguration
 from decentnode.communication.zeromq.reliable_links import ReliableLinks
 from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, NodeFailed, PeerFault, PeerLost
-from decentnode.wire.generation import Caller
+from decentnode.wire.generation import Caller, Generation
 from decentnode.wire.messages import (
     MEMBERSHIP,
     NO_RUN,
@@ -68,6 +68,9 @@ class PayloadInbox(Protocol):
     def waits_itself(self, source: int, now: float) -> None:
         """As `InboxState.waits_itself`."""
 
+    def reset(self, round: int) -> None:
+        """As `InboxState.reset`."""
+
 
 @dataclass(frozen=True)
 class ProtocolParts:
@@ -108,6 +111,29 @@ class NodeProtocol:
         self._facts, self._counters, self._maker = parts.facts, parts.counters, parts.maker
         self._reconfiguration, self._lock = parts.reconfiguration, parts.lock
         self.has_room, self.consumed = parts.has_room, parts.consumed
+
+    # -- generations ------------------------------------------------------------------------------------------
+
+    def install(
+        self, generation: Generation, restart: Callable[[Collection[int]], None], begin: Callable[[], None], now: float
+    ) -> None:
+        """Put away what belonged to the old generation, and begin what belongs to `generation`.
+
+        restart(fresh): the links', between the two. begin: makes what is the owner's, and sets `collectives`.
+        """
+        assert self._reconfiguration is not None
+        session, facts = self._session, self._facts
+        if generation.stopping:
+            session.stop_asked = facts.stopping = True
+        session.adopt(self._reconfiguration.membership.run, generation.name, generation.members)
+        restart(generation.fresh)
+        self._inbox.reset(generation.first_round)
+        facts.departed.clear()
+        with self._lock:
+            paused = facts.orders.begin_generation(generation.first_round)
+        begin()
+        if paused:
+            self.order("pause", now)
 
     # -- sending ----------------------------------------------------------------------------------------------
 

@@ -357,19 +357,12 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def _put_away(self, generation: Generation) -> None:
         """Everything of the old generation, for `generation`."""
-        assert self.reconfiguration is not None
-        if generation.stopping:
-            self.session.stop_asked = self.facts.stopping = True
-        self.session.adopt(self.reconfiguration.membership.run, generation.name, generation.members)
-        self.links.restart(generation.fresh)
-        self.shell.credits.clear()
-        self.inbox.reset(generation.first_round)
-        self.facts.departed.clear()
-        again = self.facts.orders.begin_generation(generation.first_round)
-        self._begin_generation()
-        if again:
-            self.protocol.order("pause", clock.now())
+        self.protocol.install(generation, self._restart, self._begin_generation, clock.now())
         self.place.witness.installed(self, generation)
+
+    def _restart(self, fresh: Collection[int]) -> None:
+        self.links.restart(fresh)
+        self.shell.credits.clear()
 
     # -- the end ----------------------------------------------------------------------------------------------
 
