@@ -9,19 +9,17 @@ from collections.abc import Iterator
 from dataclasses import astuple
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from decentnode import rng
 from decentnode.config import component
-from decentnode.errors import CheckpointError, DataError, Diverged
+from decentnode.errors import CheckpointError, Diverged
 from decentnode.metrics.dealt import Dealt
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import EMA, LOSS_SUMS, OWN, TRAIN, Task, Variant
 from decentnode.tensors import FlatModel
 from decentnode.training import statistics
-from decentnode.training.augment import Augmentation
 from decentnode.training.average import ModelAverage
 from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Training, Update
 from decentnode.training.gradients import Gradients
@@ -30,13 +28,12 @@ from decentnode.training.lr_schedules import LearningRateSchedule
 from decentnode.training.optimizers import make_optimizer
 from decentnode.training.pace import Pace
 from decentnode.training.sampler import Sampler
-from decentnode.training.source import Source, source_of
+from decentnode.training.share import NodeShare
+from decentnode.training.source import Source
 from decentnode.training.supervised_config import SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
-GATHER_ELEMENTS = 1 << 21
-"""Inputs of several steps are gathered and normalized at once, up to 8 MiB of them."""
 EVALUATION_ELEMENTS = 1 << 17
 """Input elements of one evaluation batch (42 images of 3x32x32): a convolution's activations are ten times as many.
 GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller."""
@@ -65,21 +62,14 @@ class Supervised(Training):
         self._loss = Loss(config.loss_for(task.loss), config.label_smoothing)
         self._gradients = Gradients(config, model, task, self._loss, uid)
         self._seed, self._uid = seed, uid
-        self._splits = self._split(data)
+        self.share = NodeShare(config, model, data, seed=seed, uid=uid)
         self.evaluated = (EvaluatedSplit(shared=data.shared_test, pooled=data.pooled),)
         if data.own is not None:
             self.evaluated += (EvaluatedSplit("own", OWN.prefix, shared=False),)
         if config.evaluate_train is not None:
             self.evaluated += (EvaluatedSplit("train", TRAIN.prefix, shared=False),)
-        self.num_samples = len(self._splits["train"][1])
-        self._sampler = self._make_sampler() if data.trains else None
         self.members: tuple[int, ...] | None = None
-        self.dealt: list[Dealt] = [Dealt(0, 0, self._usable, 0)]
-        self._deal_among = data.deal_among
-        self._deal_again = data.deal_again if config.sampling == "resample" and data.trains else None
-        if config.sampling == "resample" and self._deal_again is None and data.trains:
-            raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
-        self._augment = Augmentation(config.augment, seed=seed, uid=uid) if config.augment is not None else None
+        self.dealt: list[Dealt] = [Dealt(0, 0, self.share.usable, 0)]
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._optimizer = make_optimizer(config.optimizer, self._parameters)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
@@ -87,68 +77,20 @@ class Supervised(Training):
         self._pace = Pace(config.local_seconds) if config.local_seconds is not None else None
         self._pace_steps = 0
 
-    def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
-        """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
-        may be in "test", too."""
-        device = self.model.device
-        every = {"train": data.train, "test": data.test, **({"own": data.own} if data.own is not None else {})}
-        kept = {name: np.arange(len(samples)) for name, samples in every.items()}
-        sources = {name: Source(samples, device) if name == "train" else source_of(samples, device)
-                   for name, samples in every.items()}  # fmt: skip
-        wanted = self.config.validation
-        if wanted is not None and (data.trains or wanted.source == "test"):
-            owner = self._uid if wanted.source == "train" else rng.GLOBAL
-            order = rng.stream(self._seed, owner, "validation").permutation(len(kept[wanted.source]))
-            aside = wanted.aside(len(order))
-            if aside >= len(order):
-                raise DataError(
-                    f"node {self._uid}: training.validation.fraction must leave samples of the {len(order)} "
-                    f"{wanted.source} samples, got {wanted.fraction:g}; choose another partition or a smaller fraction"
-                )
-            kept["validation"], kept[wanted.source] = np.sort(order[:aside]), np.sort(order[aside:])
-            sources["validation"] = sources[wanted.source]
-        return {name: (sources[name], torch.from_numpy(kept[name]).to(device)) for name in kept}
-
-    @property
-    def _usable(self) -> int:
-        return 0 if self._sampler is None else self._sampler.usable
-
-    def _make_sampler(self, purpose: str = "order of samples") -> Sampler:
-        """purpose: of the random streams of the orders."""
-        config, step = self.config, self.config.batch_size * self.config.accumulate
-        if self.num_samples == 0:
-            raise DataError(f"node {self._uid} has no training sample; choose another partition")
-        if config.drop_last and self.num_samples < step:
-            raise DataError(
-                f"node {self._uid} has {self.num_samples} training samples, fewer than one step of {step}, which "
-                "training.drop_last leaves out; choose another partition or a smaller batch_size"
-            )
-        return Sampler(
-            self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle,
-            drop_last=config.drop_last, leave_out=self._left_out(), purpose=purpose,
-        )  # fmt: skip
-
-    def _left_out(self) -> int:
-        """Returns how many samples every epoch leaves out so that no batch has one sample where the model cannot train
-        on it.
-
-        Raises DataError where no batch would have more.
-        """
-        source, members = self._splits["train"]
-        if not self.config.leaves_one(self.num_samples):
-            return 0
-        if not statistics.needs_two(self.model.module, source.take(members[:1])[0]):
-            return 0
-        if problem := self.config.problem_of_one(self.num_samples):
-            raise DataError(f"node {self._uid}: {problem}")
-        logger.info("the last batch of every epoch, one of %d samples, is left out: batch normalization needs two",
-                    self.num_samples)  # fmt: skip
-        return 1
-
     @classmethod
     def variants(cls, config: SupervisedConfig) -> tuple[Variant, ...]:
         wanted = ((config.ema, EMA), (config.evaluate_train, TRAIN))
         return tuple(variant for key, variant in wanted if key is not None)
+
+    @property
+    def num_samples(self) -> int:  # type: ignore[override]
+        """How many training samples this node has now."""
+        return self.share.num_samples
+
+    @property
+    def sampler(self) -> Sampler:
+        """As `NodeShare.sampler`."""
+        return self.share.sampler
 
     @property
     def steps_per_round(self) -> int:
@@ -161,14 +103,7 @@ class Supervised(Training):
 
     def samples_of(self, split: str) -> tuple[Source, Tensor]:
         """Returns a split's source and the indices [M] into it. Raises KeyError."""
-        return self._splits[split]
-
-    @property
-    def sampler(self) -> Sampler:
-        """The order of the training samples, and the place in it. Raises DataError of a node without any."""
-        if self._sampler is None:
-            raise DataError(f"node {self._uid} serves others and has no training samples")
-        return self._sampler
+        return self.share.splits[split]
 
     # -- local steps ------------------------------------------------------------------------------------------
 
@@ -180,7 +115,7 @@ class Supervised(Training):
             # Some optimizers (Adagrad) make their state when they are made: a fresh one's state, not an empty one.
             self._optimizer.state = make_optimizer(self.config.optimizer, self._parameters).state
         self.model.module.train()
-        self._deal(self.sampler.upcoming)
+        self.share.deal(self.sampler.upcoming)
         steps, config, samples = self.steps_per_round, self.config, 0
         if self._pace is not None:
             steps = self._pace_steps = self._pace.steps()
@@ -188,7 +123,7 @@ class Supervised(Training):
         loss, norms = torch.zeros(2, device=self.model.device)
         units: int | Tensor = 0
         last_gradient = None
-        for step, (inputs, targets) in enumerate(self._batches(steps), 1):
+        for step, (inputs, targets) in enumerate(self.share.batches(steps), 1):
             samples += len(targets)
             units = units + self._gradients.compute(inputs, targets, loss)
             if config.clip_norm is not None:
@@ -232,71 +167,27 @@ class Supervised(Training):
     def average(self) -> Tensor | None:
         return None if self._average is None else self._average.value()
 
-    def _batches(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of the next steps; with sampling: resample each from its epoch's share."""
-        while steps:
-            some = steps
-            if self._deal_again is not None or self._augment is not None:
-                self._deal(self.sampler.upcoming)
-                some = min(steps, self.sampler.steps_left)
-            epoch = self.sampler.upcoming
-            yield from self._gathered(*self.sampler.take(some), epoch)
-            steps -= some
-
-    def _deal(self, epoch: int) -> None:
-        """Take the share of an epoch, from its beginning, unless that is the present one."""
-        if self._deal_again is None or epoch == self.sampler.epoch:
-            return
-        source = Source(self._deal_again(epoch), self.model.device)
-        self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
-        self.num_samples = len(source)
-        self._sampler = self._make_sampler()
-        self._sampler.epoch = epoch
-
     def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> None:
         """As the contract. Raises DataError where the samples of others cannot be read here."""
         adopted, first = 0, self.members is None and not generation and not first_round
-        if self._sampler is not None and not first:  # the share that it has is that of all nodes
-            if self._deal_among is None:
-                raise DataError(f"node {self._uid} cannot read the samples of other nodes, and adopts none")
-            samples, adopted = self._deal_among(members)
-            source = Source(samples, self.model.device)
-            self._splits["train"] = (source, torch.arange(len(source), device=self.model.device))
-            self.num_samples = len(source)
-            named = f", generation {generation} from round {first_round}" if generation or first_round else ""
-            self._sampler = self._make_sampler(f"order of samples{named}")
+        if self.share.trains and not first:  # the share that it has is that of all nodes
+            adopted = self.share.deal_among(members, generation, first_round)
         self.members = members
-        last = Dealt(generation, first_round, self._usable, adopted)
+        last = Dealt(generation, first_round, self.share.usable, adopted)
         self.dealt = [*(each for each in self.dealt[-KEPT_DEALT:] if each.trained), last]
-
-    def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
-        gathered at once, which costs less."""
-        source, members = self._splits["train"]
-        picked = members[torch.from_numpy(indices).to(members.device)]
-        group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
-        start = 0
-        for first in range(0, len(sizes), group):
-            some = sizes[first : first + group]
-            chosen = picked[start : start + sum(some)]
-            inputs, targets = source.take(chosen)
-            if self._augment is not None:
-                inputs = self._augment(inputs, chosen, epoch, source.zero)
-            start += sum(some)
-            yield from zip(inputs.split(some), targets.split(some), strict=True)
 
     # -- evaluation -------------------------------------------------------------------------------------------
 
     @property
     def has_validation(self) -> bool:
-        return "validation" in self._splits
+        return "validation" in self.share.splits
 
     def evaluate(self, split: str = "test", part: tuple[int, int] = (0, 1)) -> Evaluation:
         """As the contract; "train" is a split too: the samples that this node trains on, or as many of them as the
         config says."""
-        if split not in self._splits:
-            raise ValueError(f"split must be one of {', '.join(self._splits)}, got {split!r}")
-        source, members = self._splits[split]
+        if split not in self.share.splits:
+            raise ValueError(f"split must be one of {', '.join(self.share.splits)}, got {split!r}")
+        source, members = self.share.splits[split]
         most = self.config.evaluate_train
         if split == "train" and isinstance(most, int):
             members = members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
@@ -322,7 +213,7 @@ class Supervised(Training):
 
     def measure_statistics(self) -> Tensor:
         """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
-        source, members = self._splits["train"]
+        source, members = self.share.splits["train"]
         members = members[:: max(1, -(-len(members) // MEASURED_SAMPLES))]
         size = max(2, min(1024, EVALUATION_ELEMENTS // source.sample_elements))
         if not len(members):
@@ -337,26 +228,19 @@ class Supervised(Training):
 
     def skip_to(self, round: int) -> None:
         total = 0
-        if self._sampler is not None:
-            self._deal(0)
-            self._sampler.epoch, self._sampler.cursor = 0, 0
-        for _ in range(round if self._sampler is not None else 0):
-            self._deal(self.sampler.upcoming)
+        self.share.go_to(0, 0)
+        for _ in range(round if self.share.trains else 0):
+            self.share.deal(self.sampler.upcoming)
             steps = self.steps_per_round
             total += steps
-            while steps:
-                self._deal(self.sampler.upcoming)
-                some = min(steps, self.sampler.steps_left)
-                self.sampler.skip(some)
-                steps -= some
+            self.share.skip(steps)
         self._schedule.restore(round if self.config.lr_schedule.every == "round" else total)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; its tensors are not copies, and the next round changes them."""
         return {
             "optimizer": self._optimizer.state_dict(), "ticks": self._schedule.ticks,
-            **({} if self._sampler is None
-               else {"epoch": self._sampler.epoch, "cursor": self._sampler.cursor}),
+            **({"epoch": self.sampler.epoch, "cursor": self.sampler.cursor} if self.share.trains else {}),
             **({} if self.members is None
                else {"members": list(self.members), "dealt": [list(astuple(each)) for each in self.dealt]}),
             **self._gradients.state_dict(),
@@ -376,9 +260,8 @@ class Supervised(Training):
                 dealt = [Dealt(*each) for each in state["dealt"]]
                 self.deal_among(tuple(state["members"]), dealt[-1].generation, dealt[-1].first_round)
                 self.dealt = dealt
-            if self._sampler is not None:
-                self._deal(int(state["epoch"]))
-                self.sampler.epoch, self.sampler.cursor = int(state["epoch"]), int(state["cursor"])
+            if self.share.trains:
+                self.share.go_to(int(state["epoch"]), int(state["cursor"]))
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
 

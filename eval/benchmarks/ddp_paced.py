@@ -44,7 +44,7 @@ def main() -> None:
     began, steps, over = clock.now(), 0, torch.zeros(1)
     while not over:
         started = clock.now()
-        for inputs, targets in training._batches(config.local_steps or 1):  # those that the node's own steps take
+        for inputs, targets in training.share.batches(config.local_steps or 1):  # those that the node's own steps take
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
             # the slow one computes before it sends: DDP's buckets leave during the backward pass

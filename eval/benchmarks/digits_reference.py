@@ -185,4 +185,4 @@ class GivenBatches(Supervised):
         self, config: GivenBatchesConfig, model: FlatModel, task: Task, data: NodeSamples, *, seed: int, uid: int
     ) -> None:
         super().__init__(config, model, task, data, seed=seed, uid=uid)
-        self._sampler = _Given(np.load(config.batches)[:, uid], len(data.train))
+        self.share.sampler = _Given(np.load(config.batches)[:, uid], len(data.train))

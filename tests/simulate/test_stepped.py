@@ -68,5 +68,5 @@ def test_data_is_dealt_and_opened_once_for_all_nodes(monkeypatch: pytest.MonkeyP
     experiment = load(QUICKSTART, [*COMMON, *ONE, "data.partition=iid"], check=False)
     nodes = build_in_process(experiment)
     assert len(dealt) == 1
-    sources = {id(node.training._splits["test"][0]) for node in nodes}  # type: ignore[attr-defined]
+    sources = {id(node.training.share.splits["test"][0]) for node in nodes}  # type: ignore[attr-defined]
     assert len(sources) == 1

@@ -78,7 +78,7 @@ def test_they_train_repeat_and_resume() -> None:
 
 def test_the_loss_is_evaluated_as_the_mean_over_samples() -> None:
     training = make(0, **OWN)
-    source, members = training._splits["test"]
+    source, members = training.share.splits["test"]
     inputs, targets = source.take(members)
     expected = float(Focal(1.0)(training.model.module(inputs), targets).detach())
     assert training.evaluate("test").metrics["loss"] == pytest.approx(expected, rel=1e-5)

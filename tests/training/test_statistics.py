@@ -50,7 +50,7 @@ def far_apart(uid: int, module: Any = normed, **keys: Any) -> Supervised:
 
 
 def inputs_of(training: Supervised) -> torch.Tensor:
-    source, members = training._splits["train"]
+    source, members = training.share.splits["train"]
     return source.take(members)[0].flatten(1)
 
 

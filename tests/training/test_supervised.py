@@ -178,7 +178,7 @@ def test_scaled_floats_leave_the_readers_array_alone() -> None:
 def test_gathering_in_groups_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = make(batch_size=4, local_epochs=2)
     whole.local_update(0)
-    monkeypatch.setattr("decentnode.training.supervised.GATHER_ELEMENTS", 50)
+    monkeypatch.setattr("decentnode.training.share.GATHER_ELEMENTS", 50)
     grouped = make(batch_size=4, local_epochs=2)
     grouped.local_update(0)
     # Not the same bits: the last ones of a matrix product depend on the alignment of a batch in memory.

@@ -1,0 +1,189 @@
+"""A node's share of the samples: which of them each split has, and in which order the node trains on its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decentnode import rng
+from decentnode.errors import DataError
+from decentnode.samples import NodeSamples
+from decentnode.tensors import FlatModel
+from decentnode.training import statistics
+from decentnode.training.augment import Augmentation
+from decentnode.training.sampler import Sampler
+from decentnode.training.source import Source, source_of
+from decentnode.training.supervised_config import SupervisedConfig
+
+logger = logging.getLogger(__name__)
+
+GATHER_ELEMENTS = 1 << 21
+"""Inputs of several steps are gathered and normalized at once, up to 8 MiB of them."""
+
+
+class NodeShare:
+    """That of one node, until samples are dealt anew: for an epoch (`training.sampling: resample`), or among other
+    members."""
+
+    def __init__(self, config: SupervisedConfig, model: FlatModel, data: NodeSamples, *, seed: int, uid: int) -> None:
+        """Raises DataError when the share, or what validation leaves of it, is too small, or cannot be dealt as the
+        config says."""
+        self._config, self._model, self._seed, self._uid = config, model, seed, uid
+        self.splits = self._split(data)
+        """Per split its source and the indices [M] into it."""
+        self.num_samples = len(self.splits["train"][1])
+        self._sampler = self._make_sampler() if data.trains else None
+        self._deal_among = data.deal_among
+        self._deal_again = data.deal_again if config.sampling == "resample" and data.trains else None
+        if config.sampling == "resample" and self._deal_again is None and data.trains:
+            raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
+        self._augment = Augmentation(config.augment, seed=seed, uid=uid) if config.augment is not None else None
+
+    def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
+        """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
+        may be in "test", too."""
+        device = self._model.device
+        every = {"train": data.train, "test": data.test, **({"own": data.own} if data.own is not None else {})}
+        kept = {name: np.arange(len(samples)) for name, samples in every.items()}
+        sources = {name: Source(samples, device) if name == "train" else source_of(samples, device)
+                   for name, samples in every.items()}  # fmt: skip
+        wanted = self._config.validation
+        if wanted is not None and (data.trains or wanted.source == "test"):
+            owner = self._uid if wanted.source == "train" else rng.GLOBAL
+            order = rng.stream(self._seed, owner, "validation").permutation(len(kept[wanted.source]))
+            aside = wanted.aside(len(order))
+            if aside >= len(order):
+                raise DataError(
+                    f"node {self._uid}: training.validation.fraction must leave samples of the {len(order)} "
+                    f"{wanted.source} samples, got {wanted.fraction:g}; choose another partition or a smaller fraction"
+                )
+            kept["validation"], kept[wanted.source] = np.sort(order[:aside]), np.sort(order[aside:])
+            sources["validation"] = sources[wanted.source]
+        return {name: (sources[name], torch.from_numpy(kept[name]).to(device)) for name in kept}
+
+    # -- the order of the training samples --------------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether the node has training samples; one that serves others has none."""
+        return self._sampler is not None
+
+    @property
+    def sampler(self) -> Sampler:
+        """The order of the training samples, and the place in it. Raises DataError of a node without any."""
+        if self._sampler is None:
+            raise DataError(f"node {self._uid} serves others and has no training samples")
+        return self._sampler
+
+    @sampler.setter
+    def sampler(self, value: Sampler) -> None:
+        self._sampler = value
+
+    @property
+    def usable(self) -> int:
+        """How many samples an epoch has; 0 where the node trains on none."""
+        return 0 if self._sampler is None else self._sampler.usable
+
+    def _make_sampler(self, purpose: str = "order of samples") -> Sampler:
+        """purpose: of the random streams of the orders."""
+        config, step = self._config, self._config.batch_size * self._config.accumulate
+        if self.num_samples == 0:
+            raise DataError(f"node {self._uid} has no training sample; choose another partition")
+        if config.drop_last and self.num_samples < step:
+            raise DataError(
+                f"node {self._uid} has {self.num_samples} training samples, fewer than one step of {step}, which "
+                "training.drop_last leaves out; choose another partition or a smaller batch_size"
+            )
+        return Sampler(
+            self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle,
+            drop_last=config.drop_last, leave_out=self._left_out(), purpose=purpose,
+        )  # fmt: skip
+
+    def _left_out(self) -> int:
+        """Returns how many samples every epoch leaves out so that no batch has one sample where the model cannot train
+        on it.
+
+        Raises DataError where no batch would have more.
+        """
+        source, members = self.splits["train"]
+        if not self._config.leaves_one(self.num_samples):
+            return 0
+        if not statistics.needs_two(self._model.module, source.take(members[:1])[0]):
+            return 0
+        if problem := self._config.problem_of_one(self.num_samples):
+            raise DataError(f"node {self._uid}: {problem}")
+        logger.info("the last batch of every epoch, one of %d samples, is left out: batch normalization needs two",
+                    self.num_samples)  # fmt: skip
+        return 1
+
+    # -- dealing ----------------------------------------------------------------------------------------------
+
+    def deal(self, epoch: int) -> None:
+        """Take the share of an epoch, from its beginning, unless that is the present one."""
+        if self._deal_again is None or epoch == self.sampler.epoch:
+            return
+        self._take(Source(self._deal_again(epoch), self._model.device))
+        self._sampler = self._make_sampler()
+        self._sampler.epoch = epoch
+
+    def deal_among(self, members: tuple[int, ...], generation: int, first_round: int) -> int:
+        """As `Training.deal_among`. Returns how many samples are those of nodes that are no members. Raises DataError
+        where the samples of others cannot be read here."""
+        if self._deal_among is None:
+            raise DataError(f"node {self._uid} cannot read the samples of other nodes, and adopts none")
+        samples, adopted = self._deal_among(members)
+        self._take(Source(samples, self._model.device))
+        named = f", generation {generation} from round {first_round}" if generation or first_round else ""
+        self._sampler = self._make_sampler(f"order of samples{named}")
+        return adopted
+
+    def _take(self, source: Source) -> None:
+        self.splits["train"] = (source, torch.arange(len(source), device=self._model.device))
+        self.num_samples = len(source)
+
+    # -- batches ----------------------------------------------------------------------------------------------
+
+    def batches(self, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields inputs and targets of the next steps; with sampling: resample each from its epoch's share."""
+        while steps:
+            some = steps
+            if self._deal_again is not None or self._augment is not None:
+                self.deal(self.sampler.upcoming)
+                some = min(steps, self.sampler.steps_left)
+            epoch = self.sampler.upcoming
+            yield from self._gathered(*self.sampler.take(some), epoch)
+            steps -= some
+
+    def skip(self, steps: int) -> None:
+        """Go on as if so many batches had been taken."""
+        while steps:
+            self.deal(self.sampler.upcoming)
+            some = min(steps, self.sampler.steps_left)
+            self.sampler.skip(some)
+            steps -= some
+
+    def go_to(self, epoch: int, cursor: int) -> None:
+        """The next batch is the one at this place of an epoch; nothing happens where the node trains on none."""
+        if self._sampler is not None:
+            self.deal(epoch)
+            self.sampler.epoch, self.sampler.cursor = epoch, cursor
+
+    def _gathered(self, indices: np.ndarray, sizes: list[int], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
+        gathered at once, which costs less."""
+        source, members = self.splits["train"]
+        picked = members[torch.from_numpy(indices).to(members.device)]
+        group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
+        start = 0
+        for first in range(0, len(sizes), group):
+            some = sizes[first : first + group]
+            chosen = picked[start : start + sum(some)]
+            inputs, targets = source.take(chosen)
+            if self._augment is not None:
+                inputs = self._augment(inputs, chosen, epoch, source.zero)
+            start += sum(some)
+            yield from zip(inputs.split(some), targets.split(some), strict=True)
