@@ -10,6 +10,7 @@ import torch
 
 from decentnode.communication.run_state import Steps
 from decentnode.node.checkpoint_mean import mean_unless_ending
+from decentnode.node.evaluation import begin_mean
 from decentnode.node.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.snapshot import Restored
@@ -79,7 +80,8 @@ def evaluation_missed(node: Resumable, first_round: int) -> Steps[bool]:
         return False
     # Who comes has seen no evaluation, and need not: it counts as one that has.
     done = node.evaluated == first_round or node.uid in generation.fresh
-    pending = node.communication.mean("generation/evaluated", torch.tensor([float(done)], dtype=torch.float64))
+    told = torch.tensor([float(done)], dtype=torch.float64)
+    pending = begin_mean(node.communication, "generation/evaluated", told)
     found = yield from mean_unless_ending(node, pending, "whether an evaluation is to be made up for")
     return found is not None and float(found[0]) * found[1] < found[1] - 0.5
 
