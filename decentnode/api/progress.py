@@ -96,7 +96,8 @@ class NotebookObserver(Observer):
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
         measured = measured_in({"task": facts.task})
-        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured)
+        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
+                                     facts.own_rounds)
         self._name = facts.name
         self._draw()
 
@@ -160,7 +161,7 @@ class NotebookObserver(Observer):
     def _renderable(self) -> Table:
         """A rich table: it displays itself in a notebook."""
         state = self._state
-        done, planned = (state.round, state.rounds) if state is not None else (0, 0)
+        done, planned = (state.done, state.rounds) if state is not None else (0, 0)
         row = Table.grid(padding=(0, 1))
         bar = ProgressBar(total=max(planned, 1), completed=done, width=30)
         seconds = duration(clock.now() - self._began)

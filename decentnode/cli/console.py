@@ -104,7 +104,8 @@ class ConsoleObserver(Observer):
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
         measured = measured_in({"task": facts.task})
-        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured)
+        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
+                                     facts.own_rounds)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
         if self._page is not None and run_dir is not None:
             self._page.start(run_dir)
@@ -192,8 +193,8 @@ class ConsoleObserver(Observer):
                 self._draw(now)
         elif self._changed and not self.quiet and now - self._line_at > LINE_SECONDS:
             assert self._state is not None
-            if self._state.round > self._said_round and not self._state.due:
-                self._say_line(self._state.line(), self._state.round)
+            if self._state.done > self._said_round and not self._state.due:
+                self._say_line(self._state.line(), self._state.done)
 
     def _draw(self, now: float) -> None:
         assert self._state is not None and self._live is not None

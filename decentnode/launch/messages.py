@@ -65,6 +65,8 @@ class Facts:
     """The uids of this machine by process."""
     regroup: bool = False
     """Whether the others go on when a node dies."""
+    own_rounds: bool = False
+    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
     sides: bool = False
     """Whether all sides of a broken network go on."""
     restarts: int = 0

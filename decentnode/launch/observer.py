@@ -128,5 +128,7 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     what = f"{'goes' if alone else 'go'} on{'' if own else f' from round {round}'}"
     if record.get("stopping"):
         what = f"{'ends' if alone else 'end'} the run{'' if own else f' after round {round}'}"
+    if not (changes or "merged" in record or record.get("stopping")):
+        changes = ["the same as before"]
     merged = "; models that went on apart became their mean" if "merged" in record else ""
     return ", ".join([f"generation {number}: {count} {what}", *changes]) + merged

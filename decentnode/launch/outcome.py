@@ -62,6 +62,8 @@ class Ledger:
 
     directory: Path | None = None
     """The run directory, whose metrics.jsonl files have what did not reach the supervisor; None: there are none."""
+    own_rounds: bool = False
+    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
     latest: dict[int, Figures] = field(default_factory=dict)
     """Last known figures by uid, from evaluations and rounds: the only ones of a node that dies."""
     finished: dict[int, Finished] = field(default_factory=dict)
@@ -234,8 +236,10 @@ class Ledger:
 
     @property
     def stopped(self) -> bool:
-        """Whether a node ended before its last round because somebody asked the run to stop."""
-        return any(finished.stopped for finished in self.finished.values())
+        """Whether a node ended before its last round because somebody asked the run to stop; not where another one had
+        made all of its rounds, which ended the run for nodes that have rounds of their own."""
+        stopped = [finished.stopped for finished in self.finished.values()]
+        return bool(stopped) and (all(stopped) if self.own_rounds else any(stopped))
 
 
 def _add(known: Figures, record: Mapping[str, Any]) -> None:

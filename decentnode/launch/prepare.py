@@ -142,6 +142,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         threads={str(uid): 1 if request.forked else threads_of(experiment, uid)
                  for uid in machines[machine][: 1 if in_process else None]},
         regroup=experiment.node.missing == "regroup" and (struck or not in_process),
+        own_rounds=experiment.node.schedule not in ("sequential", "overlapped"),
         sides=experiment.node.on_partition == "both",
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),

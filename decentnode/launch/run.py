@@ -106,7 +106,7 @@ class Run:
         self.signals = command.signals
         self.started = command.started
         self.phase = "starting"
-        self.ledger = Ledger(self.directory)
+        self.ledger = Ledger(self.directory, facts.own_rounds)
         self.nodes = LocalNodes(self.request, facts, self.directory)
         self.start_seconds: float | None = None
         self.silent: list[int] = []
@@ -470,6 +470,7 @@ class Run:
         if self.ledger.stopped:
             self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
             return
+        behind = []
         for worker in self.nodes.workers:
             gone = [uid for uid in worker.left if uid in late] if worker.alive else []
             for uid in gone:
@@ -478,9 +479,14 @@ class Run:
                 title = f"{since}, it was not back in time before the run was over"
                 worker.failed.add(uid)
                 self.ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
-                self.observer.notice(title)
+                if before is None:
+                    behind.append(uid)
+                else:
+                    self.observer.notice(title)
             if gone and worker.over:
                 worker.kill()
+        if behind:
+            self.observer.notice(f"node {names(sorted(behind))}: left behind, not back in time before the run was over")
 
     def _give_up(self, late: list[int], exit_code: int, what: str) -> None:
         title = f"node {names(late)}: {what}"

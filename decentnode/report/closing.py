@@ -66,9 +66,13 @@ def _left(summary: Mapping[str, Any]) -> list[str]:
 
 def _lost(summary: Mapping[str, Any]) -> list[str]:
     """Of nodes that the others went on without to the end."""
-    titles = [str(title).partition("\n")[0] for title in summary.get("lost", {}).values()]
-    more = f"; and {plural(len(titles) - MOST_NAMED, 'other')}" if len(titles) > MOST_NAMED else ""
-    return [f"lost     {'; '.join(titles[:MOST_NAMED])}{more}"] if titles else []
+    alike: dict[str, list[int]] = {}
+    for uid, title in summary.get("lost", {}).items():
+        alike.setdefault(str(title).partition("\n")[0].removeprefix(f"node {uid}"), []).append(int(uid))
+    told = [f"node {names(sorted(uids))}{what if what[:1] in ('', ' ', ':') else f': {what}'}"
+            for what, uids in alike.items()]  # fmt: skip
+    more = f"; and {plural(len(told) - MOST_NAMED, 'other')}" if len(told) > MOST_NAMED else ""
+    return [f"lost     {'; '.join(told[:MOST_NAMED])}{more}"] if told else []
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:

@@ -83,6 +83,8 @@ class RunProgress:
     """Rounds between evaluations; 0: only after the last."""
     measured: TaskMetrics = BEFORE
     """What the run's task measures."""
+    own_rounds: bool = False
+    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
     _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last evaluation by the side's label, of the present sides; "" while there is one."""
@@ -91,10 +93,11 @@ class RunProgress:
 
     @classmethod
     def of(
-        cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = BEFORE
+        cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = BEFORE,
+        own_rounds: bool = False,
     ) -> RunProgress:
         nodes = {uid: NodeState(uid) for uid in uids}
-        return cls(rounds, nodes, evaluate_every=evaluate_every, measured=measured)
+        return cls(rounds, nodes, evaluate_every=evaluate_every, measured=measured, own_rounds=own_rounds)
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
         """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
@@ -191,9 +194,15 @@ class RunProgress:
         return min((node.rounds for node in self.taking_part()), default=0)
 
     @property
+    def done(self) -> int:
+        """How many rounds of the run are over: where nodes have rounds of their own, those of the furthest."""
+        return max((node.rounds for node in self.taking_part()), default=0) if self.own_rounds else self.round
+
+    @property
     def due(self) -> bool:
         """Returns whether an evaluation after this round is still to come and will be reported."""
-        return any(self._due(min(node.rounds for node in nodes), label) for label, nodes in self.parts())
+        parts = [] if self.own_rounds else self.parts()
+        return any(self._due(min(node.rounds for node in nodes), label) for label, nodes in parts)
 
     def _due(self, round: int, label: str) -> bool:
         every = self.evaluate_every
@@ -220,7 +229,7 @@ class RunProgress:
         now: `clock.now()`. The pace counts rounds made since, so that neither a slow start nor the rounds of a run that
         goes on from a checkpoint are in it.
         """
-        done = self.round
+        done = self.done
         if self._mark is None:
             if all(node.heard for node in self.taking_part()):
                 self._mark = now, done
@@ -233,7 +242,7 @@ class RunProgress:
     def left_text(self, now: float) -> str:
         """Returns how long the run still takes as the end of a line, " left=3min20s"; "" where that is not known."""
         left = self.seconds_left(now)
-        return "" if left is None or self.round >= self.rounds else f" left={duration(left).replace(' ', '')}"
+        return "" if left is None or self.done >= self.rounds else f" left={duration(left).replace(' ', '')}"
 
     def evaluation_line(self, again: bool = False, evaluation: Mapping[str, Any] | None = None) -> str:
         """Returns an evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round alone; the
@@ -259,10 +268,21 @@ class RunProgress:
         told = []
         for label, nodes in self.parts():
             losses = [node.loss for node in nodes if node.loss is not None]
-            round = min(node.rounds for node in nodes)
-            parts = [*([f"nodes={label}"] if label else []), f"round={round}/{self.rounds}"]
-            told.append(" ".join([*parts, *([f"loss={sum(losses) / len(losses):.4f}"] if losses else [])]))
+            low, high = (how(node.rounds for node in nodes) for how in (min, max))
+            made = f"{low}-{high}" if self.own_rounds and low < high else str(low)
+            parts = [*([f"nodes={label}"] if label else []), f"round={made}/{self.rounds}"]
+            parts += [f"loss={sum(losses) / len(losses):.4f}"] if losses else []
+            told.append(" ".join([*parts, *(self._own_metrics(nodes) if self.own_rounds else [])]))
         return self._with_costs([", ".join(told or [f"round=0/{self.rounds}"])], self.sent_bytes)
+
+    def _own_metrics(self, nodes: list[NodeState]) -> list[str]:
+        """Of each node's last evaluation, where each evaluates its own model alone."""
+        main, found = self.measured.main, [node.metric for node in nodes if node.metric is not None]
+        if not found:
+            return []
+        worst = (min if main.worst == "min" else max)(found)
+        return [f"{main.line_name}_mean={number(sum(found) / len(found), '.3f')}",
+                f"{main.line_name}_{main.worst}={number(worst, '.3f')}"]  # fmt: skip
 
     def _with_costs(self, parts: list[str], sent_bytes: int) -> str:
         parts.append(f"sent={size(sent_bytes).replace(' ', '')}")

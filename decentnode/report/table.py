@@ -17,7 +17,7 @@ def live_table(
     state: RunProgress, elapsed: float, note: str, max_rows: int, seconds_left: float | None = None
 ) -> RenderableType:
     """Returns a progress bar, a row per local node (at most `max_rows`), and a line with figures of all."""
-    done = state.round
+    done = state.done
     bar = Table.grid(padding=(0, 1))
     left = "" if seconds_left is None or done >= state.rounds else duration(seconds_left)
     bar.add_row(
@@ -31,7 +31,7 @@ def live_table(
         table.add_column(column.format(metric=main.text), justify="right")
     nodes = list(state.nodes.values())
     for node in nodes[:max_rows]:
-        behind = node.rounds < done + 2
+        behind = node.rounds < state.round + 2
         table.add_row(
             str(node.uid),
             Text(str(node.rounds), style="" if behind else "dim"),

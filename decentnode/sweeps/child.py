@@ -145,7 +145,8 @@ class Teller(Observer):
         from decentnode.report.progress import RunProgress
 
         measured = measured_in({"task": facts.task})
-        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured)
+        self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
+                                     facts.own_rounds)
         self._tell()
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:

@@ -18,6 +18,11 @@ def test_waiting_names_machines_and_nodes() -> None:
     assert "machine 0 (10.0.0.1)" in waiting_for(replace(FACTS, machine=1), "joining", [2], None, 4.0)
 
 
+def test_a_generation_of_the_same_members_says_so() -> None:
+    record = {"generation": 5, "round": 9, "members": [0, 1], "left": [], "joined": []}
+    assert generation_notice(record, 3) == "generation 5: 2 of 3 nodes go on from round 9, the same as before"
+
+
 def test_newcomers_are_told_apart_from_nodes_that_come_back() -> None:
     record = {"generation": 3, "round": 9, "members": [0, 1, 2, 4], "left": [], "joined": [2, 4]}
     told = "3 of 3 nodes and 1 more go on from round 9, with node 2 again, with node 4, which no mapping has"

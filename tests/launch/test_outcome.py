@@ -74,6 +74,15 @@ def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
 
 
+def test_a_run_that_one_node_ended_with_its_last_round_was_not_stopped() -> None:
+    """Of nodes with rounds of their own: the one that made all of them was in another generation than the others, for
+    which its end looks like an order to stop."""
+    finished = {0: replace(FINISHED, stopped=True), 1: replace(FINISHED, uid=1)}
+    assert Ledger(finished=finished).stopped and not Ledger(own_rounds=True, finished=finished).stopped
+    assert Ledger(own_rounds=True, finished={0: finished[0]}).stopped
+    assert not Ledger(own_rounds=True).stopped
+
+
 def test_the_summary_tells_which_newcomers_came_and_went() -> None:
     ledger = Ledger()
     courses = [(1, 4, [0, 1, 2, 3, 4]), (2, 9, [0, 1, 2, 4]), (3, 12, [0, 1, 2, 3, 4]), (4, 15, [0, 1, 4])]

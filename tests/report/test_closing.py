@@ -48,8 +48,10 @@ def test_nodes_that_never_came_back_are_named_with_the_reason() -> None:
     lost = {"1": "node 1 was killed by SIGKILL\nbeside", "3": "node 3: silent for 8 s after other nodes had finished"}
     found = closing(summary(lost=lost))
     assert "lost     node 1 was killed by SIGKILL; node 3: silent for 8 s after other nodes had finished" in found
-    many = closing(summary(lost={str(uid): f"node {uid} died" for uid in range(7)}))
-    assert any(line.startswith("lost ") and line.endswith("; node 4 died; and 2 others") for line in many)
+    alike = closing(summary(lost={str(uid): f"node {uid}: left behind" for uid in (5, 6, 7)}))
+    assert "lost     node 5-7: left behind" in alike
+    many = closing(summary(lost={str(uid): f"error {uid}" for uid in range(7)}))
+    assert any(line.startswith("lost ") and line.endswith("; node 4: error 4; and 2 others") for line in many)
 
 
 def test_nodes_that_have_what_all_have_are_not_named() -> None:

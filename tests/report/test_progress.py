@@ -77,6 +77,21 @@ def test_nodes_that_evaluate_their_own_models_alone_have_a_mean_and_no_merged_mo
     assert state.evaluation_line() == "round=5/10 loss=0.5000 acc_mean=0.600 acc_min=0.500 sent=0B"
 
 
+def test_nodes_with_rounds_of_their_own_are_as_far_as_the_furthest() -> None:
+    """The first that has made all rounds ends the run; a node that is ten times slower says nothing of its end."""
+    state = RunProgress.of(100, [0, 1], evaluate_every=10, own_rounds=True)
+    told(state, 0, 10, 0.5, 0, 0.5)
+    told(state, 1, 0, 0.5, 0)
+    assert state.seconds_left(1.0) is None
+    told(state, 0, 60, 0.1, 1000, 0.9)
+    told(state, 1, 10, 0.3, 1000, 0.5)
+    assert state.seconds_left(6.0) == 4.0 and not state.due
+    assert state.line() == "round=10-60/100 loss=0.2000 acc_mean=0.700 acc_min=0.500 sent=2.0kB"
+    console = Console(file=io.StringIO(), width=120)
+    console.print(live_table(state, 4.0, "", 20))
+    assert "round 60/100" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def sent_in(line: str) -> str:
     return next(part for part in line.split() if part.startswith("sent="))
 
