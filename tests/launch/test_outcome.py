@@ -74,6 +74,15 @@ def test_the_summary_of_a_stop_has_all_nodes_that_closed_wherever() -> None:
     assert found["members"] == [0, 1, 5] and sorted(found["nodes"]) == ["0", "1", "5"]
 
 
+def test_bytes_of_a_node_that_was_started_again_without_a_word_are_counted() -> None:
+    """As in a simulated world, which kills and restarts nodes by itself."""
+    ledger = Ledger()
+    for round, sent in ((3, 400), (4, 500), (9, 100), (10, 200)):
+        ledger.progress(0, {"kind": "round", "round": round, "data_bytes_sent": sent})
+    ledger.finished[0] = replace(FINISHED, figures={"uid": 0, "rounds": 11, "bytes_data": 200})
+    assert summary(FACTS, ledger, 0, None, Durations(1.0, 2.0))["bytes_sent_total"] == 700
+
+
 def test_a_run_that_one_node_ended_with_its_last_round_was_not_stopped() -> None:
     """Of nodes with rounds of their own: the one that made all of them was in another generation than the others, for
     which its end looks like an order to stop."""
