@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
              {"training": {"lr_schedule": {"name": "exponential", "gamma": 0.5, "every": "step"}}},
              "training.lr_schedule.every must be round with scaffold"),
     "weights": ({"name": "scaffold", "weighted_by": "samples"}, {}, "sharing.weighted_by must be"),
-    "codec": ({"name": "fedstc", "compression": {"name": "int8"}}, {}, "sharing:? compression must be left out"),
+    "codec": ({"name": "fedstc", "compression": {"name": "int8"}}, {}, "sharing.compression must be left out"),
     "place": ({}, {"graph": {"name": "star", "nodes": NODES, "server": 7}}, "server must be less than 7"),
     "groups": ({"gossip_every": 1}, {"graph": {"name": "star", "nodes": 7, "servers": {"name": "ring", "nodes": 3}}},
                "nodes must be a multiple of 3 servers, got 7"),
