@@ -130,6 +130,8 @@ class SharedMemoryExchange(BucketExchange):
         except BaseException:
             for each in segments if own is None else [own, *segments]:
                 each.close_file()
+            for path in paths:  # of who was killed before it took its name away: this attempt is over for all
+                path.unlink(missing_ok=True)
             raise
         finally:
             if own is not None:

@@ -34,7 +34,7 @@ from decentnode.metrics.writer import MetricsWriter
 from decentnode.metrics.writer import encode as line_of
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
-from decentnode.parallel.train_ranks import ranks_of
+from decentnode.parallel.train_ranks import checkpoints_of_anybody, ranks_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
 
@@ -305,7 +305,7 @@ class TrainingRun:
         world = len(self._ranks.members)
         mine = {each.cut.round: each for each in found if len(each.cut.members) == world}
         if self._ranks.folder is not None:
-            mine = self._of_anybody()
+            mine = checkpoints_of_anybody(self.path / store.FOLDER, self.uid)
         told = self.model._exchange.tell(json.dumps(sorted(mine)), "checkpoints")
         common = set(mine).intersection(*(json.loads(each) for each in told.values()))
         with together("go on with the run") if self._ranks.folder is None else contextlib.nullcontext():
@@ -323,16 +323,6 @@ class TrainingRun:
             each.load_state_dict(state["also"][name])
         self.done = manifest.cut.round
         self._forget_later()
-
-    def _of_anybody(self) -> dict[int, store.Manifest]:
-        """Epochs that are over -> this rank's checkpoint; where it has none, as it was no member or is new, that of the
-        lowest uid that has one on this machine."""
-        found: dict[int, store.Manifest] = {}
-        uids = {int(each.stem) for each in (self.path / store.FOLDER).glob("*/*.json") if each.stem.isdecimal()}
-        for uid in [self.uid, *sorted(uids - {self.uid})]:
-            for each in store.scan([self.path / store.FOLDER], uid)[0]:
-                found.setdefault(each.cut.round, each)
-        return found
 
     def _begin_anew(self, others: set[int]) -> None:
         """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has

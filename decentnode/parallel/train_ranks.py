@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from decentnode.checkpoint import store
 from decentnode.metrics.run_folder import folder_name
 from decentnode.parallel.averages import consensus_distance
 from decentnode.parallel.ddp import DecentralizedDataParallel
@@ -106,3 +108,14 @@ def _figures(own: Mapping[str, float], means: Tensor, merged: Mapping[str, float
 
 def ranks_of(model: DecentralizedDataParallel) -> RunRanks:
     return RunRanks(model) if model._member is None else ComingAndGoing(model)
+
+
+def checkpoints_of_anybody(folder: Path, uid: int) -> dict[int, store.Manifest]:
+    """Epochs that are over -> the checkpoint of node `uid`; where it has none, as it was no member or is new, that of
+    the lowest uid that has one on this machine. folder: checkpoints/ of the run."""
+    found: dict[int, store.Manifest] = {}
+    uids = {int(each.stem) for each in folder.glob("*/*.json") if each.stem.isdecimal()}
+    for other in [uid, *sorted(uids - {uid})]:
+        for each in store.scan([folder], other)[0]:
+            found.setdefault(each.cut.round, each)
+    return found

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from decentnode.errors import AssemblyError, PeerFault, PeerLost, UsageError
 from decentnode.parallel.membership.addresses import Address, Listening, Terms, ask_to_join, unpacked_frame
 from decentnode.parallel.membership.control import Control
+from decentnode.parallel.membership.job import FORM_SECONDS, ConnectionBroken, Job
 from decentnode.wire.generation import Generation
 from tests.conftest import free_ports
 
@@ -189,6 +191,34 @@ def test_a_wrong_address_is_told_with_what_became_of_it() -> None:
     for wrong in ("", "host", "127.0.0.1:0", "127.0.0.1:x", "no.such.host.invalid:5"):
         with pytest.raises(UsageError, match="join must be addresses"):
             ask_to_join([wrong], own, 1.0)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with closing(Job.listening(None, "127.0.0.1", 10.0, None)) as made:
+        yield made
+
+
+def test_a_newcomer_of_a_job_that_is_over_is_told_so(job: Job) -> None:
+    job._asked = [f"127.0.0.1:{free_ports(1)}"]
+    with pytest.raises(AssemblyError, match="the job is over: nobody listens at 127"):
+        job._knock_again()
+
+
+def test_the_store_of_a_member_that_dies_meanwhile_is_given_up_at_once(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+
+    def dies(*_: Any, timeout: timedelta) -> None:
+        tried.append(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr("torch.distributed.TCPStore", dies)
+    monkeypatch.setattr(Address, "refuses", lambda *_: len(tried) > 1)
+    with pytest.raises(ConnectionBroken, match="1:5 any more"):
+        job._store_at("tcp://127.0.0.1:5")
+    assert len(tried) == 2 and max(tried) < FORM_SECONDS
 
 
 def test_what_a_stranger_sends_is_refused() -> None:

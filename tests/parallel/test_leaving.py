@@ -90,3 +90,8 @@ def test_memory_that_killed_ranks_left_under_a_name_is_removed_by_the_next() -> 
         assert not left.exists()
     finally:
         left.unlink(missing_ok=True)
+
+
+def test_a_rank_that_is_killed_before_it_took_its_memory_s_name_away_leaves_none() -> None:
+    results = run_ranks_raw(2, leaving.killed_while_mapping)
+    assert "AssertionError" not in str(results[0][1]), results[0]

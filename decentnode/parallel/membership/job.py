@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 FORM_SECONDS = 20.0
 """How long the making of a process group may take, once all of its ranks wait for it."""
+CONNECT_SECONDS = 2.0
 JOIN_SECONDS = 30.0
 """How long a process asks members to let it in, before it says that none does."""
 KNOCK_AGAIN_SECONDS = 3.0
@@ -195,12 +196,16 @@ class Job:
 
     def _knock_again(self) -> None:
         """Blocking: asks for another place, as no member knows of the one that was granted: who granted it may be
-        gone."""
-        known = [each.removeprefix("tcp://") for each in self.control.addresses()]
-        with suppress(AssemblyError):  # there is another time
-            self.knock([*dict.fromkeys([*self._asked, *known])], KNOCK_AGAIN_SECONDS)
-            assert self.admission is not None
-            self.control.begin(self.admission.uid, self.terms, *self._as, self.timeout_seconds, self.admission)
+        gone. Raises AssemblyError where all are."""
+        known = [*dict.fromkeys([*self._asked, *(each.removeprefix("tcp://") for each in self.control.addresses())])]
+        try:
+            self.knock(known, KNOCK_AGAIN_SECONDS)
+        except AssemblyError:
+            if all(Address(endpoint_of(*parsed(each)), "").refuses(CONNECT_SECONDS) for each in known):
+                raise AssemblyError(f"the job is over: nobody listens at {', '.join(known)} any more") from None
+            return  # there is another time
+        assert self.admission is not None
+        self.control.begin(self.admission.uid, self.terms, *self._as, self.timeout_seconds, self.admission)
 
     def leave(self) -> None:
         """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
@@ -266,14 +271,27 @@ class Job:
         store: Any = self._groups
         host = proposer_of(generation.origin)
         if host != self.control.uid:
-            name, port = parsed(self._store_of(host))
-            if Address(self._store_of(host), "").refuses(1.0):  # torch would try again for long
-                raise ConnectionBroken(f"nobody listens at {name}:{port} any more")
-            store = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=FORM_SECONDS))
+            store = self._store_at(self._store_of(host))
         store = dist.PrefixStore(f"generation {generation.number} {generation.origin.hex()}", store)
         self._meet(store, rank)
         make_group(store, rank, len(self.members), FORM_SECONDS)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
+
+    def _store_at(self, endpoint: str) -> dist.TCPStore:
+        """Blocking for FORM_SECONDS at most: the store of another member. Raises ConnectionBroken where its process is
+        gone: torch alone would try again all that time."""
+        started, (name, port) = clock.now(), parsed(endpoint)
+        while not Address(endpoint, "").refuses(CONNECT_SECONDS):
+            try:
+                found = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=CONNECT_SECONDS))
+            except RuntimeError:
+                if clock.now() - started > FORM_SECONDS:
+                    raise
+                self._look(started)
+            else:
+                found.set_timeout(timedelta(seconds=FORM_SECONDS))
+                return found
+        raise ConnectionBroken(f"nobody listens at {name}:{port} any more")
 
     def _meet(self, store: dist.Store, rank: int) -> None:
         """Blocking until all members are at the store: what torch then does waits in vain for nobody but who dies in

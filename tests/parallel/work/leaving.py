@@ -138,3 +138,25 @@ def killed_in_average(rank: int, n: int) -> float | None:
     if rank == n - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return wrapped.global_avg(return_d2c=True)
+
+
+def killed_while_mapping(rank: int, n: int) -> None:
+    """The last rank is killed when it has made its segment; raises AssertionError where the others leave its name."""
+    made: list[Path] = []
+    create = Segment.create
+
+    def watched(path: Path, *more: Any, **keys: Any) -> Segment:
+        made.append(path)
+        found = create(path, *more, **keys)
+        if rank == n - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    Segment.create = watched  # type: ignore[method-assign, assignment]
+    try:
+        DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", transport="shared_memory")
+    except (AssemblyError, PeerLost, RuntimeError):
+        token = made[0].name.rpartition("-")[0]
+        assert not any(made[0].with_name(f"{token}-{each}").exists() for each in range(n)), "a name is left"
+    else:
+        raise AssertionError("it was made")

@@ -223,13 +223,11 @@ def given_up(rank: int, n: int) -> bool:
 
 
 def tried_in_vain(rank: int, n: int, path: str) -> float:
-    """The sum of what both have, in a group that one had tried to make before."""
+    """The sum of what both have, in a group that one had tried to make before, as far as torch counts attempts."""
     dist.destroy_process_group()
-    store = dist.FileStore(path, n)
     if rank == 1:
-        with contextlib.suppress(RuntimeError):
-            job.make_group(dist.PrefixStore("vain", store), rank, n, 0.5)
-    job.make_group(dist.PrefixStore("again", store), rank, n, 60.0)
+        dist.distributed_c10d._world.group_count = 3
+    job.make_group(dist.FileStore(path, n), rank, n, 60.0)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     return float(total)
