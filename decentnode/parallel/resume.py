@@ -65,7 +65,8 @@ def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> 
     training from what they have loaded by then. Raises what `load` raised here, else AssemblyError, PeerLost."""
     before, own = (wrapper.steps, wrapper._factor), None
     wrapper._exchange.drain()
-    wrapper.revert_global_avg()
+    if wrapper._average.local is not None:  # else Decent-DP's face refuses
+        wrapper.revert_global_avg()
     try:
         with wrapper._exchange.average("load_state_dict"):
             with together("load the state"):
