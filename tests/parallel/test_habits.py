@@ -62,7 +62,7 @@ def test_models_that_cannot_be_exchanged_are_refused(module: Callable[[], nn.Mod
     ({"optimizer": lambda params: habits.Sharpness(params, lr=0.1)}, "without a closure: Sharpness"),
     ({"optimizer": SGD([nn.Parameter(torch.ones(2))])}, "optimizer must make one of what it is given, .* object SGD"),
     ({"optim_fn": SGD}, "exactly one of optim_fn and optimizer"),
-], ids=str)  # fmt: skip
+], ids=lambda value: "".join(value))  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         wrapper(**options)
