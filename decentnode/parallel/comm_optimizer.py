@@ -41,7 +41,9 @@ class CommOptimizer(Optimizer):
     """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer.
 
     With a GradScaler (`scaler.step(optimizer)`) all ranks skip a step in which one of them has an inf or NaN gradient,
-    so that they meet in the same steps. Every rank's scale is its own.
+    so that they meet in the same steps. Every rank's scale is its own. All ranks take equally many steps and load
+    states of one step: where they meet in different ones, `step` raises AssemblyError. A state of another number of
+    ranks loads without what was under way. The parameters are those that the local optimizer has at construction.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls `step` always, and tells it of inf
@@ -92,7 +94,9 @@ class CommOptimizer(Optimizer):
         return self.dist_optimizer.center
 
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
-        """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader."""
+        """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all
+        ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
+        than it had."""
         result = None
         if closure is not None:
             with torch.enable_grad():

@@ -72,6 +72,10 @@ class DecentralizedDataParallel(Module, Joinable):
     For torch's fused Adam and AdamW on float32 parameters one compiled pass does all of it, with the same bits
     (advance.py).
 
+    Trained are the parameters that require gradients when they are wrapped. One that is frozen later is mixed on; one
+    that is trained only later, or converted, raises at the next step. A backward pass through a graph of before a step
+    raises as after a step of torch's: add up the losses of one forward pass, or use `no_sync` for all but the last.
+
     A script may change parameters between steps (load_state_dict, clamping, swapping in an average): the next exchange
     carries the change; `buckets.Bucket` says which changes are noticed. When a backward pass raises, no step is taken
     and the gradients computed so far stay, as with any optimizer: call zero_grad() before trying again.
@@ -117,7 +121,8 @@ class DecentralizedDataParallel(Module, Joinable):
         sockets, with missing="regroup", for ZeroMQ, whose waits end with a rank that does not answer.
         missing: "fail" ends the training with the first rank that dies, with "regroup" the others go on and new ones
         come in (membership/); None: as `initialize_dist` was told.
-        Raises ValueError for arguments that contradict each other and for a rule that is not elementwise,
+        Raises ValueError for arguments that contradict each other, a rule that is not elementwise, a model that is
+        wrapped already or whose parameters share memory, an optimizer that needs a closure (refusals.py),
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
         """
         super().__init__()
