@@ -156,6 +156,8 @@ class DecentralizedDataParallel(Module, Joinable):
         """None where steps are taken of all parameters at once."""
         self._average = GlobalAverage(model, [p for _, p in self._named], sync_buffer_in_global_avg)
         self._told_revert = self._must_restart = False
+        self._broken: str | None = None
+        """The name of what broke off a step."""
         self.steps = 0
         """Steps taken: the round of the topology that the next exchange has."""
         self._begin()
@@ -255,17 +257,30 @@ class DecentralizedDataParallel(Module, Joinable):
         Join.notify_join_context(self)
         if self._scaler is None and self._clip > 0:
             self._clip_gradients()
-        if self._scaler is None and self._part_steps is not None and divisible(self.optimizer):
-            self._count_change()
-            self._part_steps.take(self.optimizer, self._exchange, self._round(self.steps + 1), self._factor)
-        else:
-            self._step_at_once()
+        with self._whole():
+            if self._scaler is None and self._part_steps is not None and divisible(self.optimizer):
+                self._count_change()
+                self._part_steps.take(self.optimizer, self._exchange, self._round(self.steps + 1), self._factor)
+            else:
+                self._step_at_once()
+            self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         for p in self._apart.unstepped:
             p.grad = None
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.steps += 1
+
+    @contextlib.contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Around the part of a step that is taken whole or not at all: ranks would else mix what is not of one step."""
+        if self._broken is not None:
+            raise RuntimeError(f"a step was broken off by {self._broken}, and the exchange cannot go on from there: "
+                               "make the wrapper anew, on all ranks")  # fmt: skip
+        try:
+            yield
+        except BaseException as error:
+            self._broken = type(error).__name__
+            raise
 
     def _check_step(self) -> None:
         """Raises RuntimeError where a step would be taken of what is not the ranks' own models."""
@@ -289,11 +304,12 @@ class DecentralizedDataParallel(Module, Joinable):
         """Mixes and sends as in a step, without an update."""
         if self._average.local is not None:
             self._train_on_after_average()
-        self._mix()
-        self._launch(self.steps + 1)
+        with self._whole():
+            self._mix()
+            self._launch(self.steps + 1)
+            self.steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.steps += 1
 
     def join_hook(self, **_: Any) -> JoinHook:
         if self._member is not None:

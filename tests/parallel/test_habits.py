@@ -163,6 +163,21 @@ def test_the_attribute_that_scripts_set_instead_of_no_sync() -> None:
     assert wrapped.steps == 1
 
 
+def test_a_step_that_was_broken_off_is_the_last() -> None:
+    def fails_once(*_: Any) -> None:
+        hook.remove()
+        raise MemoryError
+
+    wrapped = wrapper()
+    face.step(wrapped, 0, 0)
+    hook = wrapped.optimizer.register_step_pre_hook(fails_once)
+    with pytest.raises(MemoryError):
+        face.step(wrapped, 0, 1)
+    with pytest.raises(RuntimeError, match="a step was broken off by MemoryError"):
+        face.step(wrapped, 0, 2)
+    assert wrapped.steps == 1
+
+
 def test_a_module_wrapped_again_is_stepped_once(caplog: pytest.LogCaptureFixture) -> None:
     module = model()
     first = wrapper(module)
