@@ -144,7 +144,7 @@ WRONG = [
      "before has, got '3.*': all that it matches is in fragment 0, which comes first", ""),
     ("fragments: [{parameters: 1.*}, {parameters: [3.*, conv.*]}]", "8:53", "parameters.fragments[1].parameters[1] "
      "must match the name of a trainable parameter, got 'conv.*'", "names: 1.weight, 1.bias, 3.weight, 3.bias"),
-    ("fragments: [{parameters: '*', every: 3, offset: 3}]", "8:15", "offset must be below every, 3, got 3", ""),
+    ("fragments: [{parameters: '*', every: 3, offset: 3}]", "8:51", "offset must be below every, 3, got 3", ""),
     ("fragments: [{parameters: '*', graph: {name: ring, nodes: 5}}]", "8:33", "the fragment's graph has 5 nodes but "
      "the run has 4", ""),
     ("fragments: {name: random, count: 2, degre: 1}", "8:39", "parameters.fragments.degre is not a known key",
