@@ -93,7 +93,7 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
 def resumed_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "resumed"."""
     without = record.get("without", [])
-    what = f"goes on after round {round}"
+    what = f"goes on after round {record.get('round')}"
     if not without:
         return what
     return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \
