@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from decentnode import parallel
 from decentnode.parallel.methods.base import DistOptimizer
-from decentnode.parallel.process_group import num_ranks
+from decentnode.parallel.process_group import num_ranks, wait
 
 SMALLEST = 1e-8
 """Added to running squares of gradients, by which EASGD+ weighs."""
@@ -25,12 +25,20 @@ class SDTLMethod(DistOptimizer):
     """What SDTL's methods have in common: forces after the gradient's step, and exchanges in the steps k (T - 1) for
     k = 1, 2, 3 and so on, where T is `comm_period` (in all of them for T = 1)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.overlap:
+    def __init__(
+        self, local_optimizer: Optimizer, world_size: int, local_pulling_strength: float = 0.0,
+        dist_pulling_strength: float = 0.1, comm_period: int = 4, overlap: bool = False,
+    ) -> None:
+        """The arguments have SDTL's order. Blocking, and raises, as the class that this one derives from."""
+        super().__init__(local_optimizer, world_size, dist_pulling_strength, local_pulling_strength, comm_period)
+        if overlap:
             raise ValueError("overlap must be False with faithful=True")
         self.before = self.flat_params()
         """[P] the parameters that the method has kept last."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.center = self.before.clone()  # the rank's own model, not the mean of all
 
     @property
     def communicates(self) -> bool:
@@ -91,25 +99,32 @@ class EASGDPlus(SDTLMethod):
 
 
 class LSGD(SDTLMethod):
-    """All go towards the rank whose running product of gradient and step is the smallest. One leader for all parameter
-    groups, where SDTL has one for each."""
+    """All go towards the rank whose running product of gradient and step is the smallest; each parameter group has its
+    own leader."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.decrease = 0.0
+        groups = self.local_optimizer.param_groups
+        self.sizes = [sum(p.numel() for p in group["params"]) for group in groups]
+        self.decreases = self.before.new_zeros(len(groups))
+        """[G] of each group."""
 
     def dist_train_step(self, loss: float | None) -> None:
         super().dist_train_step(loss)
         now = self.flat_params()
-        self.decrease = 0.9 * self.decrease + 0.1 * float((self.before - now) @ self.gradients())
+        product = (self.before - now).mul_(self.gradients())
+        self.decreases.mul_(0.9).add_(torch.stack([each.sum() for each in product.split(self.sizes)]), alpha=0.1)
         self.before = now
 
     def leader_model(self) -> Tensor:
-        """[P] the leader's parameters. Blocking."""
-        scores = self.gather_numbers(self.decrease).wait()
+        """[P] the leaders' parameters. Blocking."""
         model = self.before.clone()
         if self.world_size > 1:
-            dist.broadcast(model, scores.index(min(scores)))
+            scores = [torch.empty_like(self.decreases) for _ in range(self.world_size)]
+            wait(dist.all_gather(scores, self.decreases, async_op=True))
+            leaders = torch.stack(scores).argmin(0).tolist()
+            for leader, part in zip(leaders, model.split(self.sizes), strict=True):
+                wait(dist.broadcast(part, leader, async_op=True))
         return model
 
     def comm_train_step(self) -> None:
@@ -118,15 +133,15 @@ class LSGD(SDTLMethod):
         self.center = self.before.clone()
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"decrease": self.decrease}
+        return super().state_dict() | {"decreases": self.decreases.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.decrease = float(state["decrease"])
+        self.decreases = state["decreases"].clone()
 
 
 class LSGDPlus(LSGD):
-    """The center goes from the mean of all towards the leader, and all towards the center."""
+    """The center goes from the mean of all towards the leaders, and all towards the center."""
 
     def comm_train_step(self) -> None:
         self.center = self.mean(self.before.clone())

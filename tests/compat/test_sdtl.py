@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from decentnode.compat import sdtl
 from decentnode.compat.sdtl import CommOptimizer
 from tests.compat import work_sdtl as work
 from tests.parallel.ranks import run_ranks
@@ -23,6 +24,8 @@ def test_arguments_by_position_by_name_and_without_the_number_of_ranks() -> None
     )  # fmt: skip
     assert named.dist_optimizer.world_size == 1
     assert type(CommOptimizer(local(), "DataParallel").dist_optimizer).__name__ == "GradientAveraging"
+    method = sdtl.LSGDPlus(local(), 1, 0.05, 0.25, 7)  # as SDTL's own classes are made
+    assert (method.local_pulling_strength, method.dist_pulling_strength, method.comm_period) == (0.05, 0.25, 7)
     with pytest.raises(ValueError, match="dist_optim_name must be one of"):
         CommOptimizer(local(), "SGD", faithful=True)
     with pytest.raises(ValueError, match="overlap must be False"):

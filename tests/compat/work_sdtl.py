@@ -6,43 +6,51 @@ import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decentnode.compat.sdtl import CommOptimizer
 
+STARTS = torch.tensor([[0.5, 0.0, -1.0], [0.0, 2.0, 1.0], [-0.5, 0.5, 0.0]])
 GOALS = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, -1.0], [-2.0, 0.0, 4.0]])
 RATE, LOCAL, STRENGTH, PERIOD, STEPS = 0.1, 0.2, 0.3, 4, 10
 
 
 def train(rank: int, n: int) -> dict[str, Any]:
-    """Every method from zero towards each rank's goal, and once more from a state of its sixth step."""
+    """Every method from the rank's own start towards its goal, and once more from a state of its sixth step."""
     found: dict[str, Any] = {}
     for name in ("EASGD", "EASGD+", "LSGD", "LSGD+"):
         ends = []
         saved: Any = None
         for resumed in (False, True):
-            x = torch.zeros(3, requires_grad=True)
-            local = torch.optim.SGD([x], lr=RATE)
+            x = STARTS[rank].clone().requires_grad_()
+            y = STARTS[rank].flip(0).requires_grad_()  # a parameter group of its own
+            local = torch.optim.SGD([{"params": [x]}, {"params": [y]}], lr=RATE)
             comm = CommOptimizer(local, name, n, LOCAL, STRENGTH, PERIOD, faithful=True)
             if resumed:
                 with torch.no_grad():
                     x.copy_(saved[0])
-                comm.load_state_dict(saved[1])
+                    y.copy_(saved[1])
+                comm.load_state_dict(saved[2])
             for t in range(6 if resumed else 0, STEPS):
                 if t == 6 and not resumed:
-                    saved = x.detach().clone(), copy.deepcopy(comm.state_dict())
+                    saved = x.detach().clone(), y.detach().clone(), copy.deepcopy(comm.state_dict())
                 comm.zero_grad()
-                (0.5 * (x - GOALS[rank]).square().sum()).backward()
+                (0.5 * ((x - GOALS[rank]).square().sum() + (y - GOALS[rank - 1]).square().sum())).backward()
                 comm.step()
-            ends.append(x.detach().tolist())
+            ends.append([*x.tolist(), *y.tolist()])
         found[name] = ends
     return found
 
 
 def expected(name: str, n: int = 3) -> list[list[float]]:
-    """Independently, in one process and float64."""
-    goals = GOALS[:n].double()
-    xs = torch.zeros_like(goals)
-    centers, kept, squares = torch.zeros_like(goals), torch.zeros_like(goals), torch.zeros_like(goals)
+    """Independently, in one process and float64; methods treat each parameter group as if it were alone."""
+    first = alone(name, n, STARTS.double(), GOALS.double())
+    second = alone(name, n, STARTS.double().flip(1), GOALS.double().roll(1, 0))
+    return [a + b for a, b in zip(first, second, strict=True)]
+
+
+def alone(name: str, n: int, xs: Tensor, goals: Tensor) -> list[list[float]]:
+    centers, kept, squares = xs.clone(), xs.clone(), torch.zeros_like(goals)
     scores = torch.zeros(n).double()
     for t in range(1, STEPS + 1):
         grads = xs - goals
