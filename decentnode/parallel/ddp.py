@@ -89,6 +89,9 @@ class DecentralizedDataParallel(Module, Joinable):
     that does something else meanwhile, such as a barrier of the script's own, is named after `timeout_seconds`.
     """
 
+    _to_load: Any = None
+    """States that wait for the order of gradients (compat/decent_dp); until then there is no state to save."""
+
     def __init__(
         self,
         model: Module,
@@ -155,7 +158,9 @@ class DecentralizedDataParallel(Module, Joinable):
         self._part_steps = PartSteps(self._buckets) if suit_part_by_part(self._buckets) else None
         """None where steps are taken of all parameters at once."""
         self._average = GlobalAverage(model, [p for _, p in self._named], sync_buffer_in_global_avg)
-        self._told_revert = self._must_restart = False
+        self._told_revert = self._told_no_step = self._must_restart = False
+        self._accumulated_from = -1
+        """Steps taken when gradients began to be added up last."""
         self._broken: str | None = None
         """The name of what broke off a step."""
         self.steps = 0
@@ -364,8 +369,19 @@ class DecentralizedDataParallel(Module, Joinable):
             bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """While enabled, backward passes only add up gradients; disable it for the last pass of a step."""
+        """While enabled, backward passes only add up gradients; disable it before the last pass of a step: disabling
+        takes none. Warns once where it is enabled again before any step was taken."""
+        if enable and not self._watch.accumulating:
+            if self.steps == self._accumulated_from and any(p.grad is not None for _, p in self._named):
+                self._tell_no_step()
+            self._accumulated_from = self.steps
         self._watch.accumulating = enable
+
+    def _tell_no_step(self) -> None:
+        if not self._told_no_step:
+            self._told_no_step = True
+            logger.warning("gradients were added up twice and no step was taken: set_accumulate_grad(False) must come "
+                           "before the last backward pass of a step, which takes it")  # fmt: skip
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -478,6 +494,10 @@ class DecentralizedDataParallel(Module, Joinable):
             self, lambda: super(DecentralizedDataParallel, self).load_state_dict(
                 self._known_names(state_dict), strict=strict, assign=assign)
         )  # fmt: skip
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state with which a run goes on with the same bits: that of `state_dict`."""
+        return dict(self.state_dict())
 
     def export(self) -> dict[str, Tensor]:
         """The module's entries alone, by the names that it has without torch.compile, in memory of their own: for files

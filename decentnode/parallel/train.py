@@ -25,6 +25,7 @@ from torch.nn import Module
 from decentnode import clock
 from decentnode.checkpoint import store
 from decentnode.checkpoint.state import decode, encode
+from decentnode.checkpoint.streams import load_streams, streams
 from decentnode.errors import CheckpointError
 from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
@@ -117,7 +118,8 @@ class TrainingRun:
         ranks have; else a new one begins. also: further objects whose states are part of checkpoints, by name.
         steps_per_epoch: after how many steps `steps` ends; needed with missing="regroup".
         Raises ValueError for arguments that do not fit and where the config of the run to go on with was another,
-        EnvironmentFault where the directory cannot be made, AssemblyError where another rank could not.
+        EnvironmentFault where the directory cannot be made, CheckpointError for a state that no file can keep and where
+        no checkpoint is there to go on with, AssemblyError where another rank could not.
         """
         if model._member is not None and steps_per_epoch is None:
             raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins knows by it '
@@ -126,6 +128,7 @@ class TrainingRun:
             raise ValueError("evaluate_every and steps_per_epoch must be 1 or more and keep 0 or more, got "
                              f"{evaluate_every}, {steps_per_epoch} and {keep}")  # fmt: skip
         self.model, self._ranks, self._length = model, ranks_of(model), steps_per_epoch
+        self._device = next(model.module.parameters()).device
         self.done = 0
         """Epochs that are over."""
         self._evaluate_model, self._every, self._keep, self._also = evaluate, evaluate_every, keep, dict(also or {})
@@ -134,6 +137,8 @@ class TrainingRun:
             raise ValueError(f"metrics must be {', '.join(KNOWN)} or Metric objects, got {metrics!r}")
         self._measured = TaskMetrics(SCRIPT, tuple(each for each in known if each is not None))
         self._config = _plain({"name": name, **(config or {})})
+        if keep and model._to_load is None:
+            encode(self._state(), "state", {}, copy=False)  # what cannot be kept is told now, not after an epoch
         self._began, self._planned = clock.now(), 0
         self.path = self._directory(Path(runs), name, resume)
         self._writer = MetricsWriter(self._folder / "metrics.jsonl")
@@ -172,7 +177,8 @@ class TrainingRun:
         path: Path | None = None
         with together("make the run directory"):
             if self.uid == 0:
-                path = latest.resolve() if resume and (latest / "nodes").is_dir() else self._made(runs, name)
+                again = resume and (latest / "task.json").is_file()
+                path = latest.resolve() if again else self._made(runs, name)
         told = gather_texts("" if path is None else path.name, device_of_group(), "run")[0] if num_ranks() > 1 else ""
         path = (runs / name / told).absolute() if path is None else path
         with together("make the run directory"):
@@ -285,16 +291,19 @@ class TrainingRun:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        return {"wrapper": self.model.state_dict(), "random": torch.get_rng_state(),
+        return {"wrapper": self.model.full_state_dict(), "random": streams(self._device),
                 "also": {name: each.state_dict() for name, each in self._also.items()}}  # fmt: skip
 
     def _save(self) -> None:
-        """Blocking until the disk has it."""
+        """Blocking until the disks of all ranks have it, where ranks stay: only then older ones go, since such a run
+        goes on with a checkpoint that all ranks have."""
         tensors: dict[str, Tensor] = {}
         tree = encode(self._state(), "state", tensors, copy=False)
         cut = store.Cut(self.path.name, self.done, self.model.generation, "", self._ranks.members)
         folder = self.path / store.FOLDER
-        store.write(folder, store.Snapshot(self.uid, cut, self._config, tree, tensors))
+        snapshot = store.Snapshot(self.uid, cut, self._config, tree, tensors)
+        with together("write a checkpoint") if self._ranks.folder is None else contextlib.nullcontext():
+            store.write(folder, snapshot)
         kept, _ = store.scan([folder], self.uid)
         for old in store.surplus([each.cut for each in kept], self._keep, ()):
             store.remove(folder, old.folder, self.uid)
@@ -318,10 +327,13 @@ class TrainingRun:
                 raise ValueError(f"the run in {self.path} goes on with its own config: {'; '.join(changed)}")
             state = decode(manifest.tree, manifest.load())
         self.model.load_state_dict(state["wrapper"])
-        torch.set_rng_state(state["random"])
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
+        load_streams(state["random"], self._device)
         self.done = manifest.cut.round
+        if self._ranks.folder is None:
+            for later in (one.cut for one in found if one.cut.round > self.done):  # this rank alone has it
+                store.remove(self.path / store.FOLDER, later.folder, self.uid)
         self._forget_later()
 
     def _begin_anew(self, others: set[int]) -> None:

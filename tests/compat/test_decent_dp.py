@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from decentnode import parallel
 from decentnode.compat import decent_dp
-from decentnode.compat.decent_dp import Edge, Topology, TopologyReg
-from decentnode.compat.decent_dp.topologies import EdgeGraph, edges_of
+from decentnode.compat.decent_dp import Edge, Topology, TopologyReg, wrapper
+from decentnode.compat.decent_dp.topologies import EdgeGraph, edges_of, graph_for
 from decentnode.parallel.topology_names import make_topology
 from tests.compat import work_decent_dp as work
 from tests.parallel.ranks import run_ranks
@@ -65,8 +68,45 @@ def test_attributes_that_scripts_read(alone: None) -> None:
     assert wrapped._optims[0].param_groups[0]["lr"] == wrapped._lr_schedulers[0].get_last_lr()[0] == 5e-3
     assert wrapped._local_world_size == 1 and wrapped.get_lr() == 5e-3
     assert [name for name, _ in wrapped.named_parameters()] == [f"_model.{name}" for name in wrapped._param_names]
+    nested = torch.nn.ModuleDict({"inner": wrapped})
+    assert [name for name, _ in nested.named_parameters()] == [f"inner._model.{name}" for name in wrapped._param_names]
     assert len(list(wrapped.parameters())) == 6
     Wrapper(model(), optim_fn=ADAM, _local_world_size=1, bucket_size_in_mb=0.001)
+
+
+def test_modules_and_buffers_have_their_names(alone: None) -> None:
+    wrapped = Wrapper(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), ADAM)
+    assert [name for name, _ in wrapped.named_modules()] == ["", "_model", "_model.0", "_model.1"]
+    assert [name for name, _ in wrapped.named_children()] == ["_model"]
+    assert [name for name, _ in wrapped.named_buffers()] == list(wrapped.state_dict())[-3:]
+    assert wrapped.get_parameter("_model.0.weight") is wrapped._params[0]
+    assert wrapped.get_submodule("_model.1") is wrapped._model[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("shown", "ranks", "left"), [
+    ("4,6", "2", "6"), ("4,6,7", "2", "6"), ("3", "2", "3"), ("4,6", "4", "4,6"), ("", "2", ""),
+])  # fmt: skip
+def test_a_process_sees_its_own_gpu_alone(
+    shown: str, ranks: str, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("CUDA_VISIBLE_DEVICES", shown), ("LOCAL_WORLD_SIZE", ranks), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "initialize_dist", lambda *given: (1, *given))
+    assert decent_dp.initialize_dist("gloo") == (1, "gloo") and os.environ["CUDA_VISIBLE_DEVICES"] == left
+
+
+@pytest.mark.parametrize(("current", "device"), [(0, 1), (2, 2)])
+def test_the_model_is_moved_to_the_rank_s_gpu(current: int, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To that which torch.cuda.set_device has chosen; a model that is on one stays."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in (("is_available", True), ("current_device", current), ("device_count", 4)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    moved = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, to: moved.append(to) or self)
+    inner = model()
+    assert wrapper._placed(inner) is inner and moved == [torch.device("cuda", device)]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert wrapper._placed(inner) is inner and len(moved) == 1
 
 
 def test_accum_adam_takes_the_window_by_position() -> None:
@@ -111,34 +151,73 @@ def saved_by_buckets(**options: Any) -> tuple[Wrapper, list[dict[str, Any]], lis
                                                                        wrapped._lr_schedulers]  # fmt: skip
 
 
+class Normed(torch.nn.Module):
+    """Whose gradients come in another order than the reverse of its definition, with equal shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.norm, self.first = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def normed_step(wrapped: Wrapper, t: int) -> None:
+    wrapped(torch.randn(4, 8, generator=torch.Generator().manual_seed(t))).square().mean().backward()
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_optimizers_of_buckets_are_loaded_into_one(before: bool, alone: None) -> None:
-    cosine = partial(decent_dp.lr_scheduler_fn_cosine_with_warmup, t_max=10, t_warmup=2)
-    there, optimizers, schedules = saved_by_buckets(optim_fn=ADAM, lr_scheduler_fn=cosine)
-    here = Wrapper(model(1), ADAM, cosine)
-    if before:  # the order of the gradients is known then
-        step(here, 9)
-    here.load_optimizers(optimizers, schedules, bucket_size_in_mb=0.0003, steps=3)
-    states = {p.shape: each.state[p]["exp_avg"] for each in there._optims for p in each.state if p.dim() == 2}
+    """Every moment is that of its parameter, whether a step was taken before or not."""
+    def rates(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+        slow = [p for name, p in named if "norm" in name]
+        return torch.optim.Adam([{"params": slow, "lr": 1e-3},
+                                 {"params": [p for name, p in named if "norm" not in name], "lr": 1e-2}])  # fmt: skip
+
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    torch.manual_seed(0)
+    there = Wrapper(Normed(), rates, schedule, faithful=True, bucket_size_in_mb=0.0003)
+    for t in range(4):
+        normed_step(there, t)
+    saved = [[copy.deepcopy(each.state_dict()) for each in kind] for kind in (there._optims, there._lr_schedulers)]
+    assert len(saved[0]) > 1
+    here = Wrapper(Normed(), rates, schedule, bucket_size_in_mb=25)
+    if before:
+        normed_step(here, 9)
+    here.load_state_dict(there.state_dict())
+    here.load_optimizers(*saved, bucket_size_in_mb=0.0003, steps=4)
+    assert here.steps == 4 and here._lr_schedulers[0].last_epoch == 4
+    if not before:
+        with pytest.raises(ValueError, match="has not filled in the moments yet"):
+            here.full_state_dict()
+    normed_step(there, 5)
+    normed_step(here, 5)
+    theirs = {name: each.state[p] for each in there._optims for p in each.state
+              for name, q in there._named if q is p}  # fmt: skip
     for name, p in here._named:
         state = here.optimizer.state[p]
-        assert state["step"] == 3, name
-        if p.dim() == 2 and "2" not in name:
-            assert torch.equal(state["exp_avg"], states[p.shape])
-    assert here.steps == 3 and here._lr_schedulers[0].last_epoch == 3
-    with pytest.raises(ValueError, match="must be those of 1 buckets"):
-        here.load_optimizers(optimizers)
+        assert state["step"] == 5 and torch.allclose(state["exp_avg"], theirs[name]["exp_avg"], atol=1e-7), name
+        assert torch.allclose(p, dict(there._named)[name], atol=1e-7), name
+    assert [group["lr"] for group in here.optimizer.param_groups] == [1e-3 / 32, 1e-2 / 32]
 
 
-def test_optimizers_in_another_order_are_refused_whole(alone: None) -> None:
-    _, optimizers, _ = saved_by_buckets(optim_fn=ADAM, lr_scheduler_fn=partial(
+@pytest.mark.parametrize("before", [True, False])
+def test_optimizers_of_others_are_refused_whole(before: bool, alone: None) -> None:
+    _, optimizers, schedules = saved_by_buckets(optim_fn=ADAM, lr_scheduler_fn=partial(
         torch.optim.lr_scheduler.StepLR, step_size=1))  # fmt: skip
-    here = Wrapper(model(), ADAM)
     last = optimizers[-1]["state"][0]
     last["exp_avg"] = last["exp_avg"].t().contiguous()
-    with pytest.raises(ValueError, match=r"exp_avg of .* must have the shape"):
-        here.load_optimizers(optimizers, bucket_size_in_mb=0.0003)
-    assert not here.optimizer.state
+    for size, says in ((0.0003, r"exp_avg of .* must have the shape"), (25, "must be those of 1 buckets")):
+        here = Wrapper(model(), ADAM)
+        if before:
+            step(here, 0)
+        held = copy.deepcopy(here.optimizer.state_dict())
+        with pytest.raises(ValueError, match=says):
+            here.load_optimizers(optimizers, schedules, bucket_size_in_mb=size)
+            step(here, 1)
+        found = here.optimizer.state_dict()
+        assert str(found["state"]) == str(held["state"]) and (not before or str(found) == str(held))
+        here.close()
 
 
 def test_moments_of_accum_adam_are_kept_as_the_paper_has_them(alone: None) -> None:
@@ -148,18 +227,26 @@ def test_moments_of_accum_adam_are_kept_as_the_paper_has_them(alone: None) -> No
     group = {"params": [0], "lr": 0.3, "betas": (0.5, 0.25)}
     state = {"step": torch.tensor(4), "exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(1, 2),
              "accum_grad": torch.zeros(1, 2)}  # fmt: skip
+    here(torch.zeros(1, 2)).sum().backward()
     here.load_optimizers([{"state": {0: state}, "param_groups": [group, {**group, "params": []}]}])
     (found,) = here.optimizer.state.values()
     assert found["step"] == 4 and found["exp_avg"].tolist() == [[2, 2]] and found["exp_avg_sq"].tolist() == [[4, 4]]
     assert here.get_lr() == 0.3
 
 
-def test_what_is_done_otherwise_is_said_once(alone: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_done_otherwise_is_said_once(
+    alone: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wrapper, "_told", False)
+    cosine = partial(decent_dp.lr_scheduler_fn_cosine_with_warmup, t_max=10, t_warmup=2)
     with caplog.at_level(logging.WARNING):
-        Wrapper(model(), ADAM, grad_clip_norm=1.0)
+        Wrapper(model(), ADAM, cosine, scaler=torch.amp.GradScaler("cpu"), grad_clip_norm=1.0)
+        Wrapper(model(), ADAM)
     (said,) = [message for message in caplog.messages if "Decent-DP" in message]
-    assert "no round is skipped" in said and "weight decay" in said and "clipping" in said and "faithful=True" in said
+    for word in ("no round is skipped", "weight decay", "clipping", "cosine", "scaler", "global_avg", "faithful=True"):
+        assert word in said
     caplog.clear()
+    monkeypatch.setattr(wrapper, "_told", False)
     Wrapper(model(), lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), faithful=True)
     assert not caplog.messages
 
@@ -191,6 +278,26 @@ def test_first_and_faithful_learning_rate(alone: None) -> None:
     assert wrapped.get_lr() == 2.5e-3 and wrapped.steps == 2
 
 
+@pytest.mark.parametrize(("options", "disabled", "steps"), [({}, 2, 0), ({}, 1, 3), ({"faithful": True}, 1, 3)])
+def test_a_loop_that_never_takes_a_step_says_so(
+    options: dict[str, Any], disabled: int, steps: int, alone: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of the tutorial, which disables accumulation after the last of two passes, where no step is taken."""
+    wrapped = Wrapper(model(), ADAM, **options)
+    caplog.clear()
+    for t in range(3):
+        wrapped.set_accumulate_grad(True)
+        for number in range(2):
+            if number == disabled:
+                wrapped.set_accumulate_grad(False)
+            step(wrapped, 2 * t + number)
+        wrapped.set_accumulate_grad(False)
+    said = [message for message in caplog.messages if "no step was taken" in message]
+    assert len(said) == (steps == 0)
+    step(wrapped, 9)
+    assert wrapped.steps == steps + 1
+
+
 class OneSided(Topology):
     def _get_topo_edges(self) -> list[list[Edge]]:
         return self.edges  # type: ignore[attr-defined,no-any-return]
@@ -204,6 +311,28 @@ def test_edges_that_are_none_are_refused(edges: list[list[Edge]], says: str, alo
     kind = type("Kind", (OneSided,), {"edges": edges})
     with pytest.raises(ValueError, match=says):
         Wrapper(model(), ADAM, topology=kind)
+
+
+def test_edges_of_one_rank_alone_are_refused(alone: None) -> None:
+    class Drawn(OneSided):
+        edges: ClassVar = [[Edge([0], 1.0)]]
+
+        def get_edge(self, step: int) -> Edge:
+            return self.edges[0][0]
+
+    with pytest.raises(ValueError, match="must say its edges in _get_topo_edges"):
+        Wrapper(model(), ADAM, topology=Drawn)
+
+
+def test_heirs_of_a_named_topology_have_their_own_edges(alone: None) -> None:
+    class Own(TopologyReg.registry["ring"]):  # type: ignore[misc]
+        def _get_topo_edges(self) -> list[list[Edge]]:
+            return [[Edge([0], 1.0)]] * 3
+
+    class Heir(Own):
+        pass
+
+    assert graph_for(Heir, 1, 1).period == 3
 
 
 def test_topologies_have_names(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +383,21 @@ def test_steps(options: dict[str, Any], average: int, hooked: bool) -> None:
         assert found == pytest.approx(expected[rank], abs=2e-6)
         assert optimizers == (6 if "grad_clip_norm" in options else 1)
         if hooked:
-            rounds = [1, 1, 3, 4, 5, 6, 7, 8] if there else range(8)
+            rounds = range(1, 9) if there else range(8)
             mates = [[1, 2, 3], [0, 3, 2], [3, 0, 1], [2, 1, 0]][rank]
             assert [ranks for ranks, _, _ in told] == [sorted([rank, mates[r % 3]]) for r in rounds]
             assert {weight for _, weight, _ in told} == {0.5}
+
+
+@pytest.mark.parametrize(("options", "average", "passes", "evaluates"), [
+    ({}, 0, 1, False), ({"faithful": True}, 3, 1, False), ({"faithful": True}, 0, 3, False), ({}, 0, 3, True),
+    ({"faithful": True, "param_as_bucket_view": False}, 0, 1, True),
+], ids=["ours", "there", "there, accumulating", "ours, accumulating", "there, evaluating"])  # fmt: skip
+def test_steps_over_edges_of_many_weights(
+    options: dict[str, Any], average: int, passes: int, evaluates: bool
+) -> None:
+    """There the first step is taken in whatever forward pass comes second: of evaluation, or while gradients add up."""
+    expected = work.simulated(7, average, "faithful" in options, topology=work.Uneven, passes=passes)
+    results = run_ranks(4, work.train, options, 7, average, False, work.Uneven, passes, evaluates)
+    for rank, (found, _, _) in enumerate(results):
+        assert found == pytest.approx(expected[rank], abs=2e-6)

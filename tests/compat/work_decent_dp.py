@@ -23,6 +23,15 @@ class Pairs(Topology):
                 [Edge(ranks=[3, 0], weight=0.5), Edge(ranks=[2, 1], weight=0.5)]]  # fmt: skip
 
 
+class Uneven(Topology):
+    """Edges of two and four ranks, with weights of many kinds."""
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        return [[Edge(ranks=[0, 1], weight=0.3), Edge(ranks=[3, 2], weight=0.4)],
+                [Edge(ranks=[0, 2], weight=0.6), Edge(ranks=[1, 3], weight=0.7)],
+                [Edge(ranks=[0, 1, 2, 3], weight=0.4)]]  # fmt: skip
+
+
 class Hooked(torch.optim.SGD):
     """SGD that writes down what `pre_average_hook` is told, and what the buffers hold then."""
 
@@ -31,46 +40,69 @@ class Hooked(torch.optim.SGD):
         self.told = [*getattr(self, "told", []), (edge.ranks, weight, sum(sums))]
 
 
-def train(rank: int, n: int, options: dict[str, Any], steps: int, average: int, hooked: bool = False) -> Any:
-    """Trains over `Pairs`; averages after every `average` steps, without reverting. (parameters, what hooks heard)."""
-    TopologyReg.registry["pairs"] = Pairs
+def train(
+    rank: int, n: int, options: dict[str, Any], steps: int, average: int, hooked: bool = False,
+    topology: type[Topology] = Pairs, passes: int = 1, evaluates: bool = False,
+) -> Any:
+    """Trains over a topology; averages after every `average` steps, without reverting. passes: backward passes of
+    a step. evaluates: forward passes in eval mode come between steps. (parameters, what hooks heard, optimizers)."""
+    TopologyReg.registry["custom"] = topology
     kind = Hooked if hooked else torch.optim.SGD
     wrapped = decent_dp.DecentralizedDataParallel(
-        model(), lambda named: kind([p for _, p in named], lr=RATE), topology="pairs", **options
+        model(), lambda named: kind([p for _, p in named], lr=RATE), topology="custom", **options
     )
     for t in range(steps):
-        x, y = batch(rank, t)
-        (wrapped(x) - y).square().mean().backward()
+        wrapped.train()
+        for number in range(passes):
+            wrapped.set_accumulate_grad(number < passes - 1)
+            x, y = batch(rank, t * passes + number)
+            ((wrapped(x) - y).square().mean() / passes).backward()
+        if evaluates:
+            wrapped.eval()
+            with torch.inference_mode():
+                wrapped(x)
         if average and t % average == average - 1:
             wrapped.global_avg()
     told = [each for optimizer in wrapped._optims for each in getattr(optimizer, "told", [])]
     return flat(wrapped._model).tolist(), told, len(wrapped._optims)
 
 
-def simulated(steps: int, average: int, there: bool, clipped: bool = False) -> list[list[float]]:
-    """Independently, in one process and float64: [rank] parameters. there: as Decent-DP 0.2.3 does it."""
-    pairs = [{0: 1, 1: 0, 2: 3, 3: 2}, {0: 2, 2: 0, 1: 3, 3: 1}, {0: 3, 3: 0, 1: 2, 2: 1}]
+def simulated(
+    steps: int, average: int, there: bool, clipped: bool = False, topology: type[Topology] = Pairs, passes: int = 1,
+) -> list[list[float]]:
+    """Independently, in one process and float64: [rank] parameters. there: as Decent-DP 0.2.3 does it, whose second
+    step mixes what was sent over the edges of round 1 with the weight of round 2."""
+    rounds = topology._get_topo_edges(None)  # type: ignore[arg-type]
+
+    def edge(rank: int, number: int) -> Edge:
+        return next(each for each in rounds[number % len(rounds)] if rank in each.ranks)
+
     modules = [model().double() for _ in range(4)]
     at = [flat(module) for module in modules]
     """Where the gradient is taken."""
     base = [x.clone() for x in at]
-    """What is mixed."""
+    """What was sent."""
     for t in range(steps):
         updates = []
         for rank, module in enumerate(modules):
             torch.nn.utils.vector_to_parameters(at[rank], module.parameters())
-            x, y = batch(rank, t)
-            grads = torch.autograd.grad((module(x.double()) - y).square().mean(), list(module.parameters()))
+            batches = [batch(rank, t * passes + number) for number in range(passes)]
+            loss = torch.stack([(module(x.double()) - y).square().mean() for x, y in batches]).mean()
+            grads = torch.autograd.grad(loss, list(module.parameters()))
             if clipped:
                 grads = tuple(g * min(1.0, CLIP / (float(g.norm()) + 1e-6)) for g in grads)
             updates.append(-RATE * torch.cat([g.reshape(-1) for g in grads]))
-        number = t + 1 if there and t > 1 else t
-        mates = pairs[number % 3]
-        mixed: list[Tensor] = [(base[i] + base[mates[i]]) / 2 for i in range(4)] if t else base
+        mixed: list[Tensor] = at
+        if t:
+            mixed = []
+            for rank in range(4):
+                sent, kept = edge(rank, t + 1 if there and t > 1 else t), edge(rank, t + 1 if there else t)
+                share, others = ((1 - each.weight) / (len(each.ranks) - 1) for each in (sent, kept))
+                total = torch.stack([base[j] for j in sent.ranks]).sum(0)
+                mixed.append((kept.weight - others) * at[rank] + share * total)
         base = [mixed[i] + updates[i] for i in range(4)]
         at = base
         if average and t % average == average - 1:
-            mean = torch.stack(base).mean(0)
-            at = [mean] * 4
+            at = [torch.stack(base).mean(0)] * 4
             base = base if there else at
     return [x.tolist() for x in at]

@@ -69,8 +69,10 @@ def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
     assert {each["pid"] for each in spans} == {0, 1} and any(each.get("name") == "train" for each in spans)
 
 
-def test_a_run_that_failed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    for results, told in run_ranks(2, recording.stopped_and_resumed, str(tmp_path)):
+@pytest.mark.parametrize("there", [False, True])
+def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool, tmp_path: Path) -> None:
+    """there: with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone."""
+    for results, told in run_ranks(2, recording.stopped_and_resumed, str(tmp_path), there):
         (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
         assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]
         assert path == failed and whole == resumed
@@ -94,6 +96,25 @@ def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> Non
     assert evaluated == [0, 1, 2]
 
 
+def test_a_checkpoint_goes_when_all_ranks_have_the_next(tmp_path: Path) -> None:
+    (first, trained), (second, _) = run_ranks(2, recording.uneven_disks, str(tmp_path))
+    assert "rank 1 could not write a checkpoint: OSError: disk full" in first[0] and second == ["OSError: disk full"]
+    assert trained == [1, 2]
+
+
+def test_the_generators_of_the_process_go_on(tmp_path: Path) -> None:
+    for whole, parts in run_ranks(2, recording.drawing, str(tmp_path)):
+        assert whole == parts and len(whole) == 3
+
+
+def test_a_run_without_its_first_files_begins_anew(tmp_path: Path) -> None:
+    """A process was killed while it made the directory."""
+    (before, *_), = run_ranks(1, recording.train, str(tmp_path), 1)
+    (Path(before) / "task.json").unlink()
+    (after, trained, _), = run_ranks(1, recording.train, str(tmp_path), 1, 1, None, True)
+    assert before != after and trained == [0]
+
+
 def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
     run_ranks(1, recording.train, str(tmp_path), 3, 1, 1)
     assert not (tmp_path / "script/latest/summary.json").exists()
@@ -102,7 +123,9 @@ def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    for metrics, keys, keep, config, add in run_ranks(2, recording.refusals, str(tmp_path)):
+    for metrics, keys, keep, config, state, there, add in run_ranks(2, recording.refusals, str(tmp_path)):
+        assert "state.also.odd.lock must be tensors, numbers" in state
+        assert "full_state_dict needs faithful=False" in there
         assert "metrics must be accuracy, loss or Metric objects" in metrics
         assert "evaluate must return loss, got accuracy, loss" in keys
         assert "keep 0 or more" in keep and "numbers, text, lists and dicts" in config and "inside `for epoch" in add

@@ -34,7 +34,7 @@ def as_there(enable: bool = True) -> Iterator[None]:
 
 
 def _groups(params: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups as there: weight decay applies to the parameters with "bn" or "bias" in their names alone."""
+    """Two groups as in Decent-DP: weight decay applies to the parameters with "bn" or "bias" in their names alone."""
     named = [("bn" in name or "bias" in name, p) for name, p in params]
     return [{"params": [p for decayed, p in named if decayed is which], "weight_decay": weight_decay if which else 0.0}
             for which in (False, True)]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mixing for optimizers that want to know of it: `pre_average_hook(edge, weight)` and the parameters' `comm_buffer`."""
+"""Mixing by sums, as Decent-DP does it, for optimizers that want to know of it and for `faithful=True`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from decentnode.parallel.plan import Plan
 class HookedMixing:
     """x <- own x + sum, with the sum in `p.comm_buffer` of every parameter p while the optimizers' hooks are called.
 
-    own = w - s and sum = s (x + the others' x), where w is what the rank keeps and s each other's share. What a hook
-    writes into the buffers is what is added.
+    own = w - s and sum = s (x + the others' x), where w is what the rank keeps and s each other's share. Optimizers
+    with a `pre_average_hook(edge, weight)` have it called. What a hook writes into the buffers is what is added.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], optimizers: Sequence[Optimizer]) -> None:
-        self._buckets, self._optimizers = buckets, optimizers
+    def __init__(
+        self, buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], keep_written: bool = True
+    ) -> None:
+        """keep_written: what a script has written into the parameters since they were sent is kept whole; otherwise x
+        above is the parameters as they are."""
+        self._buckets, self._keep_written = buckets, keep_written
+        self._optimizers = [each for each in optimizers if hasattr(each, "pre_average_hook")]
         self._sums = [bucket.flat.clone() for bucket in buckets]
         for bucket, total in zip(buckets, self._sums, strict=True):
             for p, piece in zip(bucket.params, bucket.pieces(total), strict=True):
@@ -35,11 +40,14 @@ class HookedMixing:
         weight = view.weights[view.uid]
         edge = Edge(sorted({view.uid, *view.sources}), weight)
         for optimizer in self._optimizers:
-            optimizer.pre_average_hook(edge, weight)  # type: ignore[attr-defined]
+            optimizer.pre_average_hook(edge, weight)
 
     @torch.no_grad()
-    def mix(self, exchange: BucketExchange, plan: Plan, factor: float) -> None:
-        """Blocking: waits for all buckets, calls the hooks and mixes. Raises PeerLost."""
+    def mix(self, exchange: BucketExchange, plan: Plan, factor: float, told: RoundView | None = None) -> None:
+        """Blocking: waits for all buckets, calls the hooks and mixes. Raises PeerLost.
+
+        told: the round whose edge the hooks get, and whose weight the rank keeps; that of the exchange if None.
+        """
         flights: list[Flight | None] = []
         for bucket, total in zip(self._buckets, self._sums, strict=True):
             bucket.gather()
@@ -50,13 +58,15 @@ class HookedMixing:
         flying = [flight for flight in flights if flight is not None]
         if not flying:
             return
-        view = plan.view(flying[0].step)
+        view = plan.view(flying[0].step) if told is None else told
         self.call(view)
         own = 1 - factor + factor * (view.weights[view.uid] - _share(view))
         for bucket, total, sent in zip(self._buckets, self._sums, flights, strict=True):
             if sent is not None:
-                written = bucket.flat - bucket.sent  # by the script, since the snapshot: it is kept whole
-                bucket.flat.mul_(own).add_(total, alpha=factor).add_(written, alpha=1 - own)
+                written = bucket.flat - bucket.sent if self._keep_written else None
+                bucket.flat.mul_(own).add_(total, alpha=factor)
+                if written is not None:
+                    bucket.flat.add_(written, alpha=1 - own)
                 exchange.release(bucket)
             bucket.scatter()
 

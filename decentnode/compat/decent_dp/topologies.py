@@ -169,7 +169,8 @@ class EdgeGraph(Graph):
         edge = self._edge_of[round % len(self._edge_of)][uid]
         share = (1 - edge.weight) / max(1, len(edge.ranks) - 1)
         others = self.neighbors(uid, round, members)
-        row = dict.fromkeys(others, share) | {uid: 1 - share * len(others)}
+        kept = edge.weight if members is None else 1 - share * len(others)
+        row = dict.fromkeys(others, share) | {uid: kept}
         return dict(sorted(row.items()))
 
     out_weights = weights
@@ -179,12 +180,16 @@ def graph_for(topology: Any, world_size: int, local_world_size: int) -> Any:
     """What the wrapper takes as its topology, from a name, a class of edges, an object of it or anything that the
     wrapper takes itself. Raises ValueError for edges that are none, GraphError naming the topologies for a name that
     neither knows."""
-    found = TopologyReg.registry.get(topology, topology) if isinstance(topology, str) else topology
-    if isinstance(found, type) and issubclass(found, _Named) and "_get_topo_edges" not in vars(found):
+    found: Any = TopologyReg.registry.get(topology, topology) if isinstance(topology, str) else topology
+    named = isinstance(found, type) and issubclass(found, _Named)
+    if named and found._get_topo_edges is _Named._get_topo_edges:
         return found.name
     if isinstance(found, type) and issubclass(found, Topology):
         found = found(local_world_size)
     if isinstance(found, Topology):
+        if type(found).get_edge is not Topology.get_edge:
+            raise ValueError(f"topology {type(found).__name__} must say its edges in _get_topo_edges, which has those "
+                             "of all ranks: get_edge, which has one rank's, is not called")  # fmt: skip
         return EdgeGraph(found._rounds, world_size)
     if isinstance(found, type) and not issubclass(found, Graph):
         raise GraphError(f"topology must be a name or a subclass of Topology, got {found.__qualname__}; "

@@ -29,6 +29,9 @@ OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
 LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
 """Makes a scheduler from an optimizer."""
 
+_told = False
+"""Whether this process has said what is done otherwise."""
+
 OURS, THEIRS = "module.", "_model."
 """What the names of the wrapped module's entries begin with, in the wrapper and in files."""
 
@@ -66,8 +69,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         arguments of decentnode.parallel.DecentralizedDataParallel.
         Raises what that class raises, and ValueError for edges that do not have every rank once.
         """
-        if torch.cuda.is_available():
-            model = model.to(local_device())
+        model = _placed(model)
         self._local = ranks_per_machine(_local_world_size)
         self._average_reverts, self._faithful = average_reverts and not faithful, faithful
         self._makers = optim_fn, lr_scheduler_fn
@@ -76,29 +78,39 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
                 model, optim_fn, lr_scheduler_fn, topology, scaler, grad_clip_norm, param_as_bucket_view,
                 sync_buffer_in_global_avg, bucket_size_in_mb, self._local, **more,
             )  # fmt: skip
-        self._order = checkpoints.GradientOrder(self._named)
+        watch = self._watch
+        self._order = checkpoints.GradientOrder(self._named, lambda: watch.accumulating)
+        self._to_load: checkpoints.SavedOptimizers | None = None
+        """What `load_optimizers` was given before the order of the gradients was known."""
         self._bucket_steps = BucketSteps(scaler, grad_clip_norm, bucket_size_in_mb) if faithful else None
         self._hooked: HookedMixing | None = None
         self._deferred = False
         """Whether the first step, which is taken at the second forward pass, is still to come (faithful)."""
+        if not faithful and hasattr(self.optimizer, "pre_average_hook"):
+            self._hooked, self._part_steps = HookedMixing(self._buckets, [self.optimizer]), None
         if not faithful:
-            self._hook_into([self.optimizer])
             self._tell()
 
     def _make_topology(self, topology: Any, local_world_size: int) -> Any:
         return super()._make_topology(graph_for(topology, self.world_size, local_world_size), local_world_size)
 
     def _tell(self) -> None:
-        """Says once, on rank 0, what is done otherwise than there."""
-        differs = ["the first gradient counts and no round is skipped"]
-        maker = self._makers[0]
-        while isinstance(maker, functools.partial):
-            maker = maker.func
-        if getattr(maker, "__module__", "") == functions.__name__:
+        """Says once in a process, on rank 0, what is done otherwise than there."""
+        global _told
+        differs = ["the first gradient counts, no round is skipped and there is one optimizer from the start"]
+        made_by = [_maker(each) for each in self._makers]
+        if getattr(made_by[0], "__module__", "") == functions.__name__:
             differs.append("weight decay applies to weights, not to biases and norms")
+        if made_by[1] is functions.lr_scheduler_fn_cosine_with_warmup:
+            differs.append("the cosine ends at step t_max, not t_warmup later")
         if self._clip > 0:
             differs.append("clipping is by the norm of all gradients, not bucket by bucket")
-        if self.rank == 0:
+        if self._scaler is not None and self._scaler.is_enabled():
+            differs.append("the scaler decides once for all parameters")
+        if not self._average_reverts:
+            differs.append("training after global_avg goes on from the average whole")
+        if self.rank == 0 and not _told:
+            _told = True
             logger.warning("other than in Decent-DP, %s; faithful=True does as there", "; ".join(differs))
 
     # -- what scripts read --------------------------------------------------------------------------------------
@@ -140,17 +152,20 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             raise ValueError("get_lr needs lr_scheduler_fn with faithful=True")
         return float(schedulers[0].get_last_lr()[0])
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]:
+    def named_modules(
+        self, memo: set[Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Module]]:
         start = f"{prefix}." if prefix else ""
-        for name, p in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield start + _renamed(name.removeprefix(start), OURS, THEIRS), p
+        for name, each in super().named_modules(memo, prefix, remove_duplicate):
+            yield (name if each is self else start + _renamed(name.removeprefix(start), OURS, THEIRS)), each
+
+    def named_children(self) -> Iterator[tuple[str, Module]]:
+        yield "_model", self.module
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._deferred and self.training and not self._watch.accumulating:
+        if self._deferred:  # of evaluation, too, and while gradients add up
             self._deferred = False
             self._first_step()
         return super().forward(*args, **kwargs)
@@ -170,18 +185,22 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             if self.steps == 0:
                 self._deferred = True
                 return
-            self._put_average_aside()
+            self._average.local = None
             self._mix()
             self._bucket_steps.step()
             self._launch(self.steps + 1)
             self.steps += 1
             return
+        if self._to_load is not None:
+            saved, self._to_load = self._to_load, None
+            self._load(saved)
         if self._average.local is not None and not self._average_reverts:
             self._average.local = None  # training goes on from the average: it is what the ranks exchange
             self._exchange.drain()
             self._launch(self.steps)
         super()._step()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _first_step(self) -> None:
         """The step of the first backward pass's gradients, if the script has not cleared them (faithful)."""
@@ -189,38 +208,31 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._exchange.drain()
         with functions.as_there():
             self._bucket_steps.make(self._order.named(), *self._makers)
-        self._hook_into(self._bucket_steps.optimizers)
-        if self._hooked is not None:
-            self._hooked.call(self._plan.view(1))
+        self._hooked = HookedMixing(self._buckets, self._bucket_steps.optimizers, keep_written=False)
+        self._hooked.call(self._plan.view(1))
         self._bucket_steps.step()
         self.steps = 1
         self._launch(1)
-
-    def _hook_into(self, optimizers: Sequence[Optimizer]) -> None:
-        hooked = [each for each in optimizers if hasattr(each, "pre_average_hook")]
-        if hooked:
-            self._hooked = HookedMixing(self._buckets, hooked)
-            self._part_steps = None
 
     def _mix(self) -> None:
         if self._hooked is None:
             super()._mix()
         else:
-            self._hooked.mix(self._exchange, self._plan, self._factor)
+            # There the second step mixes what was sent by the edges of round 1 with the weight of round 2 (faithful).
+            told = self._plan.view(self.steps + 1) if self._faithful else None
+            self._hooked.mix(self._exchange, self._plan, self._factor, told)
 
     # -- the average model ------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _put_average_aside(self) -> None:
-        """Decent-DP takes the gradient at the average and mixes what was sent before it (faithful)."""
-        if self._average.local is None:
-            return
-        view = self._plan.view(self._round(self.steps))
-        share = (1 - view.weights[self.rank]) / max(1, len(view.sources))
-        kept = 1 - self._factor + self._factor * (view.weights[self.rank] - share)
-        for p, local in zip(self._params, self._average.local, strict=False):
-            p.detach().sub_(local).mul_(kept).add_(local)
-        self._average.local = None
+    def _tell_no_step(self) -> None:
+        if not self._deferred:  # the first step is still to come
+            super()._tell_no_step()
+
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
+        found = super().global_avg(will_revert, return_d2c)
+        if self._faithful and not will_revert and not self._deferred:
+            self._exchange.drain()  # nothing is mixed in the next step
+        return found
 
     def revert_global_avg(self) -> None:
         """Restores the local model. Raises RuntimeError if `global_avg` kept none since the last step."""
@@ -255,6 +267,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         `load_state_dict` goes on with the same bits. Raises ValueError with `faithful`, whose state is in `_optims`."""
         if self._bucket_steps is not None:
             raise ValueError("full_state_dict needs faithful=False: save state_dict(), _optims and _lr_schedulers")
+        if self._to_load is not None:
+            raise ValueError("full_state_dict needs a step first: load_optimizers has not filled in the moments yet")
         return self.state_dict() | {"_extra_state": self.get_extra_state()}
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,20 +280,45 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     ) -> None:
         """Loads what a script has saved of Decent-DP's `_optims` and `_lr_schedulers`, one entry per bucket of there.
 
-        bucket_size_in_mb: that of the wrapper that they were saved from. steps: steps taken by then. The parameters'
-        order is that in which gradients came in this wrapper's first backward pass; before that, the reverse of their
-        definition. Blocking, on all ranks. Raises ValueError, having loaded nothing, if shapes do not fit in that
-        order, and with `faithful`.
+        bucket_size_in_mb: that of the wrapper that they were saved from. steps: steps taken by then. Which entry is of
+        which parameter is known from the order in which gradients come: before this wrapper's first step, moments are
+        filled in at the end of its backward pass. Blocking, on all ranks. Raises ValueError with `faithful`, and,
+        having loaded nothing, if shapes do not fit in that order; before the first step its backward pass raises that,
+        with no moment loaded.
         """
         if self._bucket_steps is not None:
             raise ValueError("load_optimizers needs faithful=False")
-        checkpoints.load(self.optimizer, self.lr_scheduler, self._order.named(), optimizers, lr_schedulers,
-                         lambda named: self._makers[0](named), bucket_size_in_mb)  # fmt: skip
+        saved = checkpoints.SavedOptimizers(optimizers, lr_schedulers, bucket_size_in_mb)
+        if self._order.known:
+            self._load(saved)
+        else:
+            self._to_load = saved
+        saved.fill_schedule(self.optimizer, self.lr_scheduler)
         self._exchange.drain()
         self.steps = steps
         self._learning_rate = self._rate()
         self._launch(self.steps)
 
+    def _load(self, saved: checkpoints.SavedOptimizers) -> None:
+        saved.fill(self.optimizer, self._order.named(), lambda named: self._makers[0](named))
+
+
+def _maker(fn: Any) -> Any:
+    """The function behind partial ones."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn
+
 
 def _renamed(name: str, before: str, after: str) -> str:
+    if name == before[:-1]:
+        return after[:-1]
     return after + name.removeprefix(before) if name.startswith(before) else name
+
+
+def _placed(model: Module) -> Module:
+    """The model on the rank's GPU, where there is one. A model on a GPU stays where the script has put it."""
+    if not torch.cuda.is_available() or all(p.is_cuda for p in model.parameters()):
+        return model
+    chosen = torch.cuda.current_device()  # by torch.cuda.set_device, unless it is the first one
+    return model.to(torch.device("cuda", chosen) if chosen else local_device())

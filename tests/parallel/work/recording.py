@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from decentnode.checkpoint import store
+from decentnode.compat import decent_dp
+from decentnode.errors import AssemblyError, CheckpointError
 from decentnode.parallel import DecentralizedDataParallel
 from decentnode.parallel.train import TrainingRun
 from tests.parallel.work.models import flat
@@ -16,13 +21,27 @@ from tests.parallel.work.models import flat
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
+class Odd:
+    """Whose state no file can keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lock": object()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        del state_dict
+
+
 class Stopped(Exception):
     """What ends a training between two epochs."""
 
 
-def wrapped() -> DecentralizedDataParallel:
+def wrapped(there: bool = False, **options: Any) -> DecentralizedDataParallel:
+    """there: by the names of Decent-DP."""
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+    if there:
+        adam = partial(decent_dp.optim_fn_accum_adam, lr=0.05)
+        return decent_dp.DecentralizedDataParallel(inner, adam, topology="ring", **options)
     return DecentralizedDataParallel(inner, optimizer=SGD, topology="complete")
 
 
@@ -36,10 +55,10 @@ def measure(module: nn.Module) -> dict[str, float]:
 
 def train(
     rank: int, n: int, runs: str, epochs: int, seed: int = 1, stop: int | None = None, resume: bool = False,
-    config: Mapping[str, Any] | None = None, **more: Any,
+    config: Mapping[str, Any] | None = None, there: bool = False, **more: Any,
 ) -> tuple[str, list[int], list[float]]:
     """(the run's directory, the epochs trained, the parameters). stop: the epoch in whose midst it fails."""
-    model, trained = wrapped(), []
+    model, trained = wrapped(there), []
     torch.manual_seed(100 + rank)
     run = TrainingRun(model, "script", config=config or {"seed": seed, "betas": (0.9, 0.99)}, evaluate=measure,
                       runs=runs, resume=resume, **more)  # fmt: skip
@@ -60,10 +79,13 @@ def train(
     return str(run.path), trained, flat(model.module).tolist()
 
 
-def stopped_and_resumed(rank: int, n: int, runs: str) -> tuple[list[tuple[str, list[int], list[float]]], str]:
+def stopped_and_resumed(
+    rank: int, n: int, runs: str, there: bool = False
+) -> tuple[list[tuple[str, list[int], list[float]]], str]:
     """A training at one go, one that fails in its third epoch, and that one again; then with another config."""
-    results = [train(rank, n, f"{runs}/whole", 4)]
-    results += [train(rank, n, f"{runs}/parts", 4, stop=2), train(rank, n, f"{runs}/parts", 4, resume=True)]
+    results = [train(rank, n, f"{runs}/whole", 4, there=there)]
+    results += [train(rank, n, f"{runs}/parts", 4, stop=2, there=there),
+                train(rank, n, f"{runs}/parts", 4, resume=True, there=there)]  # fmt: skip
     try:
         train(rank, n, f"{runs}/parts", 4, seed=2, resume=True)
     except Exception as error:
@@ -83,14 +105,64 @@ def begun_anew(rank: int, n: int, runs: str) -> tuple[list[int], str]:
     return trained, ""
 
 
+def uneven_disks(rank: int, n: int, runs: str) -> tuple[list[str], list[int]]:
+    """A rank cannot write its second checkpoint: the others keep the one before it, from which the run goes on."""
+    def refuse(*_: Any) -> int:
+        raise OSError("disk full")
+
+    told = []
+    write = store.write
+    try:
+        model = wrapped()
+        with TrainingRun(model, "script", evaluate=measure, runs=runs, keep=1) as run:
+            for epoch in run.epochs(3):
+                model(torch.ones(2, 4)).sum().backward()
+                if epoch == 1 and rank == 1:
+                    store.write = refuse
+    except (OSError, AssemblyError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+    store.write = write
+    model.close()
+    model = wrapped()
+    trained = []
+    with TrainingRun(model, "script", evaluate=measure, runs=runs, keep=1, resume=True) as run:
+        for epoch in run.epochs(3):
+            trained.append(epoch)
+            model(torch.ones(2, 4)).sum().backward()
+    model.close()
+    return told, trained
+
+
+def drawing(rank: int, n: int, runs: str) -> list[list[float]]:
+    """What a script draws after its first epoch from the generators of the process: at one go, and when it goes on."""
+    drawn: list[list[float]] = [[], []]
+    for number, epochs in ((0, 2), (1, 1), (1, 2)):
+        torch.manual_seed(rank)
+        random.seed(rank)
+        np.random.seed(rank)
+        model = wrapped()
+        with TrainingRun(model, "script", runs=f"{runs}/{number}", resume=True) as run:
+            for epoch in run.epochs(epochs):
+                model(torch.ones(2, 4)).sum().backward()
+                found = [random.random(), float(np.random.rand()), float(torch.rand(1))]
+                drawn[number] += found if epoch == 1 else []
+        model.close()
+    return drawn
+
+
 def refusals(rank: int, n: int, runs: str) -> list[str]:
     """What a script is told that names an unknown metric, measures another one, or adds a loss between epochs."""
     told = []
-    for more in ({"metrics": ["bleu"]}, {"metrics": ["loss"]}, {"keep": -1}, {"config": {"model": nn.Linear}}):
+    for more in ({"metrics": ["bleu"]}, {"metrics": ["loss"]}, {"keep": -1}, {"config": {"model": nn.Linear}},
+                 {"also": {"odd": Odd()}}):  # fmt: skip
         try:
             train(rank, n, runs, 1, **more)
-        except ValueError as error:
+        except (ValueError, CheckpointError) as error:
             told.append(str(error))
+    try:
+        TrainingRun(wrapped(there=True, faithful=True), "script", runs=runs)
+    except ValueError as error:
+        told.append(str(error))
     try:
         TrainingRun(wrapped(), "script", runs=runs).add(1.0)
     except ValueError as error:
