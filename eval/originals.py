@@ -8,10 +8,12 @@ that it saved can be loaded.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -26,6 +28,8 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 RANKS, SECONDS = 2, 900.0
+PATIENCE = 45.0
+"""Seconds: torchrun gives its ranks 30 to end."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,23 @@ def saved_values(path: Path) -> int:
     return sum(value.numel() for value in model.values())
 
 
+def started_and_ended(command: Sequence[str], where: Path) -> tuple[int, str]:
+    """Runs a command; returns its exit code and what it said. Raises TimeoutExpired. Where that or Ctrl-C ends it, it
+    is given time to end the ranks that it has started."""
+    with subprocess.Popen(command, cwd=where, env=environment(), text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, start_new_session=True) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=SECONDS)
+        except BaseException:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=PATIENCE)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, said
+
+
 def run(original: Original, checkout: Path) -> bool:
     """Prints a line; returns whether the script ended well, with a loss that fell and a file that can be loaded."""
     with tempfile.TemporaryDirectory() as folder:
@@ -161,16 +182,14 @@ def run(original: Original, checkout: Path) -> bool:
         where, started = copy / original.folder, time.monotonic()
         original.prepare(where)
         try:
-            ended = subprocess.run([sys.executable, *original.command], cwd=where, env=environment(), text=True,
-                                   capture_output=True, timeout=SECONDS)  # fmt: skip
+            code, said = started_and_ended([sys.executable, *original.command], where)
         except subprocess.TimeoutExpired:
             print(f"{original.name:32} took longer than {SECONDS:g} s", flush=True)
             return False
-        text = ended.stdout + ended.stderr + "".join(p.read_text() for p in where.glob(original.files or "no file"))
+        text = said + "".join(p.read_text() for p in where.glob(original.files or "no file"))
         losses = [float(each) for each in re.findall(original.loss, text, re.MULTILINE)]
-        if ended.returncode or len(losses) < 2:
-            said = (ended.stdout + ended.stderr)[-4000:]
-            print(f"{original.name:32} ended with {ended.returncode}:\n{said}", flush=True)
+        if code or len(losses) < 2:
+            print(f"{original.name:32} ended with {code}:\n{said[-4000:]}", flush=True)
             return False
         kept = f"{saved_values(where / original.saved)} numbers saved and loaded" if original.saved else "saves nothing"
         falls = losses[-1] < losses[0]
@@ -186,10 +205,22 @@ def main() -> None:
         parser.add_argument(f"--{source}", type=Path, metavar="PATH", help="a checkout of it")
     parser.add_argument("--only", default="", help="scripts whose name has this in it")
     options = vars(parser.parse_args())
-    asked = [(each, options[each.source.replace("-", "_")]) for each in ORIGINALS if options["only"] in each.name]
-    found = [run(each, path.resolve()) for each, path in asked if path is not None]
-    if not found:
-        parser.error("nothing to run: give the path of a checkout")
+    given = [(each, options[each.source.replace("-", "_")]) for each in ORIGINALS]
+    asked = [(each, path.resolve()) for each, path in given if path is not None]
+    for each, path in asked:
+        script = each.name.split(" ")[0]
+        if not (path / script).is_file():
+            parser.error(f"there is no {path / script}: --{each.source} takes the path of a checkout")
+    asked = [(each, path) for each, path in asked if options["only"] in each.name]
+    if not asked:
+        names = ", ".join(each.name for each in ORIGINALS)
+        parser.error(f"nothing to run: give the path of a checkout, and --only a part of one of {names}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        found = [run(each, path) for each, path in asked]
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
     sys.exit(not all(found))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from statistics import mean
 
@@ -55,6 +57,32 @@ def test_a_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100,
                           env=originals.environment() | {"RANK": "0", "WORLD_SIZE": "1"})  # fmt: skip
     assert done.stdout.strip() == "[5, 4] [4, 1, 28, 28] cpu 1", done.stderr
+
+
+def test_a_path_that_is_no_checkout_is_told(tmp_path: Path) -> None:
+    script = str(ROOT / "eval/originals.py")
+    for words, says in (((f"--experiments={tmp_path}",), "there is no"), (("--only", "cnn"), "give the path")):
+        done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_ranks_of_a_script_too(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test.py").write_text(
+        f"import os, time\nopen('{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+    )
+    command = [sys.executable, str(ROOT / "eval/originals.py"), "--decent-dp", str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    pids = [tmp_path / rank for rank in "01"]
+    until = time.monotonic() + 100
+    while not all(each.exists() and each.read_text() for each in pids):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=100)
+    assert process.returncode == 130 and said.strip() == "stopped"
+    assert not any(Path(f"/proc/{each.read_text()}").exists() for each in pids)
 
 
 @pytest.mark.slow
