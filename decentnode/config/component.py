@@ -126,6 +126,8 @@ def _leaves(annotation: Any) -> Iterable[Any]:
     arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
         return [type(a) for a in arguments]
+    if typing.get_origin(annotation) is typing.Annotated:
+        arguments = arguments[:1]  # what is noted beside the type is none
     return [leaf for a in arguments for leaf in _leaves(a)] if arguments else [annotation]
 
 

@@ -150,6 +150,11 @@ TYPOS = {
             faults: [{do: kill, nodes: [], at_round: 1}]
                                        ^
         """,
+    "false": """
+        a.yaml:6:9: faults must be a list, got false
+            faults: false
+                    ^
+        """,
     "[{do: drop, plane: bluk}]": """
         a.yaml:6:28: faults[0].plane must be one of control, bulk, all, got 'bluk'
             faults: [{do: drop, plane: bluk}]
