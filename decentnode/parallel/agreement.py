@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import GroupNorm, LayerNorm, Module
 from torch.nn.modules.batchnorm import _NormBase
@@ -13,8 +15,11 @@ from decentnode.parallel.process_group import check_alike
 _NORMS = (_NormBase, LayerNorm, GroupNorm)
 
 
-def check_all_alike(model: Module, plan: Plan, device: torch.device) -> None:
-    """Blocking. Raises AssemblyError naming a rank with other parameters, another topology or rule."""
+def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: torch.device) -> None:
+    """Blocking. Raises AssemblyError naming a rank with other parameters, another topology, rule or option.
+
+    options: those that decide what travels between ranks, each with its name.
+    """
     graph = plan.graph
     rows = [f"{graph.num_nodes} ranks"] + [
         f"round {r}: {source}->{uid} {weight:.12g}" for r in range(min(graph.period or 4, 32))
@@ -27,6 +32,7 @@ def check_all_alike(model: Module, plan: Plan, device: torch.device) -> None:
     check_alike("list of buffers", buffers, device)
     check_alike("topology", rows, device)
     check_alike("sharing rule", [plan.describe()], device)
+    check_alike("option", options, device)
 
 
 def tag_parameters(model: Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -141,7 +141,8 @@ class DecentralizedDataParallel(Module, Joinable):
         self.module = model
         local = ranks_per_machine(local_world_size)
         self._member = None if job is None else WrapperMember(job, self, topology, local, sharing, transport)
-        self._plan = self._agree(topology, local, sharing)
+        options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
+        self._plan = self._agree(topology, local, sharing, options)
         device = self._named[0][1].device
         self._buckets = make_buckets([p for _, p in self._named], int(bucket_size_in_mb * (1 << 20)),
                                      param_as_bucket_view, self._plan.rules())  # fmt: skip
@@ -176,9 +177,11 @@ class DecentralizedDataParallel(Module, Joinable):
     def _make_topology(self, topology: Any, local_world_size: int) -> Graph:
         return make_topology(topology, self.world_size, local_world_size)
 
-    def _agree(self, topology: TopologyLike, local_world_size: int, sharing: SharingRule) -> Plan:
-        """Makes the topology and the rule, compares them and the parameters with all ranks', and takes rank 0's values.
-        Blocking. Raises ValueError, AssemblyError."""
+    def _agree(
+        self, topology: TopologyLike, local_world_size: int, sharing: SharingRule, options: Sequence[str]
+    ) -> Plan:
+        """Makes the topology and the rule, compares them, the parameters and the options with all ranks', and takes
+        rank 0's values. Blocking. Raises ValueError, AssemblyError."""
         model = self.module
         with together("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -188,7 +191,7 @@ class DecentralizedDataParallel(Module, Joinable):
             graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
         if dist.is_initialized():
-            check_all_alike(model, plan, self._named[0][1].device)
+            check_all_alike(model, plan, options, self._named[0][1].device)
             broadcast_all([*model.parameters(), *model.buffers()])
         tag_parameters(model)
         return plan

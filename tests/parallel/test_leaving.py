@@ -17,6 +17,8 @@ from tests.parallel.work import leaving, training
 @pytest.mark.parametrize(("what", "says"), [
     ("shape", r"rank 1 has another list of parameters than rank 0: 'weight \(5, 4\)"), ("frozen", "rank 1 .*frozen"),
     ("more", "rank 2 .*extra"), ("topology", "rank 1 has another topology"),
+    ("bucket", "rank 1 has another option than rank 0: 'bucket_size_in_mb=1.5', rank 0 has 'bucket_size_in_mb=25'"),
+    ("transport", "rank 1 has another option than rank 0: \"transport='collective'\", rank 0 has"),
 ])  # fmt: skip
 def test_ranks_that_differ_are_named(what: str, says: str) -> None:
     for ok, text in run_ranks_raw(4, leaving.differing, what):

@@ -31,7 +31,8 @@ def differing(rank: int, n: int, what: str) -> None:
     if rank == 2 and what == "more":
         module.extra = nn.Parameter(torch.zeros(2))
     topology = "ring" if rank == 1 and what == "topology" else "complete"
-    DecentralizedDataParallel(module, optimizer=SGD, topology=topology)
+    options: dict[str, Any] = {"bucket": {"bucket_size_in_mb": 1.5}, "transport": {"transport": "collective"}}
+    DecentralizedDataParallel(module, optimizer=SGD, topology=topology, **options.get(what, {}) if rank == 1 else {})
 
 
 def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
