@@ -186,6 +186,7 @@ def watch(folder: Path, path: Path, seconds: float | None) -> Watched:
     """Run an experiment, with Ctrl-C after so many seconds of rounds (None: to its end). Blocking."""
     place = folder / "tmp"
     buffers = {each.name for each in BUFFERS.glob(f"{PREFIX}*")}
+    (folder / "runs" / path.stem / "latest").unlink(missing_ok=True)  # else the run before is taken for this one
     command = [sys.executable, "-m", "decentnode", "run", str(path), "--plain", "--quiet"]
     environ = {**os.environ, "TMPDIR": str(place)}
     with (folder / "out.txt").open("ab") as out:

@@ -10,7 +10,9 @@ from decentnode.communication.zeromq.tcp_progress import acknowledged_bytes
 from tests.conftest import wait_until
 
 
-@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+@pytest.mark.parametrize(("family", "host"), [
+    (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"), (socket.AF_INET, "localhost"),
+])  # fmt: skip
 def test_bytes_count_once_the_other_end_has_them(family: socket.AddressFamily, host: str) -> None:
     try:
         listener = socket.create_server((host, 0), family=family)
