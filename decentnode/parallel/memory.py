@@ -50,6 +50,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def _dense(tensor: Tensor) -> bool:
+    """Whether every byte of its span belongs to the tensor, of one whose elements share none."""
+    start, end = _span(tensor)
+    return end - start == tensor.numel() * tensor.element_size() and not shares_elements(tensor)
+
+
 def _places(tensor: Tensor) -> Tensor:
     """[elements] where the elements begin, in elements from the first."""
     places = torch.zeros((), dtype=torch.int64)
@@ -59,7 +65,9 @@ def _places(tensor: Tensor) -> Tensor:
 
 
 def _meet(first: Tensor, second: Tensor) -> bool:
-    """Whether any byte belongs to both."""
+    """Whether any byte belongs to both, of tensors whose spans overlap."""
+    if _dense(first) and _dense(second):
+        return True  # without a list of the bytes, which of a large model would take gigabytes
     both = []
     for each in (first, second):
         size = each.element_size()
