@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from pydantic import Field, model_validator
 
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import Config
-from decentnode.faults import Corrupt, Plan
+from decentnode.faults import Corrupt, Plan, StruckModels
 from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
 
@@ -53,6 +54,11 @@ class LinkFaults:
     def damages(self) -> bool:
         """Whether messages arrive with other bytes."""
         return any(isinstance(each, Corrupt) for each in self.plan)
+
+    @functools.cached_property
+    def struck(self) -> StruckModels:
+        """Between which nodes messages with models are struck."""
+        return StruckModels(self.plan)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -16,7 +17,8 @@ BUILT_IN = ("same_process", "shared_memory", "cuda_ipc", "collective")
 
 @dataclass(frozen=True)
 class Routing:
-    """The first that holds: what the configuration says of the edge; memory between nodes of one process; the GPU's
+    """The first that holds: what the configuration says of the edge; ZeroMQ where faults are to strike messages; memory
+    between nodes of one process; the GPU's
     memory between nodes on one GPU; shared memory between CPU nodes of one machine; torch.distributed inside a clique;
     shared memory between other nodes of one machine; ZeroMQ."""
 
@@ -32,12 +34,16 @@ class Routing:
     together: frozenset[int] = frozenset()
     """The nodes of this process, where it steps several. Nodes of other processes need not know of them: they have no
     edge that this decides."""
+    struck: Callable[[int, int], bool] | None = None
+    """Whether faults of the experiment strike messages with models between two nodes: they can in sockets alone."""
 
     def path(self, a: int, b: int) -> PathName:
         """Symmetric."""
         chosen = self.chosen.get(frozenset((a, b)))
         if chosen is not None:
             return chosen
+        if self.struck is not None and self.struck(a, b):
+            return "zeromq"
         if a in self.together and b in self.together:
             return "same_process"
         near = self.memory and self.machine_of[a] == self.machine_of[b]
@@ -76,7 +82,9 @@ class Routing:
             machines = list(self.machine_of.values())
             if not self.memory or len(set(machines)) == len(machines):
                 return False
-        return any(self.path(a, b) == path for a, b in combinations(sorted(self.machine_of), 2))
+        # also where a process has both nodes: others do not know of that, and all open the same paths
+        apart = dataclasses.replace(self, together=frozenset())
+        return any(apart.path(a, b) == path for a, b in combinations(sorted(self.machine_of), 2))
 
     def joined(self, clique: tuple[int, ...]) -> tuple[int, ...]:
         """The members of a clique that need its communicator: those with an edge by `collective`."""

@@ -2,6 +2,7 @@
 
 from decentnode.faults.course import Course, InEffect, Plan, lasts, resolve
 from decentnode.faults.fates import Fate, Fates, damaged
+from decentnode.faults.struck import StruckModels
 from decentnode.faults.vocabulary import (
     FAULTS,
     AnyFault,
@@ -31,5 +32,5 @@ from decentnode.faults.vocabulary import (
 __all__ = (
     "FAULTS", "AnyFault", "Break", "ClockJump", "Corrupt", "Course", "Cut", "Delay", "Drop", "Duplicate", "Fate",
     "Fates", "Fault", "Faults", "FullDisk", "HalfOpen", "InEffect", "InNode", "Kill", "Link", "OfMessages", "OnLinks",
-    "OnProcesses", "Pause", "Plan", "Reorder", "Restart", "Slow", "damaged", "lasts", "resolve",
+    "OnProcesses", "Pause", "Plan", "Reorder", "Restart", "Slow", "StruckModels", "damaged", "lasts", "resolve",
 )  # fmt: skip

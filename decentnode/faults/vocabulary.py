@@ -25,6 +25,7 @@ def _each_once(uids: tuple[int, ...]) -> tuple[int, ...]:
 Some = Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_each_once)]
 Uids = Some | Literal["all"]
 Plane = Literal["control", "bulk"]
+PLANES: tuple[Plane, ...] = ("control", "bulk")
 
 
 class Link(Settings):
@@ -301,7 +302,7 @@ class _OfMessages(Fault):
         """Whether it concerns messages of this connection. plane: 0 for control, 1 for models."""
         return (
             (self.source == "all" or source in self.source) and (self.to == "all" or to in self.to)
-            and (self.plane == "all" or plane == ("control", "bulk").index(self.plane))
+            and (self.plane == "all" or plane == PLANES.index(self.plane))
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.routing import Routing
 from decentnode.communication.zeromq.transport import ZeroMQ
+from decentnode.faults import Break, Cut, Drop, StruckModels
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS
 from tests.communication.contract import connected, flat_schema, gossip, nodes
@@ -50,6 +51,24 @@ def test_a_clique_joins_machines_and_yields_to_shared_memory_between_cpus() -> N
     assert rule(cliques=[[0, 1]]).joined((0, 1)) == () and not rule(cliques=[[0, 1]]).used("collective")
     without = rule(memory=False, cliques=[[0, 1], [3, 4]])
     assert paths(without, *PAIRS) == ["collective", "zeromq", "zeromq", "collective", "zeromq"]
+
+
+def test_models_that_faults_strike_go_through_sockets_alone() -> None:
+    resolved = StruckModels([
+        Drop(share=0.5, source=(0,), to=(1,)), Drop(share=0.5, source=(3,), plane="control"),
+        Cut(sides=((0,), (2,)), at_seconds=1.0, seconds=1.0),
+        Break(source=4, to=3, plane="bulk", at_seconds=1.0),
+    ])  # fmt: skip
+    found = dataclasses.replace(rule(gpu={0: 7, 2: 7}), struck=resolved, together=frozenset((0, 1, 2)))
+    assert paths(found, (0, 1), (1, 0), (0, 2), (3, 4), (4, 3)) == ["zeromq"] * 5
+    assert paths(found, (1, 2), (3, 5)) == ["same_process", "shared_memory"]
+
+
+def test_all_nodes_open_the_same_paths_whatever_processes_they_share() -> None:
+    found = Routing({0: 0, 1: 0, 2: 1}, memory=True)
+    for together in ((0, 1), ()):
+        names = dataclasses.replace(found, together=frozenset(together)).names()
+        assert [name for name in names if name != "same_process"] == ["shared_memory"]
 
 
 def test_gpus_prefer_their_clique() -> None:

@@ -18,14 +18,30 @@ ZEROMQ = ["communication.name=zeromq"]
 @pytest.mark.parametrize(("faults", "more", "wrong"), [
     ("[{do: kill, nodes: [9], at_round: 1}]", "", "faults[0].nodes[0] must be of nodes below 4, got 9"),
     ("[{do: drop, share: .1}]", "communication: {name: shared_memory}", "drop is of messages that go through sockets"),
-    ("[{do: cut, sides: [[0], [1]], at_round: 1, seconds: 1}]", "", "models go through shared_memory here"),
-    ("[{do: delay, by_seconds: .1}]", "communication: {name: collective}", "models go through collective here"),
+    ("[{do: cut, sides: [[0], [1]], at_round: 1, seconds: 1}]", "communication: {name: auto, same_host: shared_memory}",
+     "models are to go through shared_memory here"),
+    ("[{do: drop, source: [2]}]", "communication: {name: auto, cliques: [[1, 2]]}", "models are to go through coll"),
+    ("[{do: drop, to: [2]}]", "communication: {name: auto, edges: [{nodes: [1, 2], by: shared_memory}]}",
+     "models are to go through shared_memory here; take communication: {name: auto}, or plane: control"),
+    ("[{do: delay, by_seconds: .1}]", "communication: {name: collective}", "models are to go through collective here"),
     ("[{do: corrupt}]", "communication: {name: zeromq, checksum: none}", "found by checksums alone"),
     ("[{do: kill, nodes: [1], at_round: 1}]", "communication: {name: inproc}", "neither processes nor connections"),
     ("[{do: restart, nodes: [1], at_seconds: 1}]", "", "missing: regroup alone"),
 ])  # fmt: skip
 def test_faults_that_cannot_come_about_are_refused_by_name(write: Any, faults: str, more: str, wrong: str) -> None:
     assert wrong in said(write(f"{BASE}faults: {faults}\n{more}\n"))
+
+
+@pytest.mark.parametrize(("faults", "more"), [
+    ("[{do: drop, share: .1}]", ""),
+    ("[{do: cut, sides: [[0], [1]], at_round: 1, seconds: 1}]", "communication: {name: auto}"),
+    ("[{do: drop, source: [3]}]", "communication: {name: auto, cliques: [[1, 2]]}"),
+    ("[{do: drop, source: [1]}]", "communication: {name: auto, edges: [{nodes: [1, 2], by: zeromq}]}"),
+    ("[{do: delay, by_seconds: .1, plane: control}]", "communication: {name: collective}"),
+    ("[{do: break, source: 1, to: 2, at_round: 1}]", "communication: {name: shared_memory}"),
+])  # fmt: skip
+def test_faults_that_strike_sockets_are_taken_whatever_the_transport(write: Any, faults: str, more: str) -> None:
+    load(write(f"{BASE}faults: {faults}\n{more}\n"))
 
 
 @pytest.mark.parametrize(("fault", "wrong"), [

@@ -137,6 +137,23 @@ def test_killed_paused_and_with_lossy_connections_a_run_goes_on_and_is_checked(t
     assert {"drop count", "duplicate count", "reorder count", "delay count"} <= {*strikes(outcome, 0)}
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_models_that_faults_strike_go_through_sockets_on_every_transport_and_arrive_whole(
+    tmp_path: Path, together: int
+) -> None:
+    """Nodes 0 and 1 share a process where two do. What meets with a fault is messages with models alone."""
+    found = []
+    for folder, faults in (("without", []), ("with", [each | {"source": [0, 1], "plane": "bulk"} for each in LOSSY])):
+        (tmp_path / folder).mkdir()
+        outcome = run(tmp_path / folder, communication={"name": "auto"}, faults=faults,
+                      mapping={"name": "linear", "nodes_per_process": together})  # fmt: skip
+        assert outcome.exit_code == 0 and outcome.run_dir is not None
+        found.append([(outcome.run_dir / "models" / f"{uid:03d}.safetensors").read_bytes() for uid in range(4)])
+    assert found[0] == found[1]
+    assert len(strikes(outcome, 0)) > 1 < len(strikes(outcome, 1))
+    assert outcome.summary["checked"]["payloads"] > 0 and not strikes(outcome, 2)
+
+
 class Waker(Listener):
     """Wakes nodes 3 and 4 once the others have ended, and have been gone for longer than BACK_SECONDS."""
 

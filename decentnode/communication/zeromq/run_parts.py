@@ -12,7 +12,7 @@ import zmq
 import decentnode
 from decentnode import entropy
 from decentnode.communication.counters import Counters
-from decentnode.communication.parts import Schema, TransportParts
+from decentnode.communication.parts import LinkFaults, Schema, TransportParts
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_process import SharedProcess
@@ -50,6 +50,8 @@ class RunParts:
     """None where the config is not `secure`."""
     process: SharedProcess | None = None
     """What this node shares with others of its process."""
+    faults: LinkFaults | None = None
+    """What goes wrong between nodes."""
 
 
 def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring | None) -> RunParts:
@@ -88,4 +90,5 @@ def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring |
         uid=given.uid, config=config, machine_of=machine_of, schemas=given.schemas, folder=given.bind.ipc_dir,
         addresses=addresses, session=session, driver=driver, inbox=inbox, sender=sender, maker=maker, state=state,
         counters=counters, security=security, process=given.process,
+        faults=given.faults,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import Any
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
@@ -10,7 +11,7 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, OnProcesses, Restart
+from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, OnProcesses, Restart, StruckModels
 
 ON_LINKS, ON_PROCESSES, IN_NODE = OnLinks.__args__, OnProcesses.__args__, InNode.__args__
 
@@ -86,10 +87,10 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
         if not config.networked:
             if not isinstance(fault, IN_NODE):
                 message = f": {config.name} has neither processes nor connections for {fault.do} to strike; auto, " \
-                          "zeromq and shared_memory have processes"  # fmt: skip
+                          "zeromq and shared_memory have processes; decentnode simulate has both in one process"
                 yield Problem(path, message, other=("communication", "name"))
         elif isinstance(fault, ON_LINKS):
-            yield from _on_links(experiment, path, fault.do)
+            yield from _on_links(experiment, path, fault)
             if isinstance(fault, Corrupt) and getattr(config, "checksum", "auto") == "none":
                 message = ": what corrupt changes is found by checksums alone; leave communication.checksum out"
                 yield Problem(path, message, other=("communication", "checksum"))
@@ -99,14 +100,21 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, message, other=("node", "missing"))
 
 
-def _on_links(experiment: Experiment, path: tuple[str | int, ...], kind: str) -> Iterator[Problem]:
-    """Payloads in shared memory, or in calls of torch.distributed, are not sent by this project's sockets."""
+def _on_links(experiment: Experiment, path: tuple[str | int, ...], fault: OnLinks) -> Iterator[Problem]:
+    """Models that faults strike go through sockets, but where the experiment says that they take another path."""
     config, mapping = experiment.communication, mapping_of(experiment)
     if mapping is None or not isinstance(config, ZeroMQConfig):
         return
-    routing = config.routing({uid: mapping.place(uid).machine for uid in range(mapping.num_nodes)})
-    others = [name for name in routing.names() if name != "same_process"]
-    if others:
-        message = f": {kind} is of messages that go through sockets, and models go through {others[0]} here; " \
-                  "take communication: {name: zeromq}"  # fmt: skip
+    nodes, struck = range(mapping.num_nodes), StruckModels([fault])
+    routing = config.routing({uid: mapping.place(uid).machine for uid in nodes})
+    asked = {pair: path for pair, path in routing.chosen.items() if path != "zeromq"}
+    asked |= {frozenset(pair): "collective" for clique in routing.cliques for pair in combinations(clique, 2)
+              if frozenset(pair) not in routing.chosen}  # fmt: skip
+    if config.shared_memory:
+        asked |= {frozenset(pair): "shared_memory" for pair in combinations(nodes, 2)
+                  if routing.machine_of[pair[0]] == routing.machine_of[pair[1]]}  # fmt: skip
+    other = next((path for pair, path in asked.items() if struck(*pair)), None)
+    if other is not None:
+        message = f": {fault.do} is of messages that go through sockets, and models are to go through {other} here; " \
+                  f"take communication: {{name: auto}}{', or plane: control' * hasattr(fault, 'plane')}"
         yield Problem(path, message, other=("communication",))
