@@ -7,7 +7,7 @@ import pytest
 from decentnode import entropy
 from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.credentials import BulkAccess
+from decentnode.communication.zeromq.protocol.credentials import BulkAccess
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.wire.generation import Limits
 from tests.communication.contract import flat_schema

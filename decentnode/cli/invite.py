@@ -25,7 +25,7 @@ def command(secret: Path, nodes: int, hours: float) -> None:
     admitted, until so many nodes came or the time is over; others are refused. It is as secret as a password.
     """
     from decentnode import entropy
-    from decentnode.communication.zeromq.security import read_secret, write_secret
+    from decentnode.communication.zeromq.sockets.security import read_secret, write_secret
     from decentnode.wire.invitation import issue
 
     if not secret.exists():

@@ -32,7 +32,7 @@ def command(nodes: str | None, out: Path, newcomer: bool, secret: Path | None) -
     With --secret, FILE is made, for ranks of a script of your own that may die and be joined (missing="regroup"): copy
     it to every machine, readable by your user alone, and name it in DECENTNODE_KEYS.
     """
-    from decentnode.communication.zeromq.security import PUBLIC_FILE, read_public, write_keys, write_newcomer
+    from decentnode.communication.zeromq.sockets.security import PUBLIC_FILE, read_public, write_keys, write_newcomer
 
     if (nodes is not None) + newcomer + (secret is not None) != 1:
         raise UsageError("give one of NODES, --newcomer and --secret")
@@ -48,7 +48,7 @@ def command(nodes: str | None, out: Path, newcomer: bool, secret: Path | None) -
 
 
 def _make_secret(path: Path) -> None:
-    from decentnode.communication.zeromq.security import write_secret
+    from decentnode.communication.zeromq.sockets.security import write_secret
 
     try:
         write_secret(path)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import device_of
-    from decentnode.communication.zeromq.security import load_keyring, read_secret
+    from decentnode.communication.zeromq.sockets.security import load_keyring, read_secret
     from decentnode.launch.prepare import check_memory, choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication

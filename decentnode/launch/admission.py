@@ -15,7 +15,7 @@ import yaml
 import zmq
 
 from decentnode import clock, entropy
-from decentnode.communication.zeromq.security import Keyring, load_newcomer
+from decentnode.communication.zeromq.sockets.security import Keyring, load_newcomer
 from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.mapping.hosts import endpoint
 from decentnode.wire import codec

@@ -24,8 +24,8 @@ from decentnode import clock
 from decentnode.build import schemas_of, shared_model, threads_of
 from decentnode.communication.shared_memory.layout import Layout
 from decentnode.communication.shared_memory.segment import FOLDER
-from decentnode.communication.zeromq.connections import listen
-from decentnode.communication.zeromq.security import load_keyring
+from decentnode.communication.zeromq.sockets.connections import listen
+from decentnode.communication.zeromq.sockets.security import load_keyring
 from decentnode.errors import DecentnodeError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values

@@ -121,7 +121,7 @@ FIGURES = (
            "through a connection, once for each relay", "wire/relay.py", "relayed MB", 1e-6, of=("bytes_relayed",),
            how=_total),
     Figure("bytes_resent_total", "bytes", "of protocol: what was sent again, as it did not arrive",
-           "communication/zeromq/link_sender.py", "resent MB", 1e-6, of=("bytes_resent",), how=_total),
+           "communication/zeromq/protocol/link_sender.py", "resent MB", 1e-6, of=("bytes_resent",), how=_total),
     Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
            "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
            "rounds without", digits=0, of=("rounds_without",), how=_total),

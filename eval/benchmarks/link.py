@@ -25,7 +25,7 @@ from common import machine, memory_ceilings
 
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.sockets.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload, TensorSpec
 from decentnode.tensors import keep_freed_memory

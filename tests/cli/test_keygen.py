@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from decentnode import clock
 from decentnode.cli import main
 from decentnode.cli.keygen import parse_uids
-from decentnode.communication.zeromq.security import read_secret
+from decentnode.communication.zeromq.sockets.security import read_secret
 from decentnode.errors import UsageError
 from decentnode.wire.invitation import opened
 from tests.commands import ROOT, run

@@ -18,7 +18,7 @@ from decentnode.communication.hybrid.transport import Collective, Hybrid
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import BindPlan, Schema, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.sockets.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault
 from decentnode.payload import Payload, TensorSpec

@@ -12,8 +12,8 @@ import zmq
 
 from decentnode.communication.hybrid.transport import Collective
 from decentnode.communication.parts import BindPlan, TransportParts
-from decentnode.communication.zeromq import connections
-from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.sockets import connections
+from decentnode.communication.zeromq.sockets.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.mapping.hosts import endpoint
 from tests.communication.contract import check_cannot_bind, flat_schema, gossip, nodes, together

@@ -9,7 +9,7 @@ import pytest
 from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Inproc
 from decentnode.communication.parts import TransportParts
-from decentnode.communication.zeromq.security import write_keys
+from decentnode.communication.zeromq.sockets.security import write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from tests.communication.contract import flat_schema
 

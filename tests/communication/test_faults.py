@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from decentnode import clock
-from decentnode.communication.zeromq.link_state import BULK, Body
+from decentnode.communication.zeromq.protocol.link_state import BULK, Body
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS

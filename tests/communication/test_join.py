@@ -10,7 +10,7 @@ import pytest
 from decentnode.clock import now
 from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.sockets.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.wire.generation import Limits

@@ -12,7 +12,7 @@ import pytest
 from decentnode import clock, entropy
 from decentnode.communication.parts import BindPlan, Growth, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import (
+from decentnode.communication.zeromq.sockets.security import (
     AUTHORIZED_FILE,
     PUBLIC_FILE,
     load_keyring,

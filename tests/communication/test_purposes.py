@@ -9,7 +9,7 @@ from decentnode.build import schemas_of, step_all
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EdgeCounters, purpose_of
 from decentnode.communication.receive.chunking import MESSAGE_COST
-from decentnode.communication.zeromq.link_state import QueuedMessage
+from decentnode.communication.zeromq.protocol.link_state import QueuedMessage
 from decentnode.config.component import load_class
 from decentnode.metrics.figures import PURPOSES, Purpose
 from decentnode.node.config import NodeConfig

@@ -7,7 +7,7 @@ import torch
 
 from decentnode.communication.base import Communication
 from decentnode.communication.shared_memory.layout import SLOTS
-from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, MAX_URGENT, PeerLink
+from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS, MAX_URGENT, PeerLink
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive.chunking import MESSAGE_COST
-from decentnode.communication.zeromq.credentials import BulkAccess
-from decentnode.communication.zeromq.link_state import (
+from decentnode.communication.zeromq.protocol.credentials import BulkAccess
+from decentnode.communication.zeromq.protocol.link_state import (
     BULK,
     CONTROL,
     Body,
     QueuedMessage,
     ReceiveCredits,
 )
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
 from decentnode.faults import Link
 from decentnode.simulate.world.heap import Alarm
 from decentnode.simulate.world.history import check_links

@@ -14,13 +14,13 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.run_state import RunFacts, Wait
-from decentnode.communication.zeromq.collective_state import CollectiveState, JoinWait, MeanWait, ReportsWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.link_state import copied
-from decentnode.communication.zeromq.message_maker import MessageMaker
-from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
-from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
-from decentnode.communication.zeromq.running_time import RunningTime
+from decentnode.communication.zeromq.protocol.collective_state import CollectiveState, JoinWait, MeanWait, ReportsWait
+from decentnode.communication.zeromq.protocol.link_state import copied
+from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
+from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
+from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.sockets.running_time import RunningTime
 from decentnode.errors import AssemblyError, PeerLost, Regrouping
 from decentnode.payload import TensorSpec
 from decentnode.simulate.world.network import VirtualNetwork

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decentnode import build
-from decentnode.communication.zeromq.security import write_keys
+from decentnode.communication.zeromq.sockets.security import write_keys
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.identity import identity

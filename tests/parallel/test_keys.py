@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from decentnode.communication.zeromq.security import write_secret
+from decentnode.communication.zeromq.sockets.security import write_secret
 from decentnode.errors import AssemblyError, EnvironmentFault, PeerLost, UsageError
 from decentnode.parallel.membership import group as groups
 from decentnode.parallel.membership.addresses import Address, ask_to_join

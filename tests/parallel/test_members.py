@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from decentnode.communication.shared_memory.segment import FOLDER
-from decentnode.communication.zeromq.security import write_secret
+from decentnode.communication.zeromq.sockets.security import write_secret
 from decentnode.parallel.topology_names import make_topology
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd, environment_of

@@ -8,7 +8,7 @@ from decentnode import clock
 from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
 from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, Wait, blocking
-from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.protocol.sender import Sender
 from decentnode.payload import Payload
 
 

@@ -7,11 +7,17 @@ from dataclasses import replace
 
 from decentnode.communication.parts import Growth, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.link_state import CONTROL
-from decentnode.communication.zeromq.reconfigure import Reconfiguration
-from decentnode.communication.zeromq.relays import Relays
+from decentnode.communication.zeromq.protocol.link_state import CONTROL
+from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.relays.relays import Relays
 from decentnode.communication.zeromq.run_parts import RunParts
-from decentnode.communication.zeromq.security import Admission, Keyring, load_keyring, load_newcomer, read_secret
+from decentnode.communication.zeromq.sockets.security import (
+    Admission,
+    Keyring,
+    load_keyring,
+    load_newcomer,
+    read_secret,
+)
 from decentnode.wire.generation import Seated
 
 

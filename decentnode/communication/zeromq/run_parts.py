@@ -16,15 +16,15 @@ from decentnode.communication.parts import LinkFaults, Schema, TransportParts
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_process import SharedProcess
-from decentnode.communication.zeromq.addresses import Addresses
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.connections import held
-from decentnode.communication.zeromq.faulty_driver import FaultyDriver
-from decentnode.communication.zeromq.link_driver import LinkDriver, LinkSizes
-from decentnode.communication.zeromq.link_state import MAX_PAYLOADS
-from decentnode.communication.zeromq.message_maker import MessageMaker
-from decentnode.communication.zeromq.security import Keyring, Security
-from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS
+from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
+from decentnode.communication.zeromq.protocol.sender import Sender
+from decentnode.communication.zeromq.sockets.addresses import Addresses
+from decentnode.communication.zeromq.sockets.connections import held
+from decentnode.communication.zeromq.sockets.faulty_driver import FaultyDriver
+from decentnode.communication.zeromq.sockets.link_driver import LinkDriver, LinkSizes
+from decentnode.communication.zeromq.sockets.security import Keyring, Security
 from decentnode.wire.session import Session
 
 

@@ -20,21 +20,21 @@ from decentnode.communication.path import grouped
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.run_state import GuardedWait, Quorum, Steps
-from decentnode.communication.zeromq.awaited_generation import NextGeneration, NextGenerationApart
-from decentnode.communication.zeromq.collective_state import JoinWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.connections import held
-from decentnode.communication.zeromq.current_generation import CurrentGeneration
-from decentnode.communication.zeromq.faulty_driver import FaultyDriver
-from decentnode.communication.zeromq.generation_paths import GenerationParts
-from decentnode.communication.zeromq.generations import generations_of
-from decentnode.communication.zeromq.link_state import CONTROL
+from decentnode.communication.zeromq.generations.awaited_generation import NextGeneration, NextGenerationApart
+from decentnode.communication.zeromq.generations.current_generation import CurrentGeneration
+from decentnode.communication.zeromq.generations.generation_paths import GenerationParts
+from decentnode.communication.zeromq.generations.generations import generations_of
 from decentnode.communication.zeromq.newcomers import Newcomers, keyring_of, with_secret
-from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
-from decentnode.communication.zeromq.relays import Relays
+from decentnode.communication.zeromq.protocol.collective_state import JoinWait
+from decentnode.communication.zeromq.protocol.link_state import CONTROL
+from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
+from decentnode.communication.zeromq.protocol.sender import to_be_published
+from decentnode.communication.zeromq.relays.relays import Relays
 from decentnode.communication.zeromq.run_parts import put_together
-from decentnode.communication.zeromq.security import Keyring
-from decentnode.communication.zeromq.sender import to_be_published
+from decentnode.communication.zeromq.sockets.connections import held
+from decentnode.communication.zeromq.sockets.faulty_driver import FaultyDriver
+from decentnode.communication.zeromq.sockets.security import Keyring
 from decentnode.config import component
 from decentnode.errors import NodeFailed, PeerLost
 from decentnode.payload import Payload

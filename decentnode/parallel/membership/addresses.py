@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import zmq
 
 from decentnode import clock
-from decentnode.communication.zeromq.connections import end_monitor
+from decentnode.communication.zeromq.sockets.connections import end_monitor
 from decentnode.errors import AssemblyError, PeerFault, UsageError
 from decentnode.parallel.membership.keys import FAILED, VARIABLE, Access, failed_handshake
 from decentnode.wire.codec import decode, encode

@@ -18,8 +18,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from decentnode.communication.zeromq.connections import MECHANISM_MISMATCH, end_monitor
-from decentnode.communication.zeromq.security import Authenticator, Keyring, read_secret
+from decentnode.communication.zeromq.sockets.connections import MECHANISM_MISMATCH, end_monitor
+from decentnode.communication.zeromq.sockets.security import Authenticator, Keyring, read_secret
 from decentnode.errors import UsageError
 from decentnode.mapping.hosts import address, endpoint
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from decentnode.communication.base import Arrival
 from decentnode.communication.parts import Collected, ExchangeKey
 from decentnode.communication.shared_memory.model_slots import PlaceWait
-from decentnode.communication.zeromq.link_sender import MAX_QUEUED
-from decentnode.communication.zeromq.link_state import BULK, MAX_URGENT
-from decentnode.communication.zeromq.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
+from decentnode.communication.zeromq.protocol.link_sender import MAX_QUEUED
+from decentnode.communication.zeromq.protocol.link_state import BULK, MAX_URGENT
+from decentnode.communication.zeromq.protocol.reliable_links import ACK_EVERY, ACK_SECONDS, ReliableLinks
 from decentnode.metrics.history import History as Recorder
 from decentnode.metrics.history import digest_of
 from decentnode.payload import Payload

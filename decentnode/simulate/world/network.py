@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from decentnode.communication.zeromq.link_state import BULK, CONTROL, Body
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, Body
 from decentnode.faults import AnyFault, Fate, Fates, Link, damaged
 from decentnode.simulate.world.heap import EventHeap
 

@@ -18,7 +18,7 @@ from typing import Any
 from decentnode.communication.parts import Schema
 from decentnode.communication.run_state import Steps
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.reconfigure import GenerationWait
+from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait
 from decentnode.faults import Faults, Link
 from decentnode.metrics.history import History
 from decentnode.simulate.world.records import Difference, Event, Life, Lives, Violation, place_of, takers

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import ExchangeKey
-from decentnode.communication.zeromq.credentials import BulkAccess
-from decentnode.communication.zeromq.link_driver import LinkSizes
-from decentnode.communication.zeromq.link_state import Body, HeldBody, QueuedMessage, ReceiveCredits
-from decentnode.communication.zeromq.node_protocol import NodeProtocol
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.protocol.credentials import BulkAccess
+from decentnode.communication.zeromq.protocol.link_state import Body, HeldBody, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol
+from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.sockets.link_driver import LinkSizes
 from decentnode.simulate.world.heap import Alarm
 from decentnode.simulate.world.network import VirtualNetwork
 from decentnode.wire import framing

@@ -26,23 +26,23 @@ from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import Quorum, RunFacts, Steps, Wait, without_waits
 from decentnode.communication.shared_memory.model_slots import ModelSlots
-from decentnode.communication.zeromq.collective_state import (
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.protocol.collective_state import (
     BarrierWait,
     CollectiveState,
     JoinWait,
     MeanWait,
     ReportsWait,
 )
-from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.link_driver import LinkSizes
-from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, ONE_FRAME_BYTES
-from decentnode.communication.zeromq.message_maker import MessageMaker
-from decentnode.communication.zeromq.node_protocol import NodeProtocol, ProtocolParts
-from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
-from decentnode.communication.zeromq.running_time import RunningTime
-from decentnode.communication.zeromq.sender import Sender, to_be_published
+from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS, ONE_FRAME_BYTES
+from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
+from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
+from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.protocol.sender import Sender, to_be_published
+from decentnode.communication.zeromq.protocol.tree_mean import own_share
+from decentnode.communication.zeromq.sockets.link_driver import LinkSizes
+from decentnode.communication.zeromq.sockets.running_time import RunningTime
 from decentnode.communication.zeromq.transport import CLOSE_SECONDS, GRACE_SECONDS
-from decentnode.communication.zeromq.tree_mean import own_share
 from decentnode.config.component import Config
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload

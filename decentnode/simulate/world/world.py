@@ -13,7 +13,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.run_state import Steps, Wait
 from decentnode.communication.shared_memory.model_slots import PlaceWait
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.link_state import BULK, CONTROL
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
 from decentnode.errors import DecentnodeError, PeerLost
 from decentnode.faults import (
     AnyFault,

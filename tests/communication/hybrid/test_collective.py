@@ -19,7 +19,7 @@ from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
 from decentnode.communication.torch_distributed.communicator import refusal
 from decentnode.communication.torch_distributed.path import TorchDistributedPath
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
-from decentnode.communication.zeromq.generation_paths import GenerationPaths
+from decentnode.communication.zeromq.generations.generation_paths import GenerationPaths
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
 from decentnode.payload import Payload, TensorSpec

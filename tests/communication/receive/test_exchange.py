@@ -14,7 +14,7 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.segment import FOLDER
-from decentnode.communication.zeromq.link_state import BULK
+from decentnode.communication.zeromq.protocol.link_state import BULK
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import PeerLost
 from decentnode.payload import SCALAR_BYTES, Payload, TensorSpec

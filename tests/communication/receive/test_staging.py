@@ -10,7 +10,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.receive import staging
 from decentnode.communication.receive.chunking import TensorPlan
 from decentnode.communication.receive.staging import IN_SLOTS, OUT_SLOTS, Copies, Mark, Staging
-from decentnode.communication.zeromq.sender import Sender
+from decentnode.communication.zeromq.protocol.sender import Sender
 from decentnode.payload import Payload, TensorSpec
 from tests.communication.contract import flat_schema, nodes, ring, together
 

@@ -22,8 +22,8 @@ from decentnode.communication.receive.chunking import MESSAGE_COST, to_bytes
 from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.run_state import RunFacts
-from decentnode.communication.zeromq.link_state import MAX_PAYLOADS, QueuedMessage
-from decentnode.communication.zeromq.room_wait import RoomWait
+from decentnode.communication.zeromq.protocol.link_state import MAX_PAYLOADS, QueuedMessage
+from decentnode.communication.zeromq.protocol.room_wait import RoomWait
 from decentnode.payload import TensorSpec
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork

@@ -22,7 +22,7 @@ from decentnode.communication.shared_memory.device_slots import DeviceMemory, Ex
 from decentnode.communication.shared_memory.layout import SLOTS, Layout
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.communication.shared_memory.publish_buffer import BufferReader, PublishBuffer, path_of
-from decentnode.communication.zeromq.generation_paths import GenerationPaths
+from decentnode.communication.zeromq.generations.generation_paths import GenerationPaths
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import Payload, TensorSpec

@@ -12,7 +12,7 @@ import torch
 
 from decentnode.communication.parts import BindPlan, Endpoints, Growth, TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import (
+from decentnode.communication.zeromq.sockets.security import (
     AUTHORIZED_FILE,
     PUBLIC_FILE,
     load_keyring,

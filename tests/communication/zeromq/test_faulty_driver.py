@@ -10,8 +10,8 @@ import pytest
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import LinkFaults
-from decentnode.communication.zeromq.faulty_driver import MAX_HELD, FaultyDriver
-from decentnode.communication.zeromq.link_driver import LinkSizes
+from decentnode.communication.zeromq.sockets.faulty_driver import MAX_HELD, FaultyDriver
+from decentnode.communication.zeromq.sockets.link_driver import LinkSizes
 from decentnode.faults import (
     AnyFault,
     Break,

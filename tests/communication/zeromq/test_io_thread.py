@@ -13,12 +13,12 @@ import zmq
 
 from decentnode import clock
 from decentnode.communication.shared_process import SharedProcess
-from decentnode.communication.zeromq import io_thread, peer_sockets, process_io
-from decentnode.communication.zeromq.io_thread import IoThread
-from decentnode.communication.zeromq.link_state import BULK, CONTROL
-from decentnode.communication.zeromq.listening_sockets import RECEIVE_BURST
-from decentnode.communication.zeromq.node_sockets import NodeSockets
-from decentnode.communication.zeromq.process_io import HostedSockets
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
+from decentnode.communication.zeromq.sockets import io_thread, peer_sockets, process_io
+from decentnode.communication.zeromq.sockets.io_thread import IoThread
+from decentnode.communication.zeromq.sockets.listening_sockets import RECEIVE_BURST
+from decentnode.communication.zeromq.sockets.node_sockets import NodeSockets
+from decentnode.communication.zeromq.sockets.process_io import HostedSockets
 from tests.conftest import wait_until
 
 MESSAGES = 14 * RECEIVE_BURST

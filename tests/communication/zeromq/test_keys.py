@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import (
+from decentnode.communication.zeromq.sockets.security import (
     PUBLIC_FILE,
     load_keyring,
     read_public,

@@ -6,8 +6,8 @@ import pytest
 import zmq
 
 from decentnode.communication.receive.chunking import MESSAGE_COST
-from decentnode.communication.zeromq.credentials import TAG_BYTES, BulkCredential, Cipher
-from decentnode.communication.zeromq.link_state import ONE_FRAME_BYTES, QueuedMessage, ReceiveCredits
+from decentnode.communication.zeromq.protocol.credentials import TAG_BYTES, BulkCredential, Cipher
+from decentnode.communication.zeromq.protocol.link_state import ONE_FRAME_BYTES, QueuedMessage, ReceiveCredits
 from decentnode.errors import PeerFault
 from decentnode.wire import framing
 

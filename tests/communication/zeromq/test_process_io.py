@@ -9,9 +9,9 @@ import pytest
 
 from decentnode import clock
 from decentnode.communication.shared_process import SharedProcess
-from decentnode.communication.zeromq import process_io
-from decentnode.communication.zeromq.link_state import BULK, CONTROL
-from decentnode.communication.zeromq.process_io import HostedSockets
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
+from decentnode.communication.zeromq.sockets import process_io
+from decentnode.communication.zeromq.sockets.process_io import HostedSockets
 from tests.communication.zeromq.test_io_thread import Heard
 from tests.conftest import wait_until
 

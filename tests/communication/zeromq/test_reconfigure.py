@@ -8,7 +8,7 @@ import pytest
 
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
-from decentnode.communication.zeromq.reconfigure import GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership

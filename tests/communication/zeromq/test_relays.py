@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from decentnode.communication.parts import BindPlan, Endpoints, TransportParts
-from decentnode.communication.zeromq import relays
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.security import load_keyring, write_keys
+from decentnode.communication.zeromq.relays import relays
+from decentnode.communication.zeromq.sockets.security import load_keyring, write_keys
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.wire.generation import Limits
 from decentnode.wire.relay import DATA, Frame, RelayHub

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from decentnode.communication.counters import Counters
-from decentnode.communication.zeromq.credentials import BulkAccess
-from decentnode.communication.zeromq.link_state import CONTROL, ReceiveCredits
-from decentnode.communication.zeromq.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.protocol.credentials import BulkAccess
+from decentnode.communication.zeromq.protocol.link_state import CONTROL, ReceiveCredits
+from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
 from decentnode.wire import codec
 from decentnode.wire.messages import Ack, Probe
 from decentnode.wire.session import Session

@@ -1,6 +1,6 @@
 """Time-outs that a suspended process does not spend."""
 
-from decentnode.communication.zeromq.running_time import GAP_SECONDS, RunningTime
+from decentnode.communication.zeromq.sockets.running_time import GAP_SECONDS, RunningTime
 
 
 def test_time_in_which_nobody_looked_counts_as_a_gap() -> None:

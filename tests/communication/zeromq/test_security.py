@@ -18,8 +18,8 @@ from decentnode.clock import now
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import TransportParts
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.credentials import LOGIN_DIGITS, BulkCredential
-from decentnode.communication.zeromq.security import (
+from decentnode.communication.zeromq.protocol.credentials import LOGIN_DIGITS, BulkCredential
+from decentnode.communication.zeromq.sockets.security import (
     Keyring,
     load_keyring,
 )

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from decentnode.communication.zeromq.socket_owner import SocketDoorbell, SocketOwner
+from decentnode.communication.zeromq.sockets.socket_owner import SocketDoorbell, SocketOwner
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.payload import Payload
 from tests.communication.contract import flat_schema, nodes, together

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from decentnode.communication.zeromq.tcp_progress import acknowledged_bytes
+from decentnode.communication.zeromq.sockets.tcp_progress import acknowledged_bytes
 from tests.conftest import wait_until
 
 

@@ -16,10 +16,10 @@ from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan, TransportParts
 from decentnode.communication.run_state import RunFacts
-from decentnode.communication.zeromq.collective_state import CollectiveState
 from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.communication.zeromq.protocol.collective_state import CollectiveState
+from decentnode.communication.zeromq.protocol.tree_mean import OutgoingPart
 from decentnode.communication.zeromq.transport import ZeroMQ
-from decentnode.communication.zeromq.tree_mean import OutgoingPart
 from decentnode.errors import AssemblyError, Interrupted, PeerFault, PeerLost
 from decentnode.payload import Payload
 from decentnode.tensors import BLOCK_ELEMENTS

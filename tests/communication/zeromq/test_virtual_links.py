@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from decentnode import clock
-from decentnode.communication.zeromq.link_state import BULK, CONTROL
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
 from decentnode.faults import Link
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork

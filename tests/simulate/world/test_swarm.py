@@ -14,8 +14,8 @@ import pytest
 
 from decentnode.communication.receive.staging import Leases
 from decentnode.communication.run_state import Steps
-from decentnode.communication.zeromq.link_sender import LinkSender
-from decentnode.communication.zeromq.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.protocol.link_sender import LinkSender
+from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
 from decentnode.faults import Link
 from decentnode.node.generations import NodeGenerations
 from decentnode.simulate.world.drawn import Run, draw, survive

@@ -1,0 +1,140 @@
+"""The paths of one generation of members: found, opened together, closed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.communication import PATHS
+from decentnode.communication.path import Path, PathContext, Paths
+from decentnode.communication.receive.staging import Leases, staging_of
+from decentnode.communication.routing import Routing
+from decentnode.communication.shared_memory.model_slots import ModelSlots
+from decentnode.communication.shared_memory.path import SharedMemoryPath
+from decentnode.communication.torch_distributed.communicator import gpu_number
+from decentnode.communication.zeromq.chunk_path import ChunkPath
+from decentnode.communication.zeromq.generations.tree_collectives import TreeCollectives
+from decentnode.communication.zeromq.protocol.link_state import CONTROL, ONE_FRAME_BYTES
+from decentnode.communication.zeromq.run_parts import RunParts
+from decentnode.config.component import load_class
+from decentnode.errors import PeerFault
+from decentnode.mapping.hosts import host_of
+from decentnode.wire.messages import Message, Slot
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationParts:
+    """What belongs to one generation of members, made once all of its paths are open, and replaced as a whole."""
+
+    routing: Routing
+    paths: Paths
+    model_slots: ModelSlots
+
+
+class GenerationPaths:
+    """The paths of one generation, from before they open until they are closed. Used from the training thread, but for
+    `take`."""
+
+    def __init__(self, run: RunParts, collectives: TreeCollectives) -> None:
+        self._run, self._collectives = run, collectives
+        self._made: dict[type[Path], Path] = {}
+        """Doorbells may come before all of them are open."""
+
+    def open(self, partners: frozenset[int] | None, timeout_seconds: float) -> GenerationParts:
+        """Blocking, on every node alike: find out which path every edge takes, and open those that any edge takes.
+
+        partners: whom payloads are ever exchanged with; anybody when None.
+        """
+        run = self._run
+        routing = self.routing(timeout_seconds)
+        taken = {uid: routing.path(run.uid, uid) for uid in run.session.members if uid != run.uid}
+        peers = {name: frozenset(uid for uid, path in taken.items() if path == name) for name in routing.names()}
+        used = set(taken.values())
+        if run.sender.staging is None and not used.isdisjoint(("zeromq", "shared_memory", "collective")):
+            self._take_pinned("zeromq" in used)
+        leases = Leases()
+        leases.hurry = run.driver.hurry
+        leases.owing.append(run.driver.owing)
+        classes: dict[type[Path], list[str]] = {}
+        for name in peers:
+            classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
+
+        def lease_of(tensor: Tensor) -> object:
+            # a short tensor is copied: that takes less than the wait for those who got it
+            return model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
+
+        context = self._context(routing, partners, leases, lease_of)
+        self._made = {made: made(context) for made in classes}
+        owner = next((path for path in self._made.values() if type(path).model_slots is not Path.model_slots), None)
+        model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.counters)
+        wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
+        opened, reached = {}, {}
+        for made, (first, *_) in classes.items():
+            opened[first] = self._made[made]
+            reached[first] = opened[first].open(wanted[first], timeout_seconds)
+        paths = Paths(opened, wanted, reached, ChunkPath(context, run.sender))
+        return GenerationParts(routing, paths, model_slots)
+
+    def routing(self, timeout_seconds: float) -> Routing:
+        """Blocking: the config's, restricted to the members of the generation, with the GPUs of all nodes in it."""
+        run = self._run
+        routing = run.config.routing(run.machine_of)
+        members = set(run.session.members)
+        cliques = tuple(tuple(uid for uid in clique if uid in members) for clique in routing.cliques)
+        together = frozenset[int]() if run.process is None else frozenset(run.process.uids)
+        struck = None if run.faults is None else run.faults.struck
+        routing = dataclasses.replace(routing, cliques=cliques, together=together, struck=struck)
+        if run.config.looks_for_gpus(routing):
+            found = self._gather("cliques/gpus", gpu_number(run.inbox.device), timeout_seconds)
+            routing = dataclasses.replace(routing, gpu={uid: gpu for uid, gpu in enumerate(found) if gpu})
+        return routing
+
+    def _context(
+        self, routing: Routing, partners: frozenset[int] | None, leases: Leases, lease_of: Callable[[Tensor], object]
+    ) -> PathContext:
+        def send(uid: int, kind: type[Message], *values: object) -> None:
+            header = run.maker.header(kind, *values)
+            control = run.driver.links.sender.control_header
+            run.driver.call(lambda: control(uid, header, clock.now(), purpose="protocol"))
+
+        run, session = self._run, self._run.session
+        return PathContext(
+            uid=run.uid, machine_of=run.machine_of, members=tuple(session.members), config=run.config,
+            schemas=run.schemas, routing=routing, partners=partners, run_id=session.run, generation=session.name,
+            folder=run.folder, inbox=run.inbox, state=run.state, counters=run.counters, leases=leases,
+            lease_of=lease_of, barrier=self._collectives.barrier, gather=self._gather,
+            host_of=lambda uid: host_of(run.addresses.others[uid][CONTROL]), send=send, admit=session.admit,
+            refuse=run.driver.links.refuse, process=run.process,
+        )  # fmt: skip
+
+    def _gather(self, key: str, value: int, timeout_seconds: float) -> list[int]:
+        """Blocking: a small number of every node, by uid; all of them travel in one mean."""
+        values = torch.zeros(len(self._run.machine_of), dtype=torch.float64)
+        values[self._run.uid] = value
+        mean, contributors = self._collectives.mean(key, values, closing=True).wait(timeout_seconds)
+        return [round(each) for each in (mean * contributors).tolist()]
+
+    def take(self, message: Slot) -> None:
+        """I/O thread: an admitted doorbell that came over ZeroMQ. Raises PeerFault when there is no such payload."""
+        memory = self._made.get(SharedMemoryPath)
+        if not isinstance(memory, SharedMemoryPath):
+            raise PeerFault("no_board", f"of {message.source}")
+        memory.take(message)
+
+    def close(self, broken: bool, leaving_chunks: bool) -> None:
+        """Close the paths that leave neighbors to ZeroMQ, or those that do not; idempotent."""
+        for path in self._made.values():
+            if path.leaves_chunks == leaving_chunks:
+                path.close(broken)
+
+    def _take_pinned(self, outwards: bool) -> None:
+        """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
+        run = self._run
+        specs = [spec for each in run.schemas for spec in each.tensors.values()] if outwards else []
+        run.sender.staging = staging_of(run.inbox.device, specs)
+        if run.sender.staging is not None:
+            run.inbox.state.placement.lift = run.sender.staging.lift

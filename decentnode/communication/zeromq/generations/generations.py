@@ -1,0 +1,101 @@
+"""Generations of members where threads meet: the lock around `Reconfiguration`, and the training thread's waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from decentnode import clock, entropy
+from decentnode.communication.parts import TransportParts
+from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
+from decentnode.communication.zeromq.protocol.reconfigure import EndWait, GenerationWait, Reconfiguration
+from decentnode.communication.zeromq.run_parts import RunParts
+from decentnode.communication.zeromq.sockets.link_driver import LinkDriver
+from decentnode.errors import Regrouping
+from decentnode.wire.generation import Generation
+from decentnode.wire.membership import Membership
+
+
+def generations_of(run: RunParts, given: TransportParts) -> Generations | None:
+    """Returns how this node agrees with the others on members; None in a run with but one generation of them."""
+    if given.limits is None:
+        return None
+    membership = Membership(run.uid, len(run.machine_of), given.limits, draw=entropy.draw, digest=given.digest,
+                            describe=run.addresses.describe, founders=given.founders,
+                            seat=b"" if given.growth is None else given.growth.token)  # fmt: skip
+    run.state.waiting_began = lambda since: run.driver.io.due_by(membership.watch.next_ask(since))
+    made = Reconfiguration(membership, run.driver.links.sender, run.state, run.counters, run.state.wake)
+    return Generations(made, run.driver, run.state)
+
+
+class Generations:
+    """One node's. All state of `reconfiguration` is guarded by the driver's lock."""
+
+    def __init__(self, reconfiguration: Reconfiguration, driver: LinkDriver, state: RunState) -> None:
+        self.reconfiguration = reconfiguration
+        self._driver, self._state = driver, state
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def suspect(self, uids: Collection[int], reason: str, *, dead: bool = False) -> None:
+        """As `Reconfiguration.suspect`."""
+        with self._driver.sending():
+            self.reconfiguration.suspect(uids, reason, clock.now(), dead=dead)
+
+    def fail(self) -> None:
+        """As `Reconfiguration.fail`."""
+        with self._driver.sending():
+            self.reconfiguration.fail(clock.now())
+
+    # -- training thread --------------------------------------------------------------------------------------
+
+    def leave(self, reason: str) -> None:
+        """As `Reconfiguration.leave`."""
+        with self._driver.sending():
+            self.reconfiguration.leave(reason, clock.now())
+
+    def enter(self, round: int) -> None:
+        """As `Reconfiguration.enter`."""
+        with self._driver.lock:
+            self.reconfiguration.enter(round)
+
+    def begin_at(self, round: int) -> None:
+        """As `Reconfiguration.begin_at`."""
+        with self._driver.lock:
+            self.reconfiguration.begin_at(round)
+
+    def caught_up(self) -> None:
+        """As `Reconfiguration.caught_up`."""
+        with self._driver.lock:
+            self.reconfiguration.caught_up()
+
+    def took_part(self, generation: Generation) -> None:
+        """As `Reconfiguration.took_part`."""
+        with self._driver.lock:
+            self.reconfiguration.took_part(generation)
+
+    def stop(self) -> None:
+        """Any thread or signal handler: as `Reconfiguration.stop`."""
+        self._driver.call(lambda: self.reconfiguration.stop(clock.now()))
+
+    def wait(self, alone_seconds: float, together_seconds: float, install: Callable[[Generation], None]) -> Generation:
+        """Blocking until the next generation is in force; raises as `GenerationWait.step`.
+
+        install(generation): with the driver's lock held, puts away what belonged to the old one.
+        """
+        of, state = self.reconfiguration, self._state
+        with self._driver.lock:
+            wait = GenerationWait(of, alone_seconds, together_seconds, install, clock.now())
+        while True:
+            with self._driver.sending():
+                over = wait.step(now := clock.now())
+            if over:
+                assert wait.generation is not None
+                return wait.generation
+            with state.changed:
+                if not wait.news:
+                    state.changed.wait(max(0.0, min(wait.deadline - now, LONGEST_SLEEP_SECONDS)))
+
+    def over(self, error: Exception, seconds: float) -> bool:
+        """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
+        self._state.block(EndWait(self._state, seconds, clock.now()))
+        return isinstance(error, Regrouping) or bool(self._state.regrouping)

@@ -1,0 +1,78 @@
+"""Means, barriers and closing reports where threads meet: the locks around `CollectiveState`, and the waits of the
+training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.communication.base import Pending
+from decentnode.communication.run_state import RunState, Steps, blocking
+from decentnode.communication.zeromq.protocol.collective_state import CollectiveState, MeanWait, ReportsWait
+from decentnode.communication.zeromq.protocol.tree_mean import own_share
+from decentnode.communication.zeromq.sockets.link_driver import LinkDriver
+
+
+class PendingMean(Pending):
+    def __init__(self, owner: TreeCollectives, key: str, closing: bool, shape: torch.Size) -> None:
+        self._owner, self._key, self._closing, self._shape = owner, key, closing, shape
+
+    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
+        wait = self._owner.mean_wait(self._key, self._closing, timeout_seconds)
+        self._owner.state.block(wait)
+        return self._result(wait)
+
+    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
+        wait = self._owner.mean_wait(self._key, self._closing, timeout_seconds)
+        yield from self._owner.state.until_over(wait)
+        return self._result(wait)
+
+    def _result(self, wait: MeanWait) -> tuple[Tensor, int]:
+        assert wait.result is not None
+        mean, contributors = wait.result
+        return mean.view(self._shape), contributors
+
+
+class TreeCollectives:
+    """The training thread's end. What changes `of`, or sends, needs the driver's lock and then that of the run's state,
+    which the I/O thread takes in the same order; a wait needs the second alone."""
+
+    def __init__(self, of: CollectiveState, driver: LinkDriver, state: RunState) -> None:
+        self.of, self._driver, self.state = of, driver, state
+
+    def mean(self, key: str, tensor: Tensor, closing: bool) -> Pending:
+        """What `Communication.mean` does."""
+        self.state.raise_if_over()
+        share = own_share(tensor)
+        with self._driver.sending(), self.state.lock:
+            self.of.begin_mean(key, share, clock.now())
+        return PendingMean(self, key, closing, tensor.shape)
+
+    def mean_wait(self, key: str, closing: bool, timeout_seconds: float) -> MeanWait:
+        """The wait for a mean, which begins now."""
+        return MeanWait(self.of, key, closing, timeout_seconds, clock.now())
+
+    def barrier(self, name: str, timeout_seconds: float) -> None:
+        """What `Communication.barrier` does."""
+        self.state.raise_if_over()
+        with self._driver.sending(), self.state.lock:
+            wait = self.of.enter_barrier(name, timeout_seconds, clock.now())
+        self.state.block(wait)
+
+    def report(self, figures: Mapping[str, float | int | str]) -> None:
+        """What `Communication.report` does."""
+        with self._driver.sending(), self.state.lock:
+            self.of.report(dict(figures), clock.now())
+
+    def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
+        """Elsewhere than on the lowest uid this waits for the subtree, whose reports pass through here."""
+        return blocking(self.reports_steps(timeout_seconds), self.state.block)
+
+    def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
+        """As `reports`."""
+        yield from self.state.until_over(ReportsWait(self.of, timeout_seconds, clock.now()))
+        with self.state.lock:
+            return self.of.reports()

@@ -1,0 +1,340 @@
+"""What a node does with the messages of its links: session, payloads, means, barriers, generations. No sockets, no
+locks, no clock, no waits: whoever drives the links lets one thread in at a time. now: seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decentnode.communication.counters import Counters, purpose_of
+from decentnode.communication.parts import ExchangeKey
+from decentnode.communication.receive.chunking import to_bytes
+from decentnode.communication.run_state import RunFacts
+from decentnode.communication.zeromq.protocol.collective_state import CollectiveState
+from decentnode.communication.zeromq.protocol.link_state import BULK, Hold, QueuedMessage
+from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
+from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
+from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
+from decentnode.communication.zeromq.protocol.tree_mean import OutgoingPart
+from decentnode.errors import AssemblyError, NodeFailed, PeerFault, PeerLost
+from decentnode.wire.generation import Caller, Generation
+from decentnode.wire.messages import (
+    MEMBERSHIP,
+    NO_RUN,
+    Arrive,
+    Asked,
+    Bye,
+    Chunk,
+    Depart,
+    Described,
+    Granted,
+    Message,
+    Overdue,
+    Part,
+    Report,
+    Skipped,
+    Slot,
+    Turned,
+    Waits,
+)
+from decentnode.wire.orders import Action, OrderDue, Ordered
+from decentnode.wire.session import Session
+from decentnode.wire.session_events import (
+    Joined,
+    NotAssembled,
+    PeerDeparted,
+    PeerFailed,
+    Rejected,
+    SessionEvent,
+    StopAsked,
+)
+
+MEMBERSHIP_KINDS = frozenset({*MEMBERSHIP, Bye})
+
+
+class PayloadInbox(Protocol):
+    """What takes payloads: `InboxState`, or `Inbox` where threads share one."""
+
+    def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
+        """As `InboxState.put`."""
+
+    def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
+        """As `InboxState.skip`."""
+
+    def waits_itself(self, source: int, now: float) -> None:
+        """As `InboxState.waits_itself`."""
+
+    def reset(self, round: int) -> None:
+        """As `InboxState.reset`."""
+
+
+@dataclass(frozen=True)
+class ProtocolParts:
+    """What a node's protocol works with, for as long as the run lasts."""
+
+    session: Session
+    links: ReliableLinks
+    inbox: PayloadInbox
+    facts: RunFacts
+    counters: Counters
+    maker: MessageMaker
+    hold: Hold
+    """How long bodies are kept for sending."""
+    consumed: Callable[[int, int], None]
+    """(uid, bytes): bulk of `uid` that is used up."""
+    has_room: Callable[[int], None]
+    """(uid): a peer for which too many payloads waited takes some again."""
+    joined: Callable[[], None]
+    """Every node has joined."""
+    reconfiguration: Reconfiguration | None = None
+    """None in a run with but one generation of members."""
+    lock: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
+    """Held around calls of the collectives: that of `facts`, where threads share them."""
+
+
+class NodeProtocol:
+    """One node's; the owner of its links (`LinkOwner`). What it finds out goes into `RunState`."""
+
+    def __init__(self, parts: ProtocolParts) -> None:
+        self.joined = False
+        """Whether the run has begun."""
+        self.collectives: CollectiveState
+        """Of the generation in force; set with it."""
+        self.take_slot: Callable[[Slot], None]
+        """Takes a doorbell that came over the links; set with the generation."""
+        self._parts = parts
+        self._session, self._sender, self._inbox = parts.session, parts.links.sender, parts.inbox
+        self._facts, self._counters, self._maker = parts.facts, parts.counters, parts.maker
+        self._reconfiguration, self._lock = parts.reconfiguration, parts.lock
+        self.has_room, self.consumed = parts.has_room, parts.consumed
+
+    # -- generations ------------------------------------------------------------------------------------------
+
+    def install(
+        self, generation: Generation, restart: Callable[[Collection[int]], None], begin: Callable[[], None], now: float
+    ) -> None:
+        """Put away what belonged to the old generation, and begin what belongs to `generation`.
+
+        restart(fresh): the links', between the two. begin: makes what is the owner's, and sets `collectives`.
+        """
+        assert self._reconfiguration is not None
+        session, facts = self._session, self._facts
+        if generation.stopping:
+            session.stop_asked = facts.stopping = True
+        session.adopt(self._reconfiguration.membership.run, generation.name, generation.members)
+        restart(generation.fresh)
+        self._inbox.reset(generation.first_round)
+        facts.departed.clear()
+        with self._lock:
+            paused = facts.orders.begin_generation(generation.first_round)
+        begin()
+        if paused:
+            self.order("pause", now)
+
+    # -- sending ----------------------------------------------------------------------------------------------
+
+    def control(self, uid: int, kind: type[Message], values: tuple[object, ...], now: float) -> None:
+        """Send a control message to a peer. values: its fields behind the common ones."""
+        self._sender.control_header(uid, self._maker.header(kind, *values), now)
+
+    def _unnumbered(self, uid: int, kind: type[Message], now: float) -> None:
+        self._sender.control_header(uid, self._maker.header(kind), now, numbered=False)
+
+    def ask_overdue(self, uids: Collection[int], now: float) -> None:
+        """Ask these neighbors, whose payloads are overdue, whether they wait for others themselves."""
+        for uid in uids:
+            self._unnumbered(uid, Overdue, now)
+
+    def emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
+        """Send pieces of means."""
+        for piece in pieces:
+            raw = to_bytes(piece.tensor)
+            header = self._maker.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
+            sums = self._maker.sum_kind(BULK, [piece.to])
+            message = QueuedMessage.bulk(header, raw, sums, hold=self._parts.hold, purpose=purpose_of(piece.key))
+            self._sender.bulk(piece.to, message, now)
+
+    def _flush(self, now: float) -> None:
+        """Send what the session has to say."""
+        for uid, message in self._session.outbox:
+            self._sender.control(uid, message, now)
+        self._session.outbox.clear()
+
+    def give_up(self, now: float) -> None:
+        """The start has taken too long."""
+        if self._session.state == "joining":
+            self._on_event(self._session.give_up(), now)
+            self._flush(now)
+
+    def ask_stop(self, now: float) -> None:
+        """Tell every node to finish its round and stop."""
+        self._session.ask_stop()
+        self._flush(now)
+        self._stops(now)
+
+    def order(self, action: Action, now: float) -> None:
+        """Have all nodes obey an order of people (wire/orders.py)."""
+        if self._session.state == "running":
+            for event in self._session.orders.ask(action):
+                self._on_event(event, now)
+            self._flush(now)
+
+    def _on_order(self, event: Ordered | OrderDue, now: float) -> None:
+        with self._lock:
+            orders = self._facts.orders
+            if isinstance(event, OrderDue):
+                orders.due(event.action, event.round)
+                following = []
+            else:
+                following = self._session.orders.answer(event.serial, orders.hear(event.action))
+        self._facts.wake()
+        for each in following:
+            self._on_event(each, now)
+
+    def _stops(self, now: float) -> None:
+        """The run is to stop."""
+        self._facts.stopping = True
+        if self._reconfiguration is not None:
+            self._reconfiguration.stop(now)
+        self._facts.wake()
+
+    def depart(self, rounds: int, neighbors: Collection[int], now: float) -> None:
+        """Tell `neighbors` that this node sends payloads of rounds below `rounds` alone."""
+        for uid in neighbors:
+            self.control(uid, Depart, (rounds,), now)
+
+    def fail(self, uid: int, reason: str, now: float) -> None:
+        """Tell every node that `uid` failed."""
+        self._session.fail(uid, reason)
+        self._flush(now)
+
+    # -- what the links bring (LinkOwner) ---------------------------------------------------------------------
+
+    def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
+        """As `LinkPort.deliver`."""
+        if isinstance(message, Chunk):
+            assert body is not None
+            edge = self._counters.edge(message.source)
+            edge.frames_received += 1
+            edge.payload_bytes_received += body.nbytes
+            self._inbox.put(message, body, now)
+            if self._reconfiguration is not None:
+                self._reconfiguration.membership.watch.is_heard(message.source)
+        elif isinstance(message, Part):
+            assert body is not None
+            with self._lock:
+                self.collectives.part(message, body, now)
+        elif type(message) in MEMBERSHIP_KINDS:
+            if isinstance(message, Bye):
+                with self._lock:
+                    self.collectives.left(message.source)
+            elif self._reconfiguration is not None and not self.joined:
+                for event in self._session.has_begun(message.run):
+                    self._on_event(event, now)
+                self._flush(now)
+            if self._reconfiguration is not None:
+                self._reconfiguration.receive(message, now)
+            elif not isinstance(message, Bye):
+                raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
+        else:
+            try:
+                for event in self._session.receive(message, now):
+                    if isinstance(event, Slot):
+                        self.take_slot(event)
+                    elif isinstance(event, Skipped):
+                        first, last = (event.round, event.phase), (event.last_round, event.last_phase)
+                        self._inbox.skip(event.source, first, last)
+                    elif isinstance(event, Overdue):
+                        if self._facts.waiting is not None or self._catches_up:
+                            self._unnumbered(event.source, Waits, now)
+                    elif isinstance(event, Waits):
+                        self._inbox.waits_itself(event.source, now)
+                    else:
+                        self._on_event(event, now)
+            finally:
+                if self._session.outbox:
+                    self._flush(now)
+
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
+        """As `Reconfiguration.knocked`."""
+        if self._reconfiguration is None:
+            reason = "the run admits nobody beyond its mapping (node.missing, node.newcomers)"
+            return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
+        return self._reconfiguration.knocked(asked, caller, now)
+
+    @property
+    def _catches_up(self) -> bool:
+        return self._reconfiguration is not None and self._reconfiguration.catches_up
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+        if self._session.outbox:  # who tells the session of a broken handshake does not send what it has to say of it
+            return -math.inf
+        due = math.inf if self.joined else self._session.next_deadline
+        return due if self._reconfiguration is None else min(due, self._reconfiguration.next_deadline)
+
+    def tick(self, now: float) -> None:
+        """Do what is due; to be called by `next_deadline`, or more often."""
+        for event in self._session.tick(now):
+            self._on_event(event, now)
+        self._flush(now)
+        if self._reconfiguration is not None:
+            self._reconfiguration.tick(now)
+
+    def crashed(self, error: BaseException) -> None:
+        """The thread at the sockets ends because of an error."""
+        self.fail_with(NodeFailed(f"node {self._session.uid}: the I/O thread failed: {error!r}"))
+
+    def _on_event(self, event: SessionEvent, now: float) -> None:
+        own, facts, reconfiguration = self._session.uid, self._facts, self._reconfiguration
+        if isinstance(event, Arrive):
+            with self._lock:
+                self.collectives.arrive(event.key, event.down, event.source, now)
+        elif isinstance(event, Report):
+            with self._lock:
+                self.collectives.reported(event)
+        elif isinstance(event, PeerFailed):
+            reason = f"{self._session.describe(event.uid)} failed: {event.reason}"
+            if reconfiguration is not None and reconfiguration.active:
+                reconfiguration.suspect([event.uid], reason, now, dead=True)
+                return
+            if event.uid != own:
+                self._parts.links.forget(event.uid)
+            self.fail_with(PeerLost(reason, [event.uid]))
+        elif isinstance(event, Ordered | OrderDue):
+            self._on_order(event, now)
+        elif isinstance(event, NotAssembled):
+            self.fail_with(self._not_assembled(event))
+        elif isinstance(event, Rejected):
+            self.fail_with(AssemblyError(f"node {own} was refused: {event.reason}", [own]))
+        else:
+            if isinstance(event, Joined):
+                self._parts.joined()
+                self.joined = True
+                if reconfiguration is not None:
+                    reconfiguration.begin(self._session.run)
+            elif isinstance(event, StopAsked):
+                self._stops(now)
+            elif isinstance(event, PeerDeparted):
+                facts.departed[event.uid] = event.rounds
+            facts.wake()
+
+    def _not_assembled(self, event: NotAssembled) -> AssemblyError:
+        who = ", ".join(map(self._session.describe, event.missing[:20]))
+        more = f" and {len(event.missing) - 20} more" if len(event.missing) > 20 else ""
+        text = (
+            f"{len(event.missing)} of {self._session.num_nodes} nodes did not join in time: {who}{more}"
+            if event.missing
+            else (f"node {self._session.uid} did not hear the start")
+        )
+        text = f"{text}; {event.reason}" if event.reason else text
+        return AssemblyError(text + self._counters.refused_handshakes(), event.missing)
+
+    def fail_with(self, error: Exception) -> None:
+        """Any thread: every wait of this node raises this from now on, unless something came first."""
+        self._facts.fail(error)

@@ -1,0 +1,341 @@
+"""Generations of a networked transport: what a node obeys of its membership, and its wait for the next one. No I/O.
+
+`generations/generations.py` lets one thread in at a time and blocks. now: seconds of any monotonic clock.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from decentnode.communication.counters import Counters
+from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
+from decentnode.communication.zeromq.protocol.link_sender import LinkSender
+from decentnode.errors import AssemblyError, Interrupted, PeerFault, PeerLost
+from decentnode.wire.generation import (
+    Broken,
+    Caller,
+    Generation,
+    GenerationEvent,
+    Install,
+    JoinRefused,
+    Outside,
+    Seated,
+)
+from decentnode.wire.invitation import Invitation
+from decentnode.wire.membership import Membership
+from decentnode.wire.messages import NO_RUN, Asked, Described, Granted, Inquiry, Knock, Message, Resign, Turned, fitting
+
+logger = logging.getLogger(__name__)
+
+STOPPED_OUTSIDE_SECONDS = 0.25
+"""How long a node outside, once the run is to stop, may still be let in."""
+RENEW_SECONDS = 2.0
+"""How long a node is in one of ALONE_STAGES until it makes its control connections anew: nobody may hear it. It does so
+again after twice as long each time, as it may be the others that are gone."""
+TOLD_STRANGERS = 3
+"""How many newcomers without an invitation the log has."""
+ALONE_STAGES = ("short", "outside", "suspecting")
+"""Of a node that hears of nobody with whom it could go on."""
+
+
+class Reconfiguration:
+    """One node's part in agreeing on generations.
+
+    `RunFacts.regrouping` is set from the moment a generation ends until the next one is in force: every wait of the
+    training thread ends then, and no round begins.
+    """
+
+    def __init__(
+        self, membership: Membership, sender: LinkSender, facts: RunFacts, counters: Counters, wake: Callable[[], None]
+    ) -> None:
+        """wake: called where a wait of the training thread may be over; not blocking."""
+        self.membership = membership
+        self.active = False
+        """Whether the run has begun; before it, a missing node is the start's business."""
+        self.alone_since: float | None = None
+        """Since when this node has been in one of ALONE_STAGES; None while it is in another."""
+        self._renew_after = RENEW_SECONDS
+        """How long after `alone_since` control connections are made anew."""
+        self.facts, self.counters = facts, counters
+        self.catches_up = False
+        """Whether the round under way is one that the others wait for, as they have made it already."""
+        self._stopping = False
+        facts.watches = True
+        membership.watch.load = sender.slowness
+        self._sender, self._wake = sender, wake
+        self.to_install: Generation | None = None
+        """A generation that is agreed on, while this node has not installed it."""
+        self.seated: Callable[[Seated], None] = lambda _seat: None
+        """Takes where a node is that is not in the mapping; the owner sets it."""
+        self.config_text = b""
+        """The experiment, as newcomers are told it."""
+        self.admission: Callable[[str, str], Invitation | None] = lambda _text, _key: None
+        """(invitation, key) -> what the invitation of a newcomer says; None where it needs none. Raises PeerFault
+        ("uninvited"). The owner sets it."""
+        self.founder_keys = frozenset[str]()
+        """Public keys of the nodes in the mapping."""
+        self.control_of: Callable[[int], str] = lambda _uid: ""
+        """Where a member's control socket listens (tcp://...), for newcomers; the owner sets it."""
+        self.going: Generation | None = None
+        """A generation that all of its members have installed, while this node has not begun it."""
+
+    @property
+    def generation(self) -> Generation:
+        """The one in force, or the last that was."""
+        return self.membership.generation
+
+    # -- what comes -------------------------------------------------------------------------------------------
+
+    def begin(self, run: bytes) -> None:
+        """Generation 0 is in force: everybody has joined."""
+        self.membership.run, self.active = run, True
+
+    def receive(self, message: Message, now: float) -> None:
+        """A message about membership, or a Bye. Raises PeerFault."""
+        if self.active:
+            try:
+                self._obey(self.membership.receive(message, now), now)
+            finally:
+                self._obey([], now)  # an answer may belong to what is refused
+
+    @property
+    def next_deadline(self) -> float:
+        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+        if not self.active:
+            return math.inf
+        waiting = self.facts.waiting
+        due = self.membership.next_deadline(None if waiting is None else waiting[1])
+        return due if self.alone_since is None else min(due, self.alone_since + self._renew_after)
+
+    def tick(self, now: float) -> None:
+        """Do what is due; to be called by `next_deadline`, or more often."""
+        if self.active:
+            waiting = self.facts.waiting
+            whom, since = ((), math.inf) if waiting is None else waiting
+            self._obey(self.membership.tick(now, whom, since), now)
+            if self.alone_since is not None and now >= self.alone_since + self._renew_after:
+                self._renew_after *= 2
+                self._sender.renew_control()
+
+    def stop(self, now: float) -> None:
+        """The run is to stop; this node waits for nobody to come back any more."""
+        if not self.membership.stopping:
+            self._obey(self.membership.stop(now), now)
+
+    def _obey(self, events: list[GenerationEvent], now: float) -> None:
+        for event in events:
+            if isinstance(event, Broken):
+                logger.warning("generation %d is over: %s", self.generation.number, event.reason)
+                self._report("generation_over", event.reason)
+                self.facts.regrouping = event.reason
+                self._wake()
+            elif isinstance(event, Outside):
+                logger.warning("outside: %s", event.reason)
+                self._report("outside", event.reason)
+                self.to_install = None
+            elif isinstance(event, Seated):
+                self.seated(event)
+            elif isinstance(event, JoinRefused):
+                self._report("refused", event.reason)
+                uid = self.membership.uid
+                self.facts.failure = self.facts.failure or AssemblyError(f"node {uid} was {event.reason}", [uid])
+                self._wake()
+            else:
+                if isinstance(event, Install):
+                    self.to_install, self.going = event.generation, None
+                else:
+                    self.going = event.generation
+                self._wake()
+        self._note_stage(now)
+        outbox, self.membership.outbox = self.membership.outbox, []
+        for uid, message in outbox:
+            self._sender.send_once(uid, message)
+
+    def _note_stage(self, now: float) -> None:
+        """The end of every call that may change the stage, or end a wait for a generation earlier."""
+        if self.membership.stopping and not self._stopping:
+            self._stopping = True
+            self._wake()
+        if self.membership.stage not in ALONE_STAGES:
+            self.alone_since, self._renew_after = None, RENEW_SECONDS
+        elif self.alone_since is None:
+            self.alone_since = now
+            self._wake()
+
+    def _report(self, kind: str, detail: str) -> None:
+        self.counters.on_event(kind, None, detail)
+
+    def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
+        """Answer a node that is not in the mapping. Raises PeerFault for a malformed request."""
+        of = self.membership
+        if not self.active:
+            return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
+        if isinstance(asked, Resign):
+            return self._sent_on(of.newcomers.resigned(asked))
+        if caller.key and caller.key in self.founder_keys:
+            return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
+        try:
+            invitation = self.admission(asked.invitation, caller.key)
+        except PeerFault as fault:
+            self._refuse_newcomer(fault, asked, caller)
+            return Turned(of.run, 0, of.uid, fitting(fault.detail), 1, of.uid, "")
+        if isinstance(asked, Inquiry):
+            told = Described(of.run, of.generation.number, of.uid, of.digest, self.config_text)
+            return of.newcomers.closed() or told
+        return self._seat_for(asked, caller, now, invitation)
+
+    def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Turned:
+        of = self.membership
+        answer = of.newcomers.knock(knock, caller, now, invitation)
+        try:
+            if isinstance(answer, Turned):
+                self._report("turned_away", f"{knock.control}: {answer.reason}")
+                return self._sent_on(answer)
+            seat, uid = answer
+            self._report("knocked", f"node {uid} at {seat.control}")
+            return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text)
+        finally:
+            self._obey(of.take_events(now), now)
+
+    def _sent_on(self, turned: Turned) -> Turned:
+        """With where that one listens who is to be asked."""
+        return turned if turned.uid == self.membership.uid else replace(turned, at=self.control_of(turned.uid))
+
+    def _refuse_newcomer(self, fault: PeerFault, asked: Knock | Inquiry, caller: Caller) -> None:
+        """Count and name who comes without an invitation that holds; the log has the first few."""
+        listens = asked.control if isinstance(asked, Knock) else ""
+        who = f"{listens}{f' (from {caller.address})' if caller.address else ''}".strip()
+        known = self.counters.faults.get(fault.reason, 0)
+        self.counters.fault(fault.reason, None, f"{who}: {fault.detail}")
+        if known < TOLD_STRANGERS:
+            logger.warning("a node at %s is not admitted: %s", who, fault.detail)
+
+    # -- what this node finds out -----------------------------------------------------------------------------
+
+    def suspect(self, uids: Collection[int], reason: str, now: float, *, dead: bool = False) -> None:
+        """These do not answer, or (dead) have ended: once this returns, no round of the generation begins here."""
+        if self.active:
+            known = self.membership.suspects | self.membership.failed
+            for uid in sorted({*uids} & {*self.generation.members} - known):
+                self.counters.on_event("suspected", uid, reason)
+            self._obey(self.membership.suspect(uids, now, reason, dead), now)
+
+    def fail(self, now: float) -> None:
+        """This node failed: tell everybody, so that nobody has to find out."""
+        if self.active:
+            self.membership.fail()
+            self._obey([], now)
+
+    def leave(self, reason: str, now: float) -> None:
+        """Come from outside: this process joins a run that has begun."""
+        self.active = True
+        self.facts.regrouping = reason
+        self._obey(self.membership.leave(now, reason), now)
+
+    def enter(self, round: int) -> None:
+        """A round begins, which others have made already where it is below the generation's first. Raises Regrouping
+        when it may not."""
+        if self.active:
+            self.facts.raise_if_over()
+            self.catches_up = round < self.generation.first_round
+            self.membership.position = max(self.membership.position, round + 1)
+
+    def begin_at(self, round: int) -> None:
+        """Rounds below `round` are over: a generation without this node's peers begins no earlier one."""
+        self.membership.position = round
+
+    def caught_up(self) -> None:
+        """This node has a model."""
+        self.membership.fresh = False
+
+    def took_part(self, generation: Generation) -> None:
+        """This node's model is one with those of the members of `generation`."""
+        self.membership.line = generation.name
+
+    def installed(self, generation: Generation, now: float) -> None:
+        """What belonged to the old generation has been put away for this one."""
+        self._obey(self.membership.installed(generation, now), now)
+
+    def begun(self, generation: Generation) -> None:
+        """This generation is in force here."""
+        self.facts.regrouping, self.catches_up = "", False
+        self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
+
+
+class EndWait:
+    """The wait of one node that missed somebody, until it knows whether its generation is over (`run_state.Wait`)."""
+
+    def __init__(self, facts: RunFacts, seconds: float, now: float) -> None:
+        """seconds: the longest wait."""
+        self._facts = facts
+        self.deadline = now + seconds
+
+    def step(self, now: float) -> bool:
+        """Raises nothing."""
+        return bool(self._facts.regrouping) or self._facts.failure is not None or now >= self.deadline
+
+
+class GenerationWait:
+    """The wait of one node for its next generation (`run_state.Wait`); `generation` is what is in force once it is
+    over."""
+
+    def __init__(
+        self, reconfiguration: Reconfiguration, alone_seconds: float, together_seconds: float,
+        install: Callable[[Generation], None], now: float,
+    ) -> None:
+        """install(generation): puts away what belonged to the old one, for this one; it blocks nobody."""
+        self._reconfiguration, self._install = reconfiguration, install
+        self._alone_seconds, self._together_seconds = alone_seconds, together_seconds
+        self._began = self.deadline = now
+        self.generation: Generation | None = None
+
+    def step(self, now: float) -> bool:
+        """Whether a generation is in force.
+
+        Raises PeerLost, naming nobody in `missing`, when none can be had: after alone_seconds without enough others, or
+        together_seconds in all. Raises Interrupted when the run is to stop and this node is outside, or hears nobody
+        who would close with it for STOPPING_TIMEOUT_SECONDS; AssemblyError when it is refused.
+        """
+        of, membership = self._reconfiguration, self._reconfiguration.membership
+        of.facts.raise_if_failed()
+        if of.to_install is not None:
+            generation, of.to_install = of.to_install, None
+            self._install(generation)
+            of.installed(generation, now)
+        going, of.going = of.going, None
+        if going is not None and membership.steady:
+            of.begun(going)
+            self.generation = going
+            return True
+        self._raise_if_in_vain(now)
+        return False
+
+    @property
+    def news(self) -> bool:
+        """Whether a step would find something, other than that it is late."""
+        return self._reconfiguration.to_install is not None or self._reconfiguration.going is not None
+
+    def _raise_if_in_vain(self, now: float) -> None:
+        """Sets `deadline`, too."""
+        of, membership = self._reconfiguration, self._reconfiguration.membership
+        since = now if of.alone_since is None else max(of.alone_since, self._began)
+        outside = membership.stage == "outside"
+        patience = self._alone_seconds
+        if membership.stopping:
+            patience = min(patience, STOPPED_OUTSIDE_SECONDS if outside else STOPPING_TIMEOUT_SECONDS)
+        self.deadline = min(math.inf if of.alone_since is None else since + patience,
+                            self._began + self._together_seconds)  # fmt: skip
+        if now < self.deadline:
+            return
+        reason = membership.reason
+        if outside and not membership.joining.answered:
+            reason += "; no other node of the run answers"
+        if membership.stopping and now - since >= patience:
+            raise Interrupted(f"node {membership.uid}: stopped while {reason}")
+        raise PeerLost(
+            f"node {membership.uid}: no new generation of members within {now - self._began:.0f} s; {reason}"
+            f"{of.counters.refused_handshakes()}"
+        )

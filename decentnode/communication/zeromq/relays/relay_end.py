@@ -1,0 +1,138 @@
+"""A node's connections to relays, in a thread of its own: by them it is reached, and reaches others (wire/relay.py).
+
+Sockets of ZeroMQ know nothing of it. Towards a node behind a relay they connect to a Unix socket of this process, whose
+bytes go through a stream; at the other end a stream is a connection to the node's own listening socket. So whatever
+holds for a connection holds for a stream: where a relay dies, both ends see a connection that broke, ZeroMQ makes
+another, and that one goes through the next relay.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from collections import deque
+
+import zmq
+
+from decentnode import clock, entropy, logs
+from decentnode.communication.parts import Endpoints
+from decentnode.communication.waker import Waker
+from decentnode.communication.zeromq.relays.relay_uplinks import RelayPlan, Uplinks
+from decentnode.communication.zeromq.relays.relayed_streams import RelayedStreams
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 1.0
+"""How long the last bytes of streams have to leave, at the end."""
+LOOK_MS = 100
+"""How often uplinks and streams are looked after at least."""
+BACKLOG = 64
+
+
+class RelayEnd(threading.Thread):
+    """The relayed connections of one node, from the first `reach` or `offer` until `close`."""
+
+    def __init__(self, plan: RelayPlan) -> None:
+        super().__init__(name=f"relay-{plan.uid}", daemon=True)
+        self._plan = plan
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._waker = Waker()
+        self._lock = threading.Lock()
+        """Of `_reached` and `_fresh`."""
+        self._reached: dict[int, Endpoints] = {}
+        self._fresh: deque[tuple[socket.socket, int, int]] = deque()
+        """(listening socket, uid, plane) that the thread does not know yet: two for each node behind a relay."""
+        self._listeners: dict[int, tuple[socket.socket, int, int]] = {}
+        self._uplinks = Uplinks(plan, self._context)
+        self._streams = self._uplinks.user = RelayedStreams(plan, self._uplinks)
+        self._closing = math.inf
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def reach(self, uid: int) -> Endpoints:
+        """Returns where this node's sockets connect to, to reach `uid` through relays; not blocking."""
+        with self._lock:
+            if uid not in self._reached:
+                names = []
+                for plane in (0, 1):
+                    # an abstract name leaves no file behind, whatever becomes of this process
+                    names.append(f"decentnode-relay-{os.getpid()}-{entropy.word(8)}")
+                    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+                    listener.bind(f"\0{names[-1]}")
+                    listener.listen(BACKLOG)
+                    self._fresh.append((listener, uid, plane))
+                self._reached[uid] = f"ipc://@{names[0]}", f"ipc://@{names[1]}"
+            found = self._reached[uid]
+        self._waker.wake()
+        return found
+
+    def close(self) -> None:
+        """End the thread, once the last bytes have left. Blocking for CLOSE_SECONDS at most, and some."""
+        self._closing = clock.now() + CLOSE_SECONDS
+        self._waker.wake()
+        if self.is_alive():
+            self.join(2 * CLOSE_SECONDS)
+        else:
+            self._release()
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        with logs.of_node(self._plan.uid):
+            try:
+                while not self._over():
+                    self._step()
+            except Exception:
+                logger.exception("relayed connections failed")
+            finally:
+                self._release()
+
+    def _over(self) -> bool:
+        now = clock.now()
+        if now < self._closing - CLOSE_SECONDS:
+            return False
+        return not any(stream.opened for stream in self._streams.all) or now >= self._closing
+
+    def _step(self) -> None:
+        now = clock.now()
+        with self._lock:
+            while self._fresh:
+                fresh = self._fresh.popleft()
+                self._listeners[fresh[0].fileno()] = fresh
+        self._uplinks.tick(now)
+        self._streams.tick(now)
+        if now < self._closing - CLOSE_SECONDS:
+            self._uplinks.offer(now)
+        poller, streams, uplinks = zmq.Poller(), {}, {}
+        poller.register(self._waker.descriptor, zmq.POLLIN)
+        for descriptor in self._listeners:
+            poller.register(descriptor, zmq.POLLIN)
+        for stream in self._streams.all:
+            if events := stream.events:
+                streams[stream.local.fileno()] = stream
+                poller.register(stream.local.fileno(), events)
+        for uplink in self._uplinks.by_relay.values():
+            uplinks[uplink.socket], uplinks[uplink.monitor] = uplink, uplink
+            poller.register(uplink.socket, zmq.POLLIN)
+            poller.register(uplink.monitor, zmq.POLLIN)
+        for source, events in poller.poll(LOOK_MS):
+            if isinstance(source, zmq.Socket):
+                self._uplinks.hear(uplinks[source], source)
+            elif source == self._waker.descriptor:
+                self._waker.clear()
+            elif source in self._listeners:
+                self._streams.accept(*self._listeners[source])
+            elif (stream := streams[source]) in self._streams.all:
+                self._streams.serve(stream, events)
+
+    def _release(self) -> None:
+        self._uplinks.release()
+        self._streams.release()
+        with self._lock:
+            for listener, *_ in [*self._listeners.values(), *self._fresh]:
+                listener.close()
+        self._waker.close()
+        self._context.term()

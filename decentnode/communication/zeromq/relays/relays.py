@@ -1,0 +1,84 @@
+"""How relays come into a transport: who is one, who is reached through them, and by which endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import Endpoints
+from decentnode.communication.zeromq.protocol.link_state import CONTROL
+from decentnode.communication.zeromq.relays.relay_end import RelayEnd
+from decentnode.communication.zeromq.relays.relay_uplinks import RelayPlan
+from decentnode.communication.zeromq.sockets.node_sockets import NodeSockets
+from decentnode.communication.zeromq.sockets.security import Keyring
+from decentnode.wire.relay import RelayHub
+
+
+class Relays:
+    """Those of one node. Every node of the mapping that others reach is a relay."""
+
+    def __init__(
+        self, uid: int, machine_of: Mapping[int, int], relayed: Collection[int], founders: int,
+        others: Mapping[int, Endpoints], io: NodeSockets, keyring: Keyring | None,
+    ) -> None:
+        """relayed: nodes of the mapping to which no other machine can connect. founders: how many it has. others: where
+        nodes listen, by uid."""
+        self.relayed = set(relayed)
+        """Newcomers among them as they are seated."""
+        self.is_newcomer: Callable[[int], bool] = lambda _uid: False
+        self._uid, self._machine_of, self._founders = uid, machine_of, founders
+        self._others, self._io, self._keyring = others, io, keyring
+        self._relays = [each for each in range(founders) if each not in self.relayed]
+        self._own: Endpoints = ("", "")
+        self._end: RelayEnd | None = None
+
+    def set_up(self, grows: bool, counters: Counters) -> None:
+        """Before the start: be a relay, where anybody may need one. grows: whether newcomers may come."""
+        if (grows or self.relayed) and self._uid in self._relays:
+            hub = RelayHub(self._knows)
+            counters.relayed = lambda: hub.relayed_bytes
+            self._io.listening.be_relay(hub)
+
+    def begin(self, own: Endpoints) -> None:
+        """Before the start: let this node, which listens at `own`, be reached through relays where it has to be, and
+        reach others so. Where they listen is known by now."""
+        self._own = own
+        for uid in self.relayed - {self._uid}:
+            if uid in self._others:
+                self._io.peers.endpoints[uid] = self.way_to(uid, self._others[uid])
+        if self._uid in self.relayed and any(self._apart(each) for each in range(self._founders)):
+            self._made()
+
+    def way_to(self, uid: int, endpoints: Endpoints) -> Endpoints:
+        """Returns where this node connects to, to reach one that listens at `endpoints`. Any thread; not blocking."""
+        return self._made().reach(uid) if uid in self.relayed and self._apart(uid) else endpoints
+
+    def close(self) -> None:
+        """Blocking for a second or two, where relays were in use."""
+        if self._end is not None:
+            self._end.close()
+
+    def _apart(self, uid: int) -> bool:
+        return self._machine_of.get(uid) != self._machine_of.get(self._uid)
+
+    def _made(self) -> RelayEnd:
+        if self._end is None:
+            self._end = RelayEnd(RelayPlan(
+                uid=self._uid, identity=self._identity, relays=tuple(self._relays), control_of=self._control_of,
+                own=self._own, offers=self._uid in self.relayed, keyring=self._keyring,
+            ))  # fmt: skip
+            self._end.start()
+        return self._end
+
+    def _identity(self, uid: int) -> bytes:
+        return b"%d" % uid if self._keyring is None else self._keyring.public[uid]
+
+    def _knows(self, identity: bytes) -> bool:
+        if self._keyring is not None:
+            return identity in self._keyring.uid_of
+        uid = int(identity) if identity.isdigit() and len(identity) < 8 else -1
+        return 0 <= uid < self._founders or self.is_newcomer(uid)
+
+    def _control_of(self, uid: int) -> tuple[str, bool]:
+        at = self._own[CONTROL] if uid == self._uid else self._others[uid][CONTROL]
+        return at, self._io.peers.by_ipv6(at)

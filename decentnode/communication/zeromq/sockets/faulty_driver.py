@@ -1,0 +1,209 @@
+"""Reliable links on sockets that lose, damage, repeat, delay and reorder messages, as the faults of an experiment say
+(decentnode/faults). They act below the links, on what goes to the sockets: the links have to make up for them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from decentnode import clock
+from decentnode.communication.counters import Counters
+from decentnode.communication.parts import LinkFaults
+from decentnode.communication.shared_process import SharedProcess
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, Body
+from decentnode.communication.zeromq.sockets.link_driver import LinkDriver, LinkSizes
+from decentnode.communication.zeromq.sockets.security import Security
+from decentnode.faults import (
+    Break,
+    Corrupt,
+    Course,
+    Cut,
+    Delay,
+    Drop,
+    Duplicate,
+    Fate,
+    Fates,
+    HalfOpen,
+    InEffect,
+    Reorder,
+    damaged,
+)
+from decentnode.wire.session import Session
+
+MAX_HELD = 1000
+"""Messages to one peer that wait to be late, as many as wait in a socket: it takes no more then."""
+RETRY_SECONDS = 0.002
+"""After which a message that was late is tried again where the socket was full."""
+Connection = tuple[int, int]
+"""(uid, plane)"""
+
+
+@dataclass(order=True)
+class _Held:
+    """A message that is late."""
+
+    due: float
+    order: int
+    to: Connection = field(compare=False)
+    first: bytes = field(compare=False)
+    body: bytes | None = field(compare=False)
+
+
+class FaultyDriver(LinkDriver):
+    """A driver between whose links and sockets messages meet their fate."""
+
+    def __init__(
+        self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None,
+        process: SharedProcess | None, faults: LinkFaults,
+    ) -> None:
+        """As `LinkDriver`."""
+        super().__init__(session, counters, sizes, security, process)
+        self._uid = session.uid
+        kinds = Cut, Break, HalfOpen, Delay, Drop, Corrupt, Duplicate, Reorder
+        self._course = Course(faults.plan, session.uid, kinds, self._began)
+        self._fates = Fates(faults.seed)
+        self.touched: dict[str, int] = {}
+        """How many messages a fault changed, by its kind; those of a cut or a half-open connection are lost."""
+        self._plan = faults.plan
+        self._dead: set[Connection] = set()
+        """Half-open."""
+        self._broken: list[Connection] = []
+        """To break at the next tick."""
+        self._held: list[_Held] = []
+        self._count: dict[Connection, int] = {}
+        """How many are held, by connection."""
+        self._last: dict[Connection, float] = {}
+        """When the last one that keeps its order is due."""
+        self._refused: set[Connection] = set()
+        self._order = itertools.count()
+        self._due = math.inf
+        """When the first message of `_held` is due, or a connection breaks; read without the lock."""
+        self.send, self.renew = self._send, self._renew
+
+    # -- the course of faults (`base.FaultCourse`) ---------------------------------------------------
+
+    def begin(self, zero: float, again: bool = False) -> None:
+        """The run began at `zero`. again: whether this is not the node's first process."""
+        with self.sending():
+            self._course.begin(zero, clock.now(), again)
+
+    def enter(self, round: int) -> None:
+        """The node begins a round."""
+        with self.sending():
+            self._course.enter(round, clock.now())
+
+    def _began(self, found: InEffect) -> None:
+        fault = found.fault
+        self._counters.on_event("fault", None, fault.told)
+        if isinstance(fault, Break | HalfOpen) and fault.source == self._uid:
+            to = fault.to, CONTROL if fault.plane == "control" else BULK
+            if isinstance(fault, HalfOpen):
+                self._dead.add(to)
+            else:
+                self._broken.append(to)
+                self._due = -math.inf
+
+    # -- what goes to the sockets -----------------------------------------------------------------------------
+
+    def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
+        """As `PeerSockets.send`."""
+        now, to = clock.now(), (uid, plane)
+        found = self._course.in_effect(now)
+        if to in self._dead:
+            self._note("half_open")
+            return True
+        if not found and to not in self._count:
+            return self.io.send(uid, plane, first, body)
+        fate = self._fates.of(((each.index, each.fault) for each in found), self._uid, uid, plane)
+        if fate.fault >= 0:
+            self._note(self._plan[fate.fault].do)
+        if fate.lost:
+            return True
+        due = now + fate.overtaken if fate.overtaken else max(now + fate.later, self._last.get(to, 0.0))
+        if due > now:
+            return self._hold(due, to, fate, first, body)
+        if fate.flipped is not None:
+            first, body = _flipped(fate, first, body)
+        taken = self.io.send(uid, plane, first, body)
+        if taken and fate.twice:
+            self.io.send(uid, plane, first, body)
+        return taken
+
+    def _note(self, kind: str) -> None:
+        self.touched[kind] = self.touched.get(kind, 0) + 1
+
+    def _hold(self, due: float, to: Connection, fate: Fate, first: bytes, body: Body | None) -> bool:
+        if self._count.get(to, 0) >= MAX_HELD:
+            self._refused.add(to)
+            return False
+        # a copy, as it may lie where the model moves to once it is acknowledged, which another copy of it may be first
+        content = None if body is None else _bytes(body)
+        if fate.flipped is not None:
+            first, content = _flipped(fate, first, content)
+        for _ in range(1 + fate.twice):
+            heapq.heappush(self._held, _Held(due, next(self._order), to, first, content))
+            self._count[to] = self._count.get(to, 0) + 1
+        if not fate.overtaken:
+            self._last[to] = due
+        if due < self._due:
+            self._due = due
+            self.io.due_by(due)
+        return True
+
+    def _renew(self, uid: int, plane: int) -> None:
+        """As `PeerSockets.renew`: what is under way is lost, late messages too."""
+        to = uid, plane
+        self._dead.discard(to)
+        self._refused.discard(to)
+        self._last.pop(to, None)
+        if self._count.pop(to, 0):
+            self._held = [each for each in self._held if each.to != to]
+            heapq.heapify(self._held)
+        self.io.peers.renew(uid, plane)
+
+    @property
+    def next_deadline(self) -> float:
+        return min(super().next_deadline, self._due)
+
+    def tick(self, now: float) -> None:
+        broken, self._broken = self._broken, []
+        for uid, plane in broken:
+            self.disconnected(uid, plane)
+        while self._held and self._held[0].due <= now:
+            held = heapq.heappop(self._held)
+            if not self.io.send(*held.to, held.first, held.body):
+                self._retry(held, now)
+                break
+            self._release(held.to)
+        self._due = -math.inf if self._broken else self._held[0].due if self._held else math.inf
+        super().tick(now)
+
+    def _retry(self, held: _Held, now: float) -> None:
+        """The socket is full: all of its messages that are due come a little later, in the order that they have."""
+        late = [each for each in self._held if each.to == held.to and each.due <= now]
+        others = [each for each in self._held if not (each.to == held.to and each.due <= now)]
+        for each in (held, *late):
+            each.due = now + RETRY_SECONDS
+        self._held = [*others, held, *late]
+        heapq.heapify(self._held)
+        self._last[held.to] = max(self._last.get(held.to, 0.0), now + RETRY_SECONDS)
+
+    def _release(self, to: Connection) -> None:
+        self._count[to] -= 1
+        if not self._count[to]:
+            del self._count[to]
+        if to in self._refused:
+            self._refused.discard(to)
+            self.writable(*to)
+
+
+def _bytes(body: Body) -> bytes:
+    return body if isinstance(body, bytes) else bytes(body.buffer)
+
+
+def _flipped(fate: Fate, first: bytes, body: Body | None) -> tuple[bytes, bytes | None]:
+    assert fate.flipped is not None
+    frames = damaged([first] if body is None else [first, _bytes(body)], fate.flipped)
+    return frames[0], frames[1] if body is not None else None

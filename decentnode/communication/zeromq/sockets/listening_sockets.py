@@ -1,0 +1,173 @@
+"""The sockets at which a node listens, one ROUTER per plane: what comes there is told apart and handed on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from decentnode import clock
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
+from decentnode.communication.zeromq.sockets import connections
+from decentnode.communication.zeromq.sockets.relayed_frames import OWN_LINGER_SECONDS, RelayedFrames
+from decentnode.communication.zeromq.sockets.security import GUEST
+from decentnode.communication.zeromq.sockets.socket_parts import BROKEN_HANDSHAKES, NOW, READABLE, SocketParts
+from decentnode.wire.generation import Caller
+from decentnode.wire.relay import ROUTE, RelayHub
+
+RECEIVE_BURST = 64
+"""Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
+out."""
+
+
+def _address(frame: zmq.Frame) -> str:
+    """Where the connection comes from that a frame came on; "" for one within the host."""
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
+
+
+class ListeningSockets:
+    """Those of one node. The thread at the sockets."""
+
+    def __init__(self, parts: SocketParts, max_bulk_bytes: int, wanted_back: Callable[[], bool]) -> None:
+        """max_bulk_bytes: of one frame. wanted_back: whether the thread at the sockets has something more urgent to do
+        than to take in the rest of a burst."""
+        self._parts, self._handler, self._security = parts, parts.handler, parts.security
+        self._wanted_back = wanted_back
+        self.behind: set[int] = set()
+        """Planes where messages may be left."""
+        self.relayed: RelayedFrames | None = None
+        """What others send each other through this node, where it is a relay; `be_relay` sets it."""
+        self.by_plane = [self._made(CONTROL, connections.MAX_CONTROL_BYTES), self._made(BULK, max_bulk_bytes)]
+        self._monitors = [self._monitor(each) for each in self.by_plane]
+
+    def _made(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
+        parts = self._parts
+        keyring = None if parts.security is None else parts.security.keyring
+        made = connections.listener(parts.context, max_bytes, keyring, plain=parts.by_credential(plane))
+        parts.watched.add(made, lambda: self._receive(plane, made))
+        return made
+
+    def _monitor(self, listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        monitor: zmq.Socket[bytes] = listener.get_monitor_socket(BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED)
+        monitor.linger = 0
+        self._parts.watched.add(monitor, lambda: self._hear(monitor))
+        return monitor
+
+    def be_relay(self, hub: RelayHub) -> None:
+        """Before the start: pass on bytes between others."""
+        self.relayed = RelayedFrames(hub, self.by_plane[CONTROL], self._handler, self._identity())
+
+    def _identity(self) -> bytes:
+        uid = self._parts.uid
+        return b"%d" % uid if self._security is None else self._security.keyring.public[uid]
+
+    # -- what comes -------------------------------------------------------------------------------------------
+
+    def catch_up(self) -> bool:
+        """Take in messages that were left; whether there were any."""
+        left = [plane for plane in self.behind if int(self.by_plane[plane].getsockopt(zmq.EVENTS)) & READABLE]
+        self.behind.clear()
+        for plane in left:
+            self._receive(plane, self.by_plane[plane])
+        return bool(left)
+
+    def _receive(self, plane: int, listener: zmq.Socket[bytes]) -> None:
+        secure = self._security is not None
+        recv, received, lock = listener.recv, self._handler.received, self._handler.lock
+        for _ in range(RECEIVE_BURST):
+            try:
+                route = recv(NOW)  # the sender's routing id, which proves nothing
+            except zmq.Again:
+                return
+            frame = recv(NOW, copy=False)
+            frames = [frame.buffer]  # which keeps the frame
+            while frame.more:
+                frame = recv(NOW, copy=False)
+                frames.append(frame.buffer)
+            user = str(frame.get("User-Id")).encode() if secure else b""
+            if route[0] and route.startswith(ROUTE):
+                if self.relayed is not None and plane == CONTROL and len(frames) == 1:
+                    self.relayed.pass_on(route, self._key_of(user), frames[0])
+                continue
+            if route[0]:  # it chose its own: a newcomer, which waits for an answer
+                reply = self._answer(plane, frames, user, _address(frame))
+                if reply is not None:
+                    with contextlib.suppress(zmq.ZMQError):
+                        listener.send_multipart([route, reply], zmq.NOBLOCK)
+                continue
+            uid = None
+            if secure:
+                found = self._uid_of(user)
+                if found is None:
+                    self._handler.connection_event("stranger", "", "who speaks before it is admitted")
+                    continue
+                uid = found
+            with lock:
+                received(plane, frames, uid, clock.now())
+            if self._wanted_back():
+                break
+        self.behind.add(plane)
+
+    def _answer(self, plane: int, frames: list[memoryview], user: bytes, address: str) -> bytes | None:
+        """Somebody asks to be admitted. Returns the answer, for the same connection; None for none."""
+        key = self._key_of(user)
+        with self._handler.lock:
+            return self._handler.knocked(plane, frames, Caller(key.decode(), address), clock.now())
+
+    def _uid_of(self, user: bytes) -> int | None:
+        """Who is at a connection; None where that one has no uid (yet)."""
+        if not user.startswith(GUEST):
+            return int(user)
+        assert self._security is not None
+        return self._security.keyring.uid_of.get(user.removeprefix(GUEST))
+
+    def _key_of(self, user: bytes) -> bytes:
+        """The public key that a connection has proved; b"" where none is."""
+        if self._security is None:
+            return b""
+        return user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
+
+    def _hear(self, monitor: zmq.Socket[bytes]) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                at, kind, detail = bytes(event["endpoint"]).decode(errors="replace"), "connection_lost", ""
+                if event["event"] != zmq.EVENT_DISCONNECTED:
+                    kind, detail = "handshake_failed", connections.WHY_BROKEN.get(int(event["value"]), "")
+                self._handler.connection_event(kind, at, detail)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def release(self, left_seconds: float) -> None:
+        """Close the sockets, behind those that send. left_seconds: whether there is time for last words."""
+        control = self.by_plane[CONTROL]
+        if self.relayed is not None and left_seconds and not control.closed:
+            self._relay_own_last_words(self.relayed, control)
+        for listener, monitor in zip(self.by_plane, self._monitors, strict=True):
+            connections.end_monitor(listener, monitor)
+            listener.close(linger=0)
+
+    def _relay_own_last_words(self, relayed: RelayedFrames, listener: zmq.Socket[bytes]) -> None:
+        """What this node itself said at the end goes through its own relay, too. Blocking for OWN_LINGER_SECONDS at
+        most; nothing but frames of relays is taken any more."""
+        until = clock.now() + OWN_LINGER_SECONDS
+        while relayed.hub.serves(self._identity()) and (remaining := until - clock.now()) > 0:
+            if not listener.poll(math.ceil(1000 * remaining)):
+                return
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    route = listener.recv(NOW)
+                    last = listener.recv(NOW, copy=False)
+                    frames = [last.buffer]
+                    while last.more:
+                        last = listener.recv(NOW, copy=False)
+                        frames.append(last.buffer)
+                    if route.startswith(ROUTE) and len(frames) == 1:
+                        user = str(last.get("User-Id")).encode() if self._security is not None else b""
+                        relayed.pass_on(route, self._key_of(user), frames[0])

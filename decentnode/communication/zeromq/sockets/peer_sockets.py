@@ -1,0 +1,158 @@
+"""The sockets by which a node sends, one for each peer and plane: connected, sent through, renewed and released."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from decentnode.communication.parts import Endpoints
+from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, Body
+from decentnode.communication.zeromq.sockets import connections
+from decentnode.communication.zeromq.sockets.socket_parts import BROKEN_HANDSHAKES, MORE, NOW, WRITABLE, SocketParts
+from decentnode.communication.zeromq.sockets.tcp_progress import acknowledged_bytes
+from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
+
+SEND_MESSAGES = 1000
+"""Messages that wait in one socket for a peer, before it is full."""
+LINGER_SECONDS = 0.2
+"""How long the last messages (a Bye, acknowledgements) have to get into a connection. All else was acknowledged, so
+that no buffer on the way is full; libzmq keeps them for that long where a peer that closed at the same time is gone."""
+
+
+def nothing() -> None:
+    """What there is to take in from a socket that only sends."""
+
+
+class PeerSockets:
+    """Those of one node; each is made with the first message. Used by the thread at the sockets and by those that send,
+    with `Handler.lock` held, but for `connect_to` before the start."""
+
+    def __init__(self, parts: SocketParts, watch_blocked: Callable[[], None]) -> None:
+        """watch_blocked: a socket refused a message; has the thread at the sockets come to `unblock`."""
+        self.endpoints: dict[int, Endpoints] = {}
+        """Where every peer listens; `connect_to` sets it."""
+        self.joining = True
+        """Whether the handler is told of handshakes that peers break off; from the start until the node has joined."""
+        self.blocked: set[tuple[int, int]] = set()
+        """(uid, plane) of sockets that refused a message, and that the thread at the sockets watches."""
+        self.senders: dict[tuple[int, int], zmq.Socket[bytes]] = {}
+        self._monitors: dict[tuple[int, int], zmq.Socket[bytes]] = {}
+        self._by_ipv6: dict[str, bool] = {}
+        self._parts, self._handler, self._watch_blocked = parts, parts.handler, watch_blocked
+
+    def connect_to(self, endpoints: Mapping[int, Endpoints]) -> None:
+        """Where peers listen. Blocking while their hosts' names are looked up, for RESOLVE_SECONDS at most.
+
+        libzmq looks every name up again for every connection, but takes an address of one family only: of IPv4 where
+        the name has such addresses. A name that is not known yet (its machine may be on its path) is left to IPv6, for
+        which libzmq takes an IPv4 address where there is no other.
+        """
+        self.endpoints.update(endpoints)
+        hosts = {host for pair in endpoints.values() for each in pair if (host := host_of(each))}
+        self._by_ipv6.update((host, by_ipv6(found)) for host, found in resolve_all(hosts).items())
+
+    def add_peer(self, uid: int, endpoints: Endpoints) -> None:
+        """With `lock` held: a peer listens at these addresses (no names), which may be others than before."""
+        self.endpoints[uid] = endpoints
+        self._by_ipv6[host_of(endpoints[CONTROL])] = ":" in host_of(endpoints[CONTROL])
+        for plane in (CONTROL, BULK):
+            self.renew(uid, plane)
+
+    def by_ipv6(self, at: str) -> bool:
+        """Whether an endpoint is connected to by IPv6."""
+        return self._by_ipv6.get(host_of(at), False)
+
+    def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
+        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later."""
+        if (uid, plane) in self.blocked:
+            return False
+        sender = self.senders.get((uid, plane)) or self._connect(uid, plane)
+        try:
+            if body is None:
+                sender.send(first, NOW)
+            else:
+                sender.send(first, MORE)
+                sender.send(body, NOW, copy=False)  # type: ignore[arg-type]  # a Frame, or bytes
+        except zmq.Again:
+            self.blocked.add((uid, plane))
+            self._watch_blocked()
+            return False
+        return True
+
+    def _connect(self, uid: int, plane: int) -> zmq.Socket[bytes]:
+        at, security = self.endpoints[uid][plane], self._parts.security
+        sender = connections.sender(self._parts.context, SEND_MESSAGES, self.by_ipv6(at))
+        events = BROKEN_HANDSHAKES if self.joining and plane == CONTROL else 0
+        if security is not None and self._parts.by_credential(plane):
+            connections.log_in_once(sender, security.keyring, self._handler.log_in(uid))
+            events = BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        elif security is not None:
+            connections.log_in_by_key(sender, security.keyring, uid)
+        if events:
+            monitor = self._monitors[uid, plane] = sender.get_monitor_socket(events)
+            monitor.linger = 0
+            self._parts.watched.add(monitor, lambda: self._watch_sender(uid, plane, monitor))
+        sender.connect(at)
+        self.senders[uid, plane] = sender
+        return sender
+
+    def _watch_sender(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
+        """Hear how connections to a peer fare."""
+        with self._handler.lock:  # under which alone a monitor is closed
+            broken = False
+            with contextlib.suppress(zmq.Again):
+                while self._monitors.get((uid, plane)) is monitor:
+                    event = recv_monitor_message(monitor, zmq.NOBLOCK)
+                    broken |= bool(event["event"] & (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED))
+                    if event["event"] & BROKEN_HANDSHAKES:
+                        coded = event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                        self._handler.handshake_refused(uid, int(event["value"]) if coded else 0)
+            if broken and self._parts.by_credential(plane):
+                self._handler.disconnected(uid, plane)
+
+    def unblock(self) -> None:
+        """Sockets that refused a message are the I/O thread's alone until they take messages again."""
+        for uid, plane in list(self.blocked):
+            sender = self.senders[uid, plane]
+            if sender not in self._parts.watched:
+                self._parts.watched.add(sender, nothing)
+            while int(sender.getsockopt(zmq.EVENTS)) & WRITABLE:
+                self.blocked.discard((uid, plane))
+                self._handler.writable(uid, plane)
+                if (uid, plane) not in self.blocked:
+                    self._release_blocked(uid, plane, sender)
+                    break
+
+    def _release_blocked(self, uid: int, plane: int, sender: zmq.Socket[bytes]) -> None:
+        self.blocked.discard((uid, plane))
+        self._parts.watched.remove(sender)
+
+    def renew(self, uid: int, plane: int) -> None:
+        """With `lock` held: give the connection up, with what is under way; the next message makes a new one.
+
+        To close without linger is what makes libzmq abort where half a message was taken: link_state.ONE_FRAME_BYTES.
+        """
+        sender = self.senders.pop((uid, plane), None)
+        if sender is None:
+            return
+        if (uid, plane) in self.blocked:
+            self._release_blocked(uid, plane, sender)
+        monitor = self._monitors.pop((uid, plane), None)
+        if monitor is not None:
+            self._parts.watched.remove(monitor)
+            connections.end_monitor(sender, monitor)
+        sender.close(linger=0)
+
+    def carried(self, uid: int, plane: int) -> int | None:
+        """With `lock` held: as `LinkPort.carried`."""
+        return acknowledged_bytes(self.endpoints[uid][plane]) if (uid, plane) in self.senders else None
+
+    def release(self, left_seconds: float) -> None:
+        """Close every socket. left_seconds: what the last messages have at most to get away."""
+        for which, monitor in self._monitors.items():
+            connections.end_monitor(self.senders[which], monitor)
+        for each in self.senders.values():
+            each.close(linger=int(1000 * min(left_seconds, LINGER_SECONDS)))

@@ -1,0 +1,337 @@
+"""One thread at the sockets of all nodes of a process, which are stepped by one other thread.
+
+Messages between two nodes of the process go through no socket: they are put into the receiver's queue as they are, and
+need no connection, no handshake and no login. All else that links do stays, so that a node behaves alike towards a node
+of its own process and one of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from decentnode import clock, logs
+from decentnode.communication.poller import Poller
+from decentnode.communication.shared_process import SharedProcess
+from decentnode.communication.waker import Waker
+from decentnode.communication.zeromq.protocol.credentials import BulkCredential
+from decentnode.communication.zeromq.protocol.link_state import BULK, Body
+from decentnode.communication.zeromq.sockets.listening_sockets import RECEIVE_BURST
+from decentnode.communication.zeromq.sockets.node_sockets import CLOSING_LOOK_SECONDS, JOIN_SECONDS, NodeSockets
+from decentnode.communication.zeromq.sockets.running_time import RunningTime
+from decentnode.communication.zeromq.sockets.security import Security
+from decentnode.communication.zeromq.sockets.socket_handler import Handler
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 4.0
+"""Time after which all sockets are looked at, whatever they told of or not: there are many, and each look takes
+microseconds."""
+CLOSE_SECONDS = 2.0
+"""How long the thread may take to end."""
+INSIDE_MESSAGES = 2000
+"""Messages of the process's other nodes that wait for one node: as many as between two sockets."""
+
+
+class HostedSockets(NodeSockets):
+    """The sockets of a node whose process has several."""
+
+    def __init__(
+        self, process: SharedProcess, uid: int, max_bulk_bytes: int, handler: Handler,
+        security: Security | None = None, credentials: Mapping[int, BulkCredential] | None = None,
+    ) -> None:
+        """As `NodeSockets`. With keys a node has a context of its own: it asks at a door of its own who comes, and
+        libzmq has one door in a context."""
+        self.loop = ProcessIo.of(process)
+        self.started = False
+        self.is_touched = False
+        """Whether it waits to be served; the loop's."""
+        self.comes_back = math.inf
+        """When the loop serves it at the latest, whatever happens; the loop's."""
+        self.sleeps_until = math.inf
+        self._inside: deque[tuple[int, int, list[memoryview]]] = deque()
+        """(plane, source, frames) of the messages of the process's other nodes."""
+        self._refused: set[tuple[HostedSockets, int]] = set()
+        """Nodes (with the plane) whose messages found no room in `_inside`."""
+        self._released = threading.Event()
+        context = process.sockets if security is None else None
+        super().__init__(uid, max_bulk_bytes, handler, security, credentials, context)
+        self.send = self._send
+        self.loop.nodes[uid] = self
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.started = True
+        for descriptor in list(self._watched.by_descriptor):
+            self._register(descriptor)
+        self.loop.serve(self)
+
+    def _rouse(self) -> None:
+        self.loop.touch(self)
+
+    def due_by(self, when: float) -> None:
+        if when < self.sleeps_until:
+            self._noted = when
+            self.loop.touch(self)
+
+    def close(self, linger_seconds: float) -> None:
+        self._left = RunningTime(linger_seconds, clock.now())
+        if self.started and self.loop.is_alive():
+            self.loop.touch(self)
+            left = RunningTime(linger_seconds + 10, clock.now())
+            while not self._released.wait(JOIN_SECONDS) and not left.over(clock.now()):
+                continue
+        elif not self._released.is_set():
+            self._release()
+
+    def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
+        peer = self.loop.nodes.get(uid)
+        return self.peers.send(uid, plane, first, body) if peer is None else peer.take(self, plane, first, body)
+
+    def take(self, source: HostedSockets, plane: int, first: bytes, body: Body | None) -> bool:
+        """Any thread: a message of another node of the process. Returns False where too many wait; the source's
+        `writable` is called once there is room."""
+        if len(self._inside) >= INSIDE_MESSAGES:
+            self._refused.add((source, plane))
+            self.loop.touch(self)
+            return False
+        # a body may lie in memory that the sender writes again once it is acknowledged, which is before it is read; and
+        # it becomes a tensor, which has to be writable
+        frames = [memoryview(bytearray(first) if plane == BULK else first)]
+        if body is not None:
+            frames.append(memoryview(bytearray(body if isinstance(body, bytes) else body.buffer)))
+        self._inside.append((plane, source.uid, frames))
+        self.loop.touch(self)
+        return True
+
+    def _register(self, descriptor: int) -> None:
+        if self.started:
+            self.loop.watch(descriptor, self)
+
+    def _unregister(self, descriptor: int) -> None:
+        if self.started:
+            self.loop.forget(descriptor)
+
+    def _at_sockets(self) -> bool:
+        return threading.current_thread() is self.loop
+
+    # -- the loop's thread ------------------------------------------------------------------------------------
+
+    def take_in(self, descriptor: int) -> None:
+        """There is something to read."""
+        take_in = self._watched.by_descriptor.get(descriptor)
+        if take_in is not None:
+            take_in()
+
+    def look(self) -> None:
+        """At all sockets, also where one should have been silent about its news."""
+        for take_in in list(self._watched.by_descriptor.values()):
+            take_in()
+
+    def serve(self, now: float) -> tuple[float, bool]:
+        """Do all that there is to do. Returns when something is due next, and whether there is more to do at once,
+        which has to wait for other nodes' turns."""
+        self._take_inside()
+        if self._calls:
+            self._run_calls()
+        behind = self.listening.behind
+        more = bool(behind) and self.listening.catch_up() and bool(behind)
+        if self.peers.blocked:
+            with self.lock:
+                self.peers.unblock()
+        due, ticked = self._tick(now)
+        if ticked:
+            due = self._handler.next_deadline
+        return due, more or bool(self._inside) or bool(self._calls) or due <= now
+
+    def _take_inside(self) -> None:
+        received, proven = self._handler.received, self._security is not None
+        for _ in range(min(len(self._inside), RECEIVE_BURST)):
+            plane, source, frames = self._inside.popleft()
+            with self.lock:
+                received(plane, frames, source if proven else None, clock.now())
+        if self._refused and len(self._inside) <= INSIDE_MESSAGES // 2:
+            waiting, self._refused = self._refused, set()
+            for source_sockets, plane in waiting:
+                source_sockets.has_room(self.uid, plane)
+
+    def has_room(self, uid: int, plane: int) -> None:
+        """A node that refused a message takes messages again."""
+        with self.lock:
+            self._handler.writable(uid, plane)
+        self.loop.touch(self)
+
+    def finish(self) -> bool:
+        """While it closes: release the sockets if nothing is left to be said. Returns whether they are released."""
+        if not self._over():
+            return False
+        with self.lock:
+            self._handler.goodbye()
+        self.let_go()
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """What is raised here ends this node alone."""
+        logger.exception("the sockets failed")
+        self._handler.crashed(error)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Release the sockets; the loop does not look at them any more."""
+        for descriptor in self._watched.by_descriptor:
+            self._unregister(descriptor)
+        self.started = False
+        self._release()
+
+    def _release(self) -> None:
+        if self.loop.nodes.get(self.uid) is self:
+            del self.loop.nodes[self.uid]
+        try:
+            super()._release()
+        finally:
+            self._released.set()
+
+
+class ProcessIo(threading.Thread):
+    """Runs until `close`, after the sockets of every node were closed."""
+
+    def __init__(self) -> None:
+        super().__init__(name="io", daemon=True)
+        self.nodes: dict[int, HostedSockets] = {}
+        """By uid, until their sockets are released."""
+        self._waker, self._poller = Waker(), Poller()
+        self._watched: dict[int, HostedSockets] = {}
+        """By descriptor."""
+        self._touched: deque[HostedSockets] = deque()
+        """Nodes that have to be served, each once."""
+        self._due: list[tuple[float, int, HostedSockets]] = []
+        """A heap of when nodes are served at the latest; one may stand there again for a time that holds no more."""
+        self._order = itertools.count()
+        self._closing: set[HostedSockets] = set()
+        self._next_look = self._next_closing_look = 0.0
+        self._starting = threading.Lock()
+        self._over = False
+
+    @classmethod
+    def of(cls, process: SharedProcess) -> ProcessIo:
+        """That of a process, made with its first node."""
+        if process.io is None:
+            process.io = cls()
+        assert isinstance(process.io, ProcessIo)
+        return process.io
+
+    # -- any thread -------------------------------------------------------------------------------------------
+
+    def serve(self, node: HostedSockets) -> None:
+        """From now on this node is served."""
+        with self._starting:
+            if self.ident is None:
+                self.start()
+        self.touch(node)
+
+    def touch(self, node: HostedSockets) -> None:
+        """There is something to do for a node; not blocking."""
+        if not node.is_touched:
+            node.is_touched = True
+            self._touched.append(node)
+            if threading.get_ident() != self.ident:
+                self._waker.wake()
+
+    def watch(self, descriptor: int, node: HostedSockets) -> None:
+        """Call `take_in` of the node when there is something to read."""
+        self._watched[descriptor] = node
+        self._poller.register(descriptor)
+        self._waker.wake()
+
+    def forget(self, descriptor: int) -> None:
+        """Undo `watch`."""
+        if self._watched.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+
+    def close(self) -> None:
+        """Blocking for CLOSE_SECONDS at most: end the thread."""
+        self._over = True
+        self._waker.wake()
+        if self.ident is not None:
+            self.join(CLOSE_SECONDS)
+
+    # -- the thread -------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._poller.register(self._waker.descriptor)
+        try:
+            while not self._over:
+                self._step()
+        except BaseException as error:
+            for node in list(self.nodes.values()):
+                node.fail(error)
+            raise
+        finally:
+            self._poller.close()
+            self._waker.close()
+
+    def _step(self) -> None:
+        """Wait at the sockets, not beyond what is due, and do what there is to do."""
+        now = clock.now()
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            for node in list(self.nodes.values()):
+                if node.started:
+                    self._guarded(node, node.look)
+                    self.touch(node)
+        if self._closing and now >= self._next_closing_look:
+            self._next_closing_look = now + CLOSING_LOOK_SECONDS
+            for node in self._closing:
+                self.touch(node)
+        while self._due and self._due[0][0] <= now:
+            due, _, node = heapq.heappop(self._due)
+            if due == node.comes_back:
+                node.comes_back = math.inf
+            self.touch(node)
+        for descriptor in self._poller.poll(0.0 if self._touched else self._patience(now)):
+            watching = self._watched.get(descriptor)
+            if watching is not None:
+                self._guarded(watching, lambda node=watching, at=descriptor: node.take_in(at))  # type: ignore[misc]
+                self.touch(watching)
+            elif descriptor == self._waker.descriptor:
+                self._waker.clear()
+        for _ in range(len(self._touched)):
+            self._serve(self._touched.popleft())
+
+    def _patience(self, now: float) -> float:
+        until = min(self._next_look, self._due[0][0] if self._due else math.inf)
+        return max(0.0, (min(until, self._next_closing_look) if self._closing else until) - now)
+
+    def _serve(self, node: HostedSockets) -> None:
+        node.is_touched = False  # before anything is looked at, so that what comes meanwhile is seen later
+        if node.started:
+            self._guarded(node, lambda: self._serve_started(node))
+
+    def _serve_started(self, node: HostedSockets) -> None:
+        due, more = node.serve(clock.now())
+        if more:
+            self.touch(node)
+        if due < node.comes_back:
+            node.comes_back = due
+            heapq.heappush(self._due, (due, next(self._order), node))
+        node.sleeps_until = node.comes_back
+        if node.closing:
+            self._closing.add(node)
+            if node.finish():
+                self._closing.discard(node)
+
+    def _guarded(self, node: HostedSockets, work: Callable[[], None]) -> None:
+        with logs.of_node(node.uid):
+            try:
+                work()
+            except Exception as error:
+                self._closing.discard(node)
+                with contextlib.suppress(Exception):
+                    node.fail(error)

@@ -1,0 +1,314 @@
+"""Who may speak: one CURVE key pair per node, an allow-list of public keys, and the door of a node's sockets.
+
+A folder of keys has `public.keys`, with a line "uid key" per node, and `node-UID.secret` for every node of this
+machine, readable by its owner alone; nobody else may be able to change either. Keys are 32 bytes in Z85, 40 characters
+(RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import zmq
+from zmq.utils import z85
+
+from decentnode import clock, entropy
+from decentnode.communication.zeromq.protocol.credentials import BulkCredential
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.wire.invitation import SECRET_BYTES, Invitation, opened
+
+logger = logging.getLogger(__name__)
+
+PUBLIC_FILE = "public.keys"
+AUTHORIZED_FILE = "authorized.keys"
+"""A public key per line: of nodes that are in no mapping, and may be admitted."""
+NEWCOMER_SECRET = "newcomer.secret"
+LOOK_SECONDS = 1.0
+"""Least time between two readings of AUTHORIZED_FILE."""
+
+
+@dataclass
+class Keyring:
+    """One node's secret key, and everybody's public ones (Z85, 40 bytes)."""
+
+    uid: int
+    secret: bytes = field(repr=False)
+    public: dict[int, bytes]
+    """Those of newcomers are added as they are admitted, by the thread at the sockets."""
+    invited: Callable[[bytes], bool] = lambda _key: False
+    """Whether a key that is nobody's may ask to be admitted."""
+
+    @property
+    def uid_of(self) -> dict[bytes, int]:
+        return {key: uid for uid, key in self.public.items()}
+
+
+class Invited:
+    """The keys of AUTHORIZED_FILE, which may grow while the run goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._keys, self._read = folder / AUTHORIZED_FILE, frozenset[bytes](), -math.inf
+
+    def __call__(self, key: bytes) -> bool:
+        """Whether a key may ask. Where it is not known the file is read again; one that others may change, or that is
+        no list of keys, counts as empty, and the log says so."""
+        if key not in self._keys and clock.now() - self._read >= LOOK_SECONDS:
+            self._read = clock.now()
+            self._keys = self._found()
+        return key in self._keys
+
+    def _found(self) -> frozenset[bytes]:
+        if not self._path.exists():
+            return frozenset()
+        try:
+            lines = read_trusted(self._path, 0o022).decode("utf-8").splitlines()
+            words = [line.partition(" ")[0] for line in lines if line.strip() and not line.startswith("# ")]
+            wrong = [word for word in words if not _is_key(word)]
+            if wrong:
+                raise EnvironmentFault(f"{self._path}: must have a key per line, got {wrong[0][:80]!r}")
+            return frozenset(word.encode() for word in words)
+        except (EnvironmentFault, UnicodeDecodeError) as error:
+            logger.warning("nobody is admitted: %s", error)
+            return frozenset()
+
+
+def secret_path(folder: Path, uid: int) -> Path:
+    return folder / f"node-{uid}.secret"
+
+
+def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
+    """Make key pairs of `uids` and add their public keys to the folder's list; the secret files.
+
+    Raises UsageError, before anything is written, when one of them has a key already.
+    """
+    uids = list(uids)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    known = read_public(folder) if (folder / PUBLIC_FILE).exists() else {}
+    for uid in uids:
+        if uid in known or secret_path(folder, uid).exists():
+            raise UsageError(f"{folder} has a key of node {uid} already; remove it first, or choose another folder")
+    made = []
+    for uid in uids:
+        public, secret = zmq.curve_keypair()
+        path = secret_path(folder, uid)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+        known[uid] = public
+        made.append(path)
+    text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
+    temporary = folder / f".{PUBLIC_FILE}.{entropy.word(8)}"
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o644)  # the umask may be wider or narrower
+        file.write(text)
+    temporary.replace(folder / PUBLIC_FILE)
+    return made
+
+
+def _check_changers(path: Path, status: os.stat_result) -> None:
+    if status.st_uid not in (os.geteuid(), 0):
+        raise EnvironmentFault(
+            f"{path} belongs to another user (uid {status.st_uid}), who could change the keys; run chown "
+            f"{os.geteuid()} on it"
+        )
+
+
+def read_trusted(path: Path, forbidden: int, hint: str = "make keys with keygen") -> bytes:
+    """The content of a file of keys, which nobody but this user and root may change.
+
+    forbidden: permissions that nobody else may have on it. hint: what to do where it is missing. Raises
+    EnvironmentFault, with a word on what to run.
+    """
+    try:
+        _check_changers(path.parent, folder := os.stat(path.parent))
+        if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:  # sticky: nobody replaces another one's file
+            raise EnvironmentFault(
+                f"{path.parent} can be changed by others (mode {stat.S_IMODE(folder.st_mode):o}), and the keys in it "
+                f"replaced; run chmod go-w on it"
+            )
+        with open(path, "rb") as file:
+            found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, whatever its name is now
+    except OSError as error:
+        raise EnvironmentFault(f"{path}: {error.strerror}; {hint}") from error
+    _check_changers(path, found)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & forbidden:
+        what, cure = ("read", "600") if forbidden & 0o044 else ("changed", "go-w")
+        raise EnvironmentFault(f"{path} can be {what} by others (mode {mode:o}); run chmod {cure} on it")
+    return content
+
+
+def read_public(folder: Path) -> dict[int, bytes]:
+    """The allow-list of a folder. Raises EnvironmentFault naming file and line, or who else could have changed it."""
+    path = folder / PUBLIC_FILE
+    try:
+        lines = read_trusted(path, 0o022).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise EnvironmentFault(f"{path}: {error}; make keys with keygen") from error
+    found: dict[int, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) != 2 or not words[0].isdigit() or not _is_key(words[1]):
+            raise EnvironmentFault(f'{path}:{number}: must be "uid key", got {line[:80]!r}')
+        uid, key = int(words[0]), words[1].encode()
+        if uid in found or key in found.values():
+            raise EnvironmentFault(f"{path}:{number}: node {uid} or its key stands there twice")
+        found[uid] = key
+    return found
+
+
+def _is_key(text: str) -> bool:
+    with contextlib.suppress(ValueError, KeyError, UnicodeEncodeError):
+        return len(text) == 40 and len(z85.decode(text.encode("ascii"))) == 32
+    return False
+
+
+def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
+    """The keys of node `uid`. Raises EnvironmentFault when one is missing or broken, or when others could read the
+    secret one or change any."""
+    public = read_public(folder)
+    missing = [other for other in range(num_nodes) if other not in public]
+    if missing:
+        few = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+        raise EnvironmentFault(f"{folder / PUBLIC_FILE} has no key of node {few}; make keys with keygen")
+    path = secret_path(folder, uid)
+    secret = read_trusted(path, 0o077).strip()
+    try:
+        derived = zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        raise EnvironmentFault(f"{path}: not a secret key") from None
+    if derived != public[uid]:
+        raise EnvironmentFault(f"{path} does not belong to the key of node {uid} in {PUBLIC_FILE}")
+    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)}, Invited(folder))
+
+
+class Admission:
+    """Whether a newcomer may be granted a uid, as far as that is not its connection's business."""
+
+    def __init__(self, secret: bytes, security: Security | None) -> None:
+        """secret: of invitations; empty where whoever gets as far as to ask is admitted."""
+        self._secret = secret
+        self._authorized = None if security is None else security.keyring.invited
+        if secret and security is not None:  # its key is not known before, and it may do nothing but ask
+            security.keyring.invited = lambda _key: True
+
+    def __call__(self, text: str, key: str) -> Invitation | None:
+        """Returns what the invitation in `text` says; None for who needs none. Raises PeerFault ("uninvited")."""
+        if not self._secret or (key and self._authorized is not None and self._authorized(key.encode())):
+            return None
+        return opened(self._secret, text, clock.wall())
+
+
+def read_secret(path: Path, maker: str = "decentnode invite") -> bytes:
+    """The secret in a file, of invitations or of a script's ranks. maker: the command that makes such files. Raises
+    EnvironmentFault when there is none, or when others could read or change it."""
+    text = read_trusted(path, 0o077, f"make it with {maker}").strip()
+    with contextlib.suppress(ValueError):
+        if len(found := bytes.fromhex(text.decode("ascii"))) == SECRET_BYTES:
+            return found
+    raise EnvironmentFault(f"{path}: not a secret of {maker}")
+
+
+def write_secret(path: Path) -> None:
+    """Make a secret that `read_secret` reads. Raises OSError, FileExistsError among them."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(entropy.draw(SECRET_BYTES).hex().encode() + b"\n")
+
+
+def write_newcomer(folder: Path) -> bytes:
+    """Make the key pair of a node that is in no mapping; the public key, for AUTHORIZED_FILE of every member. Raises
+    UsageError where there is one."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / NEWCOMER_SECRET
+    if path.exists():
+        raise UsageError(f"{path} is there already; remove it first, or choose another folder")
+    public, secret = zmq.curve_keypair()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secret + b"\n")
+    return public
+
+
+def load_newcomer(folder: Path, uid: int = -1, seated: Mapping[int, bytes] | None = None) -> Keyring:
+    """The keys of a node that is in no mapping, whose folder has PUBLIC_FILE and its own secret. seated: the keys of
+    others that are in none. Raises EnvironmentFault as `load_keyring`."""
+    path = folder / NEWCOMER_SECRET
+    secret = read_trusted(path, 0o077).strip()
+    try:
+        own = zmq.curve_public(secret)
+    except (ValueError, zmq.ZMQError):
+        raise EnvironmentFault(f"{path}: not a secret key") from None
+    return Keyring(uid, secret, {**read_public(folder), **(seated or {}), uid: own}, Invited(folder))
+
+
+@dataclass(frozen=True)
+class Security:
+    """How a node's sockets are closed to strangers: CURVE on control, and on bulk either CURVE or a credential that is
+    given over control."""
+
+    keyring: Keyring
+    bulk: Literal["curve", "aes-gcm", "none"]
+
+    @property
+    def bulk_needs_credential(self) -> bool:
+        return self.bulk != "curve"
+
+
+GUEST = b"guest "
+"""What libzmq says of a connection by which somebody may ask to be admitted, before the key; of others, the uid."""
+
+
+class Authenticator:
+    """Answers ZeroMQ's question who may connect (RFC 27/ZAP); whoever enters is known by uid from then on.
+
+    Used by the thread that owns the sockets.
+    """
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, credentials: Mapping[int, BulkCredential],
+        refused: Callable[[str, str, str], None],
+    ) -> None:
+        """credentials: that this node gave, by uid; filled as peers ask. refused(reason, address, detail): called for
+        everybody who is not let in."""
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self._keyring, self._credentials, self._refused = keyring, credentials, refused
+
+    def answer(self) -> None:
+        """Answer everything that was asked so far; not blocking."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request, _, address, _, mechanism, *credentials = frames
+            uid, reason, detail = self._admitted(mechanism, credentials)
+            key = z85.encode(credentials[0]) if uid < 0 and not reason else b""
+            if reason:
+                self._refused(reason, address.decode(errors="replace"), detail)
+            found = GUEST + key if key else b"%d" % uid
+            status, text, who = (b"400", b"unknown", b"") if reason else (b"200", b"", found)
+            self.socket.send_multipart([version, request, status, text, who, b""])
+
+    def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
+        """(uid, or -1 of one who may ask to be admitted; why not or "", with what)."""
+        if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
+            key = z85.encode(credentials[0])
+            uid = self._keyring.uid_of.get(key, -1)
+            known = uid >= 0 or self._keyring.invited(key)
+            return (uid, "", "") if known else (-1, "stranger", f"key {key.decode()}")
+        if mechanism == b"PLAIN" and len(credentials) == 2 and credentials[0].isdigit() and len(credentials[0]) < 8:
+            uid = int(credentials[0])
+            given = self._credentials.get(uid)
+            reason = "stranger" if given is None else given.refusal(credentials[1])
+            return uid, reason or "", f"bulk login as node {uid}"
+        return -1, "stranger", mechanism.decode(errors="replace")
