@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,22 +17,19 @@ from decentnode.errors import Diverged, EnvironmentFault, PeerLost
 from decentnode.experiment import Experiment
 from decentnode.experiment.records import RunConfig
 from decentnode.launch.messages import ChildMessage, Progress
+from decentnode.launch.node_status import StatusWriter
 from decentnode.launch.run_dir import APART, node_dir
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.history import History
 from decentnode.metrics.reader import read
-from decentnode.metrics.writer import MetricsWriter, encode, finite
+from decentnode.metrics.writer import MetricsWriter, finite
 from decentnode.models.lora import adapter_names, folded
 from decentnode.node.node import Node
 from decentnode.node.trace import NodeTrace
-from decentnode.system import replacing, write_atomic
+from decentnode.system import replacing
 from decentnode.tensors import FlatModel
 
 Send = Callable[[ChildMessage], None]
-STATUS_SECONDS, MAX_STATUS_SECONDS = 1.0, 30.0
-"""Shortest and longest time between two writings of status.json."""
-STATUS_SHARE = 0.01
-"""What of a core the writing may take: of a process with hundreds of nodes it would take a tenth."""
 
 
 @contextlib.contextmanager
@@ -90,50 +85,6 @@ class Reporter:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-
-class StatusWriter(threading.Thread):
-    """Writes the status.json of nodes once per second until `close`, rarer where that takes more than STATUS_SHARE, in
-    a thread of its own: the training thread is neither asked nor waits, so that a node that hangs is seen to hang, with
-    the nodes that it waits for."""
-
-    def __init__(self, nodes: Mapping[Path, Node]) -> None:
-        """nodes: of this process, by their file."""
-        super().__init__(name="status", daemon=True)
-        self._nodes = dict(nodes)
-        self._over = threading.Event()
-        self._last: dict[Path, dict[str, Any]] = {}
-        self._ends: dict[int, str] = {}
-        """uid -> how the node ended."""
-
-    def run(self) -> None:
-        pause = STATUS_SECONDS
-        while not self._over.wait(pause):
-            began = clock.thread_cpu()
-            self._write()
-            pause = pause_after(clock.thread_cpu() - began)
-        self._write()
-
-    def _write(self) -> None:
-        for path, node in self._nodes.items():
-            found, last = snapshot(node, self._ends.get(node.uid, "")), self._last.get(path, {})
-            if {k: v for k, v in found.items() if k != "time"} != {k: v for k, v in last.items() if k != "time"}:
-                self._last[path] = found
-                with contextlib.suppress(OSError):
-                    write_atomic(path, encode(found).decode())
-
-    def close(self, ends: Mapping[int, str]) -> None:
-        """Write once more, with what each node's end was (finished, stopped, left, failed), by uid, and end the thread.
-        Blocking for 5 s at most."""
-        self._ends = dict(ends)
-        self._over.set()
-        if self.is_alive():
-            self.join(5)
-
-
-def pause_after(seconds: float) -> float:
-    """Returns how long to wait after a writing that took so much of a core."""
-    return min(max(STATUS_SECONDS, seconds / STATUS_SHARE), MAX_STATUS_SECONDS)
 
 
 class NodeRecords:
@@ -218,27 +169,6 @@ def _log_failure(log: EventLog, error: BaseException) -> None:
     peers: list[int | None] = [*error.missing] if isinstance(error, PeerLost) else []
     for peer in peers or [None]:
         log(kind, peer, str(error))
-
-
-def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
-    """Returns the state of a node as plain numbers and texts. Any thread may call it."""
-    communication = node.communication
-    waiting = communication.waiting
-    whom, since = waiting if waiting is not None else ((), 0.0)
-    return {
-        "uid": node.uid, "pid": os.getpid(), "time": clock.wall(), "round": node.round, "rounds": node.config.rounds,
-        "doing": doing or node.doing, "waiting_for": list(whom),
-        "waiting_seconds": round(clock.now() - since, 1) if whom else 0.0,
-        "edges": {
-            str(uid): {
-                "sent": edge.payload_bytes_sent, "received": edge.payload_bytes_received,
-                "chunks": edge.frames_sent, "resends": edge.resends, "wait_seconds": round(edge.wait_seconds, 3),
-            }
-            for uid, edge in sorted(communication.counters.known())
-            if edge.frames_sent or edge.frames_received or edge.wait_seconds
-        },
-        "faults": dict(communication.counters.faults),
-    }  # fmt: skip
 
 
 def save(module: nn.Module, path: Path, without: Collection[str] = ()) -> None:

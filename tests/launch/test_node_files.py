@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decentnode import clock
+from decentnode import clock, system
 from decentnode.communication.base import Counters
 from decentnode.errors import EnvironmentFault
-from decentnode.launch import node_files
+from decentnode.launch import node_status
 from decentnode.launch.messages import ChildMessage, Progress
-from decentnode.launch.node_files import Reporter, StatusWriter, load_merged, save, save_node, snapshot
+from decentnode.launch.node_files import Reporter, load_merged, save, save_node
+from decentnode.launch.node_status import StatusWriter, snapshot
 from decentnode.launch.run_dir import take_merged
 from tests.node.fakes import Quadratic
 
@@ -93,9 +94,9 @@ def test_a_snapshot_names_whom_a_node_waits_for_and_the_edges_that_carried_somet
 def test_the_status_is_written_while_the_node_runs_and_says_how_it_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_files, "STATUS_SECONDS", 0.01)
+    monkeypatch.setattr(node_status, "STATUS_SECONDS", 0.01)
     written: list[dict[str, Any]] = []
-    monkeypatch.setattr(node_files, "write_atomic", lambda path, text: written.append(json.loads(text)))
+    monkeypatch.setattr(node_status, "write_atomic", lambda path, text: written.append(json.loads(text)))
     node = fake_node()
     status = StatusWriter({tmp_path / "status.json": node})
     status.start()
@@ -106,15 +107,35 @@ def test_the_status_is_written_while_the_node_runs_and_says_how_it_ended(
     assert [each["doing"] for each in written] == ["exchange", "stopped"], "again only where something changed"
 
 
+def test_a_node_that_was_started_again_counts_on(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    for received, wait in ((5, 0.5), (2, 0.25)):
+        node = fake_node()
+        edge = node.communication.counters.edge(3)
+        edge.frames_sent, edge.payload_bytes_received, edge.wait_seconds = 1, received, wait
+        node.communication.counters.fault("stale_round", 3, "")
+        status = StatusWriter({path: node})
+        status.start()
+        status.close({})
+    found = json.loads(path.read_text())
+    assert found["edges"]["3"] == {"sent": 0, "received": 7, "chunks": 2, "resends": 0, "wait_seconds": 0.75}
+    assert found["faults"] == {"stale_round": 2}
+    path.write_text("[]")
+    status = StatusWriter({path: fake_node()})
+    status.start()
+    status.close({})
+    assert json.loads(path.read_text())["edges"] == {}
+
+
 def test_a_full_disk_does_not_end_the_status_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_files, "STATUS_SECONDS", 0.01)
+    monkeypatch.setattr(node_status, "STATUS_SECONDS", 0.01)
     tried: list[str] = []
 
     def full(path: Path, text: str) -> None:
         tried.append(json.loads(text)["doing"])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_files, "write_atomic", full)
+    monkeypatch.setattr(node_status, "write_atomic", full)
     status = StatusWriter({tmp_path / "status.json": fake_node()})
     status.start()
     while not tried:
@@ -136,7 +157,7 @@ def test_a_model_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     def interrupted(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_files.os, "replace", interrupted)
+    monkeypatch.setattr(system.os, "replace", interrupted)
     with pytest.raises(EnvironmentFault, match="No space left"):
         save(torch.nn.Linear(2, 3), path)
     assert path.read_bytes() == before and [each.name for each in tmp_path.iterdir()] == [path.name]
@@ -178,4 +199,4 @@ def test_a_merged_model_is_parameters_then_buffers() -> None:
 
 
 def test_writing_the_status_of_many_nodes_takes_no_more_than_a_hundredth_of_a_core() -> None:
-    assert [node_files.pause_after(seconds) for seconds in (0.0, 0.005, 0.04, 2.0)] == [1.0, 1.0, 4.0, 30.0]
+    assert [node_status.pause_after(seconds) for seconds in (0.0, 0.005, 0.04, 2.0)] == [1.0, 1.0, 4.0, 30.0]

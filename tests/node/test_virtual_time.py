@@ -15,7 +15,8 @@ from decentnode.build import build_in_process
 from decentnode.communication.inproc import Inproc
 from decentnode.experiment import load
 from decentnode.launch.messages import ChildMessage
-from decentnode.launch.node_files import Reporter, snapshot
+from decentnode.launch.node_files import Reporter
+from decentnode.launch.node_status import snapshot
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.reader import read
 from decentnode.metrics.writer import encode
