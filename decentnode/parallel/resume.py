@@ -60,6 +60,31 @@ def take_up(wrapper: DecentralizedDataParallel, state: Mapping[str, Any]) -> Non
         bucket.rule.load_state_dict(each)
 
 
+def accumulated(wrapper: DecentralizedDataParallel) -> dict[str, Any]:
+    """The gradients that backward passes have added up and no step has used yet, and whether the next pass adds its own
+    to them. They are no part of a wrapper's state: who loads that elsewhere begins a step with none, as in torch."""
+    gradients = {name: _parts(p.grad) for name, p in wrapper._named if p.grad is not None}
+    return {"gradients": gradients, "goes_on": wrapper._watch.accumulating}
+
+
+def take_up_accumulated(wrapper: DecentralizedDataParallel, state: Mapping[str, Any]) -> None:
+    """Puts back what `accumulated` returned; {}: nothing was added up."""
+    gradients = state.get("gradients", {})
+    for name, p in wrapper._named:
+        found = gradients.get(name)
+        if isinstance(found, Mapping):
+            found = torch.sparse_coo_tensor(found["indices"], found["values"], p.shape, check_invariants=True)
+        p.grad = None if found is None else found.to(p.device)
+    wrapper._watch.accumulating = bool(state.get("goes_on", wrapper._watch.accumulating))
+
+
+def _parts(gradient: Tensor) -> Tensor | dict[str, Tensor]:
+    """A gradient as checkpoints keep it: a sparse one, as of an Embedding, in its parts, in the order of their sums."""
+    if gradient.layout is torch.strided:
+        return gradient
+    return {"indices": gradient._indices(), "values": gradient._values()}
+
+
 def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> T:
     """What `load` returns, which loads a state into the wrapper. Blocking: all ranks do it, or all raise and may go on
     training from what they have loaded by then. Raises what `load` raised here, else AssemblyError, PeerLost."""

@@ -35,6 +35,7 @@ from decentnode.metrics.writer import MetricsWriter
 from decentnode.metrics.writer import encode as line_of
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
+from decentnode.parallel.resume import accumulated, take_up_accumulated
 from decentnode.parallel.train_ranks import checkpoints_of_anybody, ranks_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
@@ -145,6 +146,8 @@ class TrainingRun:
         self._sent = 0
         """Bytes that earlier processes of the run had sent."""
         self._epoch: _Epoch | None = None
+        self._random: dict[str, Any] | None = None
+        """The states of the process's random generators at which the run goes on, until it does."""
         came = model._member is not None and model._member.came_at is not None
         if came:
             self.done = self._epoch_of_step()
@@ -202,6 +205,9 @@ class TrainingRun:
         """Yields the numbers of the epochs that are to be trained, from 0 or from where the run goes on; between them
         it records, evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
+        if self._random is not None:  # not before: what the script has drawn by here it draws alike whenever it begins
+            load_streams(self._random, self._device)
+            self._random = None
         if self.done == 0 and not self._ranks.came_now:
             self.evaluate()
         while self.done < total:
@@ -292,7 +298,8 @@ class TrainingRun:
 
     def _state(self) -> dict[str, Any]:
         return {"wrapper": self.model.full_state_dict(), "random": streams(self._device),
-                "also": {name: each.state_dict() for name, each in self._also.items()}}  # fmt: skip
+                "also": {name: each.state_dict() for name, each in self._also.items()},
+                "accumulated": accumulated(self.model)}  # fmt: skip
 
     def _save(self) -> None:
         """Blocking until the disks of all ranks have it, where ranks stay: only then older ones go, since such a run
@@ -329,7 +336,8 @@ class TrainingRun:
         self.model.load_state_dict(state["wrapper"])
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
-        load_streams(state["random"], self._device)
+        take_up_accumulated(self.model, state.get("accumulated", {}))
+        self._random = state["random"]
         self.done = manifest.cut.round
         if self._ranks.folder is None:
             for later in (one.cut for one in found if one.cut.round > self.done):  # this rank alone has it

@@ -104,7 +104,12 @@ def test_a_checkpoint_goes_when_all_ranks_have_the_next(tmp_path: Path) -> None:
 
 def test_the_generators_of_the_process_go_on(tmp_path: Path) -> None:
     for whole, parts in run_ranks(2, recording.drawing, str(tmp_path)):
-        assert whole == parts and len(whole) == 3
+        assert whole == parts and len(whole) == 5
+
+
+def test_gradients_that_are_added_up_over_the_end_of_an_epoch_are_kept(tmp_path: Path) -> None:
+    for whole, parts in run_ranks(2, recording.added_up, str(tmp_path)):
+        assert whole == parts and whole[1] == 5
 
 
 def test_a_run_without_its_first_files_begins_anew(tmp_path: Path) -> None:

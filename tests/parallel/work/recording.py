@@ -134,7 +134,7 @@ def uneven_disks(rank: int, n: int, runs: str) -> tuple[list[str], list[int]]:
 
 
 def drawing(rank: int, n: int, runs: str) -> list[list[float]]:
-    """What a script draws after its first epoch from the generators of the process: at one go, and when it goes on."""
+    """What a script draws before its epochs and in the second of them: at one go, and when it goes on."""
     drawn: list[list[float]] = [[], []]
     for number, epochs in ((0, 2), (1, 1), (1, 2)):
         torch.manual_seed(rank)
@@ -142,12 +142,43 @@ def drawing(rank: int, n: int, runs: str) -> list[list[float]]:
         np.random.seed(rank)
         model = wrapped()
         with TrainingRun(model, "script", runs=f"{runs}/{number}", resume=True) as run:
+            drawn[number] = torch.rand(2).tolist()  # such as the script's data
             for epoch in run.epochs(epochs):
                 model(torch.ones(2, 4)).sum().backward()
                 found = [random.random(), float(np.random.rand()), float(torch.rand(1))]
                 drawn[number] += found if epoch == 1 else []
         model.close()
     return drawn
+
+
+class Looked(nn.Module):
+    """With gradients that are sparse, dense, and of no step's first passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, number: int) -> torch.Tensor:
+        x = self.table(torch.tensor([number % 6, (number + 1) % 6, 2]))
+        return self.linear(x if number % 2 else x.detach()).square().mean()
+
+
+def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
+    """The parameters and steps of a training whose steps of three passes do not end with its epochs of four: at one go,
+    and when it goes on after each epoch."""
+    found = []
+    for name, parts in (("whole", [4]), ("parts", [1, 2, 3, 4])):
+        for epochs in parts:
+            torch.manual_seed(0)
+            model = DecentralizedDataParallel(Looked(), optimizer=partial(torch.optim.SGD, lr=0.05))
+            with TrainingRun(model, "script", runs=f"{runs}/{name}", resume=True) as run:
+                for epoch in run.epochs(epochs):
+                    for number in range(4 * epoch, 4 * epoch + 4):
+                        model.set_accumulate_grad(number % 3 != 2)
+                        (model(number) * (1 + rank)).backward()
+            model.close()
+        found.append((flat(model.module).tolist(), model.steps))
+    return found
 
 
 def refusals(rank: int, n: int, runs: str) -> list[str]:
