@@ -107,7 +107,7 @@ class StruckRun:
         regroups = experiment.node.missing == "regroup"
         made = StruckWorld(Setting(
             experiment.make_graph().num_nodes, config.model_copy(update={"checksum": "xxh3"}),
-            limits_of(experiment) if regroups else None, Faults(links=LINK, plan=experiment.faults),
+            limits_of(experiment) if regroups else None, Faults(links=LINK, plan=experiment.make_faults()),
             seed=experiment.seed, compute_seconds=lambda uid, round: float(compute.seconds(round)[uid]),
         ), self._make_node)  # fmt: skip
         made.restarts = experiment.node.restarts if regroups else 0

@@ -48,8 +48,8 @@ class Strikes:
             for uid in each["nodes"] if uid in local
         ]  # fmt: skip
         heapq.heapify(self._due)
-        self._paused: list[tuple[float, int, Worker]] = []
-        """A heap of who is suspended, and until when (`clock.now()`)."""
+        self._paused: list[tuple[float, Worker]] = []
+        """Who is suspended, each once, and until when (`clock.now()`)."""
         self.began: float | None = None
         """When the run began (`clock.now()`); None before."""
         self.counts: Counter[str] = Counter()
@@ -64,12 +64,13 @@ class Strikes:
     def next(self) -> float:
         """When `tick` has something to do (`clock.now()`)."""
         due = math.inf if self.began is None or self._over or not self._due else self.began + self._due[0][0]
-        return min(due, self._paused[0][0] if self._paused else math.inf)
+        return min((due, *(until for until, _ in self._paused)))
 
     def tick(self, now: float, processes: Processes) -> None:
         """Do what is due."""
-        while self._paused and self._paused[0][0] <= now:
-            _, _, worker = heapq.heappop(self._paused)
+        over = [worker for until, worker in self._paused if until <= now]
+        self._paused = [each for each in self._paused if each[0] > now]
+        for worker in over:
             _signal(worker, signal.SIGCONT)
         while self.began is not None and not self._over and self._due and self.began + self._due[0][0] <= now:
             _, index, uid = heapq.heappop(self._due)
@@ -89,7 +90,7 @@ class Strikes:
         """The run ends: nobody is struck any more, and who is suspended goes on."""
         self._over = True
         while self._paused:
-            _signal(heapq.heappop(self._paused)[2], signal.SIGCONT)
+            _signal(self._paused.pop()[1], signal.SIGCONT)
 
     def strike(self, uid: int, index: int, processes: Processes) -> None:
         """Bring a fault of the plan about; nothing happens to a node that has ended, or once the run ends."""
@@ -103,9 +104,14 @@ class Strikes:
             worker.struck = True
             worker.kill()
         else:
-            _signal(worker, signal.SIGSTOP)
-            heapq.heappush(self._paused, (clock.now() + float(fault["seconds"]), uid, worker))
+            self._pause(worker, clock.now() + float(fault["seconds"]))
         self._note(uid, fault)
+
+    def _pause(self, worker: Worker, until: float) -> None:
+        """Suspend a process; one that is suspended already stays so for the longer of both times."""
+        longest = max([until, *(before for before, each in self._paused if each is worker)])
+        self._paused = [(longest, worker), *(each for each in self._paused if each[1] is not worker)]
+        _signal(worker, signal.SIGSTOP)
 
     def _note(self, uid: int, fault: Mapping[str, Any]) -> None:
         """Write it to the events of the node, whose process cannot."""

@@ -102,3 +102,12 @@ def test_pairs_end_with_a_node_that_is_long_in_its_round(tmp_path: Path, factor:
     made, told = run(of(slow, node=node, communication=communication, training=training), tmp_path)
     assert {each.uid for each in told[Finished]} == set(range(NODES)) and Failed not in told
     assert made.world.heap.now < 0.01 * factor + 1, "a round of the slow node, and no time-out"
+
+
+def test_without_generations_the_faults_by_chance_are_those_of_the_plan(tmp_path: Path) -> None:
+    """How many rounds there are decides what is drawn for the next node."""
+    chance = {"do": "slow", "nodes": "all", "factor": 2, "seconds": 0.1, "probability": 0.3}
+    experiment = of(chance, node={"rounds": ROUNDS, "evaluate_every": 0})
+    made, _ = run(experiment, tmp_path)
+    plan = experiment.make_faults()
+    assert made.world.happened == {"slow": len(plan)} and {each.uids for each in plan} == {(u,) for u in range(NODES)}

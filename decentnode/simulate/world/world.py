@@ -103,7 +103,7 @@ class Process:
         )  # fmt: skip
 
     def _compute_seconds(self, round: int) -> float:
-        return self.world.setting.compute_seconds(self.uid, round) * self.world.slowness.get(self.uid, 1.0)
+        return self.world.setting.compute_seconds(self.uid, round) * math.prod(self.world.slowness.get(self.uid, ()))
 
     def _life(self) -> Steps[None]:
         if self.life or self.granted is not None:
@@ -201,8 +201,8 @@ class World:
         self.setting, self.make_node, self.witness = setting, make_node, witness or Witness()
         self.heap = EventHeap()
         self.network = VirtualNetwork(self.heap, setting.faults.links, setting.seed)
-        self.slowness: dict[int, float] = {}
-        """By uid: how many times as long local steps take."""
+        self.slowness: dict[int, list[float]] = {}
+        """By uid: how many times as long local steps take, as each of the faults in effect says."""
         self.lives: list[Process] = []
         """All processes, in the order in which they began."""
         self.processes: dict[int, Process] = {}
@@ -319,9 +319,11 @@ class World:
                 self.heap.after(lasts(fault), lambda: network.rules.remove(rule))
 
     def _slow_down(self, uid: int, fault: Slow) -> None:
-        def recover() -> None:
-            self.slowness.pop(uid, None)
+        factors = self.slowness.setdefault(uid, [])
 
-        self.slowness[uid] = fault.factor
+        def recover() -> None:
+            factors.remove(fault.factor)
+
+        factors.append(fault.factor)
         if lasts(fault) < math.inf:
             self.heap.after(lasts(fault), recover)

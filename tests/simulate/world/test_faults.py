@@ -310,3 +310,14 @@ def test_nobody_is_suspected_whose_answers_wait_behind_models_in_a_full_link() -
     history.watch(world)
     assert world.run(LIMIT) and world.heap.now > 4 * 8 and not any(process.error for process in world.lives)
     assert not history.events["suspected"] and not history.events["generation_over"]
+
+
+def test_of_two_faults_that_slow_a_node_down_each_counts_for_its_own_time() -> None:
+    """As on machines (node/faults.py)."""
+    _, world = world_with(Slow(nodes=(1,), at_seconds=1.0, factor=3, seconds=10.0),
+                          Slow(nodes=(1,), at_seconds=2.0, factor=2, seconds=2.0), rounds=LONG)  # fmt: skip
+    found = {}
+    for at in (1.5, 3.0, 5.0, 12.0):
+        world.heap.at(at, lambda at=at: found.update({at: world.processes[1]._compute_seconds(0)}))  # type: ignore[misc]
+    assert world.run(LIMIT)
+    assert found == {1.5: 3 * STEP_SECONDS, 3.0: 6 * STEP_SECONDS, 5.0: 3 * STEP_SECONDS, 12.0: STEP_SECONDS}
