@@ -85,6 +85,8 @@ class Facts:
     """Whether the records of all nodes are checked when the run is over."""
     min_nodes: int = 1
     """The least number of nodes of a generation."""
+    newcomers: int = 0
+    """How many nodes the run admits that are not in the mapping."""
     trackers: list[dict[str, Any]] = field(default_factory=list)
     """The sections of `run.trackers`."""
     finished: str = ""

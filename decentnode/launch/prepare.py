@@ -151,6 +151,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         faults=[fault.model_dump(mode="json", exclude_none=True) for fault in experiment.make_faults()],
         checked=bool(experiment.faults) and experiment.run.record is not False,
         min_nodes=limits_of(experiment).min_nodes,
+        newcomers=experiment.node.newcomers,
         trackers=[each.model_dump(mode="json") for each in experiment.run.trackers],
         resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
         resume_runs=[] if found is None else list(found.runs),

@@ -117,6 +117,8 @@ class Run:
         self._kill_at: float | None = None
         """When all children are killed, once the run has failed or the user asked for it."""
         self._first_finish: float | None = None
+        self._alone_since: float | None = None
+        """Since when nobody is left that could let those in that were started again; `clock.now()`."""
         self._heard = 0.0
         """When a node last told of its progress; `clock.now()`."""
         self._cause_told = False
@@ -306,6 +308,9 @@ class Run:
         again = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < self.facts.restarts]
         if not again or self.signals.received or self._first_finish:
             return None
+        if self._nobody_is_left and not any(worker.alive for worker in self.nodes.workers):
+            self.observer.notice("all nodes have died: none is left that could let them in again")
+            return None
         for uid in again:
             self.ledger.restarted(uid)
             self.observer.restarted(uid)
@@ -324,6 +329,14 @@ class Run:
         self.observer.restarted(uid)
         self.observer.notice(f"node {uid} is started again, as `faults` says")
         self.nodes.add_apart(uid, self.nodes.start_again([uid], self._strikes.began))
+
+    @property
+    def _nobody_is_left(self) -> bool:
+        """Whether every node of the run has died, or left, and none of those that were started again is a member yet:
+        nobody has a model any more, nor could let another one in. Unknown, and False, where some may be elsewhere."""
+        elsewhere = self.facts.newcomers or self.request.join or len(self.facts.local) < self.facts.num_nodes
+        gone = self.ledger.lost.keys() | self.ledger.left.keys()
+        return self.facts.regroup and not elsewhere and gone.issuperset(self.facts.local)
 
     def _start_apart(self, uid: int) -> None:
         """Start a node again that failed alone, while the others of its process go on: in a process of its own."""
@@ -408,6 +421,10 @@ class Run:
             if now >= self._kill_at:
                 self._kill_all()
             return
+        if late and self._nobody_is_left:
+            self._end_without_any(now)
+            return
+        self._alone_since = None
         if self.phase == "starting" and late and waited > limit:
             self._give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
         elif self.phase == "joining" and late and waited > limit + ASSEMBLY_MARGIN_SECONDS:
@@ -487,6 +504,17 @@ class Run:
                 worker.kill()
         if behind:
             self.observer.notice(f"node {names(sorted(behind))}: left behind, not back in time before the run was over")
+
+    def _end_without_any(self, now: float) -> None:
+        """End those that were started again: no other node can let them in. Not at once, as one of them may be about to
+        tell that it is back in the run."""
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < ECHO_SECONDS:
+            return
+        first = next(iter(self.ledger.lost.values()))
+        title = f"{first.title}: all nodes have died, and none is left that could let them in again"
+        self._on_failure(Failed(first.uid, first.exit_code, title, title))
+        self._kill_at = now
 
     def _give_up(self, late: list[int], exit_code: int, what: str) -> None:
         title = f"node {names(late)}: {what}"

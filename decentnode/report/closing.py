@@ -68,11 +68,18 @@ def _lost(summary: Mapping[str, Any]) -> list[str]:
     """Of nodes that the others went on without to the end."""
     alike: dict[str, list[int]] = {}
     for uid, title in summary.get("lost", {}).items():
-        alike.setdefault(str(title).partition("\n")[0].removeprefix(f"node {uid}"), []).append(int(uid))
-    told = [f"node {names(sorted(uids))}{what if what[:1] in ('', ' ', ':') else f': {what}'}"
-            for what, uids in alike.items()]  # fmt: skip
+        alike.setdefault(_without(f"node {uid}", str(title).partition("\n")[0]), []).append(int(uid))
+    found = {f"node {names(sorted(uids))}": what for what, uids in alike.items()}
+    told = [f"{who}{what if what[:1] in ('', ' ', ':') else f': {what}'}"
+            for who, what in ((who, _without(who, what)) for who, what in found.items())]  # fmt: skip
     more = f"; and {plural(len(told) - MOST_NAMED, 'other')}" if len(told) > MOST_NAMED else ""
     return [f"lost     {'; '.join(told[:MOST_NAMED])}{more}"] if told else []
+
+
+def _without(who: str, title: str) -> str:
+    """A title without the nodes that it begins with, where these are the ones that it is told of."""
+    rest = title.removeprefix(who)
+    return rest if rest[:1] in ("", " ", ":") else title
 
 
 def _main_metric(summary: Mapping[str, Any]) -> str:

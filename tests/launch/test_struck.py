@@ -137,6 +137,22 @@ def test_killed_paused_and_with_lossy_connections_a_run_goes_on_and_is_checked(t
     assert {"drop count", "duplicate count", "reorder count", "delay count"} <= {*strikes(outcome, 0)}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_run_whose_nodes_are_all_killed_is_over(tmp_path: Path, together: int) -> None:
+    """Whatever `node.restarts` says: nobody is left who has a model, or could let another one in."""
+    listener = Listener(tmp_path / "none")
+    began = clock.now()
+    outcome = run(tmp_path, listener, node={"rounds": 30, "evaluate_every": 0, "missing": "regroup", "restarts": 9},
+                  graph={"name": "complete", "nodes": 4}, faults=[{"do": "kill", "nodes": "all", "at_round": 5}],
+                  mapping={"name": "linear", "nodes_per_process": together},
+                  communication={"name": "auto", "timeout_seconds": 60})  # fmt: skip
+    assert outcome.exit_code == 8 and clock.now() - began < 200, "nobody waited to be let in"
+    told = "; ".join([*listener.notices, *(each.text for each in listener.failures)])
+    assert "all nodes have died" in told and "none is left that could let them in again" in told
+    assert set(outcome.summary["lost"]) == {"0", "1", "2", "3"}
+
+
 @pytest.mark.parametrize("together", [1, 2])
 def test_models_that_faults_strike_go_through_sockets_on_every_transport_and_arrive_whole(
     tmp_path: Path, together: int

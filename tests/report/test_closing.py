@@ -50,6 +50,10 @@ def test_nodes_that_never_came_back_are_named_with_the_reason() -> None:
     assert "lost     node 1 was killed by SIGKILL; node 3: silent for 8 s after other nodes had finished" in found
     alike = closing(summary(lost={str(uid): f"node {uid}: left behind" for uid in (5, 6, 7)}))
     assert "lost     node 5-7: left behind" in alike
+    shared = closing(summary(lost={str(uid): "node 0-3 was killed" for uid in range(4)}))
+    assert "lost     node 0-3 was killed" in shared, "nodes of one process have one title, whoever begins it"
+    some = closing(summary(lost={str(uid): "node 0-3 was killed" for uid in (0, 2)}))
+    assert "lost     node 0, 2: node 0-3 was killed" in some
     many = closing(summary(lost={str(uid): f"error {uid}" for uid in range(7)}))
     assert any(line.startswith("lost ") and line.endswith("; node 4: error 4; and 2 others") for line in many)
 
