@@ -40,7 +40,8 @@ def state(worker: Worker) -> str:
 
 def test_of_two_pauses_at_once_the_longer_one_counts(worker: Worker) -> None:
     """Whichever came first; so does one that is struck in between, in its own time."""
-    plan: list[dict[str, Any]] = [{"do": "pause", "nodes": [3], "at_round": 1, "seconds": each} for each in (60, 20, 90)]
+    pause = {"do": "pause", "nodes": [3], "at_round": 1}
+    plan: list[dict[str, Any]] = [{**pause, "seconds": each} for each in (60, 20, 90)]
     processes = SimpleNamespace(worker_of=lambda _uid: worker)
     strikes = Strikes(plan, [3], None)
     now = clock.now()
