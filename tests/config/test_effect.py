@@ -71,6 +71,19 @@ def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedul
     assert not load(path, ["weights=null"], {}).doubts and not load(path, ["node.schedule=gossip_async"], {}).doubts
 
 
+def test_weights_that_a_rule_with_servers_does_not_read_are_a_warning(write: Any) -> None:
+    sets = ["graph={name: star, nodes: 4}", "sharing={name: fedavg}"]
+    (doubt,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).doubts
+    assert doubt.startswith("a.yaml:6:1: weights: fedavg takes the mean of what the clients changed, and reads no")
+    assert not load(write(BASE), sets, {}).doubts
+
+
+@pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
+def test_only_rules_that_would_do_are_named(write: Any, schedule: str) -> None:
+    told = said(write(f"{BASE}sharing: {{name: choco}}\nnode: {{schedule: {schedule}}}\n"))
+    assert "; sharing: full would do, or schedule: sequential" in told
+
+
 @pytest.mark.parametrize("key", ["keys", "invitations"])
 def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: str) -> None:
     port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"

@@ -36,9 +36,10 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
     if not SCHEDULES[name].asynchronous:
         return
     if not vars(load_class(sharing.name, SHARINGS, "sharing")).get("ASYNCHRONOUS", False):
+        would_do = "full or push_sum" if name == "gossip_async" else "full"
         yield Problem(("node", "schedule"), f": {sharing.name} needs what its neighbors send in one round, got {name}, "
-                      "in which nodes are in different ones; sharing: full or push_sum would do, or schedule: "
-                      "sequential", other=("sharing",))  # fmt: skip
+                      f"in which nodes are in different ones; sharing: {would_do} would do, or schedule: sequential",
+                      other=("sharing",))  # fmt: skip
     elif getattr(sharing, "compression", None) is not None and sharing.name == "push_sum":
         yield Problem(("sharing", "compression"), f": running sums must arrive as they are, got a codec with {name}; "
                       "leave it out", other=("node", "schedule"))  # fmt: skip
@@ -102,12 +103,14 @@ def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
 
 
 def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
-    """Warns of weights that the schedule does not look at: a file that this one extends may have them."""
+    """Warns of weights that neither the schedule nor the rule looks at: a file that this one extends may have them."""
     takes = {"epidemic": "the plain mean of the models that came", "ad_psgd": "the mean of two models"}
-    what = takes.get(experiment.node.schedule)
+    serves = bool(experiment.servers())
+    name = experiment.sharing.name if serves else experiment.node.schedule
+    what = "the mean of what the clients changed" if serves else takes.get(name)
     if experiment.weights is not None and what is not None:
-        yield Problem(("weights",), f": {experiment.node.schedule} takes {what}, and reads no weights; leave the "
-                      "section out, or write weights: null", doubt=True, other=("node", "schedule"))  # fmt: skip
+        yield Problem(("weights",), f": {name} takes {what}, and reads no weights; leave the section out, or write "
+                      "weights: null", doubt=True, other=("sharing",) if serves else ("node", "schedule"))  # fmt: skip
 
 
 def _pairs(experiment: Experiment) -> Iterator[Problem]:

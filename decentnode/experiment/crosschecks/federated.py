@@ -10,6 +10,7 @@ from decentnode.experiment.crosschecks.parts import graph_of, spec_of
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
 from decentnode.sharing.federated.rounds import FederatedConfig
+from decentnode.sharing.federated.sampling import count_of
 from decentnode.sharing.federated.scaffold import ScaffoldConfig
 from decentnode.training.supervised_config import SupervisedConfig
 
@@ -21,13 +22,10 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
     if not isinstance(config, FederatedConfig) or graph is None or not graph.servers:
         return
     clients = min(map(len, graph.servers.values()))
-    for key in ("clients", "min_clients"):
-        wanted = getattr(config, key)
-        if wanted is not None and wanted > clients:
-            message = f"must be at most {clients}, the clients of a server, got {wanted}"
-            yield Problem(("sharing", key), message, other=("graph",))
     if not clients:
         yield Problem(("graph",), ": a server has no clients; more nodes would do", other=("sharing",))
+    else:
+        yield from _so_many_answer(config, clients)
     several = len(graph.servers) > 1
     if several and config.gossip_every is None:
         yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; gossip_every: 1 would "
@@ -38,6 +36,19 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
     if config.deadline_seconds is not None and experiment.node.missing != "return_weight":
         yield Problem(("node", "missing"), ": sharing.deadline_seconds leaves late clients out of a round, which needs "
                       f"missing: return_weight, got {experiment.node.missing}", other=("sharing",))  # fmt: skip
+
+
+def _so_many_answer(config: FederatedConfig, clients: int) -> Iterator[Problem]:
+    """As many clients as a round has, and as must answer in it, are there. clients: of the server with the fewest."""
+    if config.clients is not None and config.clients > clients:
+        yield Problem(("sharing", "clients"), f"must be at most {clients}, the clients of a server, got "
+                      f"{config.clients}", other=("graph",))  # fmt: skip
+    taking_part = count_of(clients, config.fraction, None)
+    if config.min_clients > taking_part:
+        who = "the clients of a server" if config.fraction is None else \
+            f"the clients of a round (fraction {config.fraction:g} of {clients})"  # fmt: skip
+        yield Problem(("sharing", "min_clients"), f"must be at most {taking_part}, {who}, got {config.min_clients}",
+                      other=("graph",))  # fmt: skip
 
 
 def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
@@ -73,6 +84,9 @@ def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
         got = f"sgd with momentum {momentum:g}" if optimizer.name == "sgd" else optimizer.name
         yield Problem(("training", "optimizer"), f"must be sgd without momentum with {config.name}, which takes "
                       f"gradients from what its steps changed, got {got}", other=("sharing",))  # fmt: skip
+    if optimizer.arguments().get("maximize"):
+        yield Problem(("training", "optimizer"), f"must not have maximize with {config.name}, whose control variates "
+                      "are those of steps against the gradient, got true", other=("sharing",))  # fmt: skip
     schedule = training.lr_schedule
     if schedule.every == "step" and schedule.name != "constant":
         yield Problem(("training", "lr_schedule", "every"), f"must be round with {config.name}, whose steps of a round "

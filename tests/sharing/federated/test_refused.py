@@ -26,6 +26,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "both": ({"clients": 2, "fraction": 0.5}, {}, "must have fraction or clients, got both"),
     "least": ({"min_clients": 9}, {}, "sharing.min_clients must be at most 6"),
     "least of a round": ({"clients": 2, "min_clients": 3}, {}, "min_clients must be at most the 2 clients of a round"),
+    "least of a fraction": ({"fraction": 0.34, "min_clients": 3}, {}, r"sharing.min_clients must be at most 2, the "
+                            r"clients of a round \(fraction 0.34 of 6\), got 3"),
     "deadline": ({"deadline_seconds": 3}, {}, r"node.missing: .*needs missing: return_weight, got fail"),
     "gossip of one": ({"gossip_every": 2}, {}, "sharing.gossip_every: needs several servers, got one"),
     "several": ({}, {"graph": {"name": "star", "nodes": 6, "servers": {"name": "ring", "nodes": 3}},
@@ -39,6 +41,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "momentum": ({"name": "scaffold"}, {"training": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}},
                  "training.optimizer must be sgd without momentum with scaffold, .* got sgd with momentum 0.9"),
     "adam": ({"name": "scaffold"}, {"training": {"optimizer": {"name": "adam", "lr": 0.1}}}, "got adam"),
+    "upward": ({"name": "scaffold"}, {"training": {"optimizer": {"name": "sgd", "lr": 0.1, "maximize": True}}},
+               "training.optimizer must not have maximize with scaffold"),
     "rate": ({"name": "scaffold"},
              {"training": {"lr_schedule": {"name": "exponential", "gamma": 0.5, "every": "step"}}},
              "training.lr_schedule.every must be round with scaffold"),
@@ -67,6 +71,12 @@ def test_what_a_run_resolves_to_loads_again(sharing: dict[str, Any], tmp_path: P
     of = experiment(sharing)
     (tmp_path / "again.yaml").write_text(of.resolved_yaml())
     assert load(tmp_path / "again.yaml").digest() == of.digest()
+
+
+def test_a_server_without_clients_is_told_so_and_nothing_else() -> None:
+    with pytest.raises(ConfigError) as refused:
+        experiment({"name": "fedavg"}, graph={"name": "star", "nodes": 1}, mapping={"nodes_per_machine": 1})
+    assert len(refused.value.problems) == 1 and "graph: a server has no clients" in str(refused.value)
 
 
 def test_a_rule_among_equals_has_no_servers_on_a_star() -> None:
