@@ -91,6 +91,13 @@ def test_a_restart_of_a_node_that_lives_is_a_warning(write: Any, killed: str, re
     assert [f"no other fault kills node {never}," in each for each in doubts] == [True] * bool(never)
 
 
+@pytest.mark.parametrize(("missing", "doubts"), [("return_weight", 1), ("regroup", 0), ("fail", 0)])
+def test_a_kill_that_ends_a_run_that_seems_to_bear_it_is_a_warning(write: Any, missing: str, doubts: int) -> None:
+    faults = "faults: [{do: kill, nodes: [1], at_round: 1}, {do: pause, nodes: [1], at_round: 1, seconds: 1}]\n"
+    found = load(write(f"{BASE}node: {{missing: {missing}}}\n{faults}"), [], {}).doubts
+    assert ["faults[0].do: a node that is dead for good ends the run" in each for each in found] == [True] * doubts
+
+
 def test_faults_at_the_bounds_are_taken(write: Any) -> None:
     faults = """
     - {do: kill, nodes: [1, 2], count: 2, at_round: 5}

@@ -94,6 +94,10 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
             if isinstance(fault, Corrupt) and getattr(config, "checksum", "auto") == "none":
                 message = ": what corrupt changes is found by checksums alone; leave communication.checksum out"
                 yield Problem(path, message, other=("communication", "checksum"))
+        elif isinstance(fault, Kill) and experiment.node.missing == "return_weight":
+            message = ": a node that is dead for good ends the run at its next evaluation, which needs everybody; " \
+                      "with missing: regroup the others go on without it"  # fmt: skip
+            yield Problem(path, message, doubt=True, other=("node", "missing"))
         elif isinstance(fault, Restart) and experiment.node.missing != "regroup":
             message = f": a node that was started again is let in with missing: regroup alone, " \
                       f"got {experiment.node.missing}"  # fmt: skip
