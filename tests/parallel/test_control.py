@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from datetime import timedelta
@@ -29,8 +30,9 @@ class Jobs:
         self.controls: list[Control] = []
         self.terms: Terms
 
-    def make(self, min_ranks: int, count: int) -> list[Control]:
-        made = [Control("127.0.0.1", 0) for _ in range(count)]
+    def make(self, min_ranks: int, count: int, port: int = 0) -> list[Control]:
+        """port: of the first, the others' any."""
+        made = [Control("127.0.0.1", 0 if number else port) for number in range(count)]
         self.controls += made
         founders = tuple(Address(each.endpoint, "tcp://127.0.0.1:1") for each in made)
         self.terms = Terms(RUN, founders, count + 4, min_ranks, 1.6)
@@ -191,6 +193,26 @@ def test_a_wrong_address_is_told_with_what_became_of_it() -> None:
     for wrong in ("", "host", "127.0.0.1:0", "127.0.0.1:x", "no.such.host.invalid:5"):
         with pytest.raises(UsageError, match="join must be addresses"):
             ask_to_join([wrong], own, 1.0)
+
+
+def test_who_is_to_join_where_nobody_listens_yet_is_told_at_once(
+    jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And gets its place when somebody does."""
+    port = free_ports(1)
+    own = Address("tcp://127.0.0.1:1", "tcp://127.0.0.1:2")
+    asking = threading.Thread(target=lambda: found.append(ask_to_join([f"127.0.0.1:{port}"], own, 20.0)))
+    found: list[Any] = []
+    asking.start()
+    until = time.monotonic() + 10
+    while not caplog.messages and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not found
+    where = f"127.0.0.1:{port}, where this process is to join a job"
+    assert caplog.messages == [f"nobody listens at {where}: asked again for 20 s"]
+    jobs.make(1, 1, port)
+    asking.join(20)
+    assert found[0].lines == LINES
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import pytest
 
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.sockets.security import write_secret
+from decentnode.parallel.membership.job import FORM_SECONDS
 from decentnode.parallel.topology_names import make_topology
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd, environment_of
@@ -173,6 +174,16 @@ def test_two_die_at_once_the_first_among_them_and_the_loss_falls_on(transport: s
         found = [crowd.hear(rank) for rank in (1, 2)]
     assert [each["world"] for each in found] == [2, 2]
     assert found[0]["mean"] == pytest.approx(found[1]["mean"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_who_dies_while_gloo_connects_costs_the_others_seconds() -> None:
+    with Crowd() as crowd:
+        crowd.found(4, free_ports(1), members.connecting)
+        found = [crowd.hear(rank) for rank in (1, 2)]
+        assert crowd.ended(3) == -signal.SIGKILL
+    assert [each["world"] for each in found] == [2, 2]
+    assert max(each["longest"] for each in found) < FORM_SECONDS
 
 
 @pytest.mark.slow

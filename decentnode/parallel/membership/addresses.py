@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from decentnode.wire.messages import (
     Turned,
 )
 
+logger = logging.getLogger(__name__)
+
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.2
 MOST_FOUNDERS = 1 << 12
@@ -37,6 +40,8 @@ REFUSALS = (f"it has keys and this process has none: give it those as keys=, or 
 race."""
 REFUSED_TIMES = 3
 """A member that breaks it off so often will always."""
+SILENT = "nobody listens there"
+"""What is told of an address at which no process listens, which may be one that has not begun yet."""
 
 
 def packed_frame(message: Message) -> bytes:
@@ -177,9 +182,10 @@ class Admission:
 
 
 def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: Access | None = None) -> Admission:
-    """Blocking: asks members at HOST:PORT, one after the other, for a place in their job. Raises AssemblyError after
-    `seconds`, with what became of each address, and at once where a member refuses for good; UsageError for what is no
-    address. access: this process's keys."""
+    """Blocking: asks members at HOST:PORT, one after the other, for a place in their job. Says in the log at once where
+    nobody listens at any of them, and asks again. Raises AssemblyError after `seconds`, with what became of each
+    address, and at once where a member refuses for good; UsageError for what is no address. access: this process's
+    keys."""
     try:
         waiting = [endpoint_of(numeric(host), port) for host, port in map(parsed, addresses)]
     except (ValueError, OSError) as error:
@@ -187,7 +193,7 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
     found: dict[str, str] = {}
     times = dict.fromkeys(waiting, 0)
     """Endpoint -> how often it has refused this process's keys."""
-    until = clock.now() + seconds
+    until, told = clock.now() + seconds, False
     context = zmq.Context()
     try:
         while True:
@@ -207,6 +213,10 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
                 what = "; ".join(f"{endpoint.removeprefix('tcp://')}: {why}" for endpoint, why in found.items())
                 raise AssemblyError(f"no member of a job lets this process join, asked for {seconds:g} s at most: "
                                     f"{what}")  # fmt: skip
+            if not told and all(found.get(endpoint) == SILENT for endpoint in waiting):
+                logger.warning("nobody listens at %s, where this process is to join a job: asked again for %.0f s",
+                               ", ".join(each.removeprefix("tcp://") for each in waiting), seconds)  # fmt: skip
+            told = True
             clock.sleep(AGAIN_SECONDS)
     finally:
         context.destroy(0)
@@ -217,7 +227,7 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
 ):
     """One attempt: what a member answers, or why there is no answer."""
     if Address(endpoint, "").refuses(seconds):
-        return "nobody listens there"
+        return SILENT
     door = context.socket(zmq.DEALER)
     door.setsockopt(zmq.LINGER, 0)
     door.setsockopt(zmq.IPV6, int("[" in endpoint))

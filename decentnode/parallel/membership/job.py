@@ -40,7 +40,10 @@ from decentnode.wire.messages import MAX_SEATS
 logger = logging.getLogger(__name__)
 
 FORM_SECONDS = 20.0
-"""How long the making of a process group may take, once all of its ranks wait for it."""
+"""How long the making of a process group may take."""
+GLOO_SECONDS = 5.0
+"""How long gloo may take to connect ranks that have all met, which it does in milliseconds: for who dies meanwhile it
+waits in vain. Twice as long at each further attempt, as a machine may be busy."""
 CONNECT_SECONDS = 2.0
 JOIN_SECONDS = 30.0
 """How long a process asks members to let it in, before it says that none does."""
@@ -233,14 +236,14 @@ class Job:
         leaves, until = isinstance(error, ConnectionBroken), clock.now() + self.timeout_seconds + FORM_SECONDS
         if error is not None:
             _forget_frames(error)
-        for _ in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             left = min(self.timeout_seconds, until - clock.now())
             if left <= 0:
                 break
             again = None if self.admission is None else self._knock_again
             generation = self.control.next_generation(error, left, leaves, again)
             try:
-                self._form(generation)
+                self._form(generation, min(FORM_SECONDS, GLOO_SECONDS * 2**attempt))
                 told = process_group.gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
                 reports = {uid: json.loads(text) for uid, text in zip(self.members, told, strict=True)}
                 participant.settle(reports)
@@ -258,8 +261,9 @@ class Job:
         assert error is not None
         raise error
 
-    def _form(self, generation: Generation) -> None:
-        """Blocking: makes the default process group of this generation's members."""
+    def _form(self, generation: Generation, gloo_seconds: float) -> None:
+        """Blocking: makes the default process group of this generation's members. gloo_seconds: how long gloo may take
+        to connect them."""
         self.members = tuple(sorted(generation.members))
         rank = self.members.index(self.control.uid)
         if dist.is_initialized():
@@ -274,7 +278,7 @@ class Job:
             store = self._store_at(self._store_of(host))
         store = dist.PrefixStore(f"generation {generation.number} {generation.origin.hex()}", store)
         self._meet(store, rank)
-        make_group(store, rank, len(self.members), FORM_SECONDS)
+        make_group(store, rank, len(self.members), gloo_seconds)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
 
     def _store_at(self, endpoint: str) -> dist.TCPStore:

@@ -61,6 +61,23 @@ def still(pipe: Connection, transport: str, victims: dict[int, int], steps: int,
             "steps": model.steps}  # fmt: skip
 
 
+def connecting(pipe: Connection) -> dict[str, Any]:
+    """Rank 0 dies, and then rank 3 as gloo connects those that are left: the longest step of the others."""
+    rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
+    model = wrapped(0.01, transport="collective")
+    if rank == 3:
+        job.make_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, misc]
+    draw = torch.Generator().manual_seed(rank)
+    longest = 0.0
+    while model.steps < 12:
+        if rank == 0 and model.steps == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        step(model, draw)
+        longest = max(longest, time.monotonic() - began)
+    return {"longest": longest, "world": model.world_size}
+
+
 def learn(pipe: Connection, transport: str, join: str | None, listen: str | None, victim: int | None) -> (
     dict[str, Any]
 ):
