@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.optim.saved import check_saved, kind_of
 from decentnode.parallel.membership.meetings import MeetingMember
 from decentnode.parallel.membership.wrapper import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
@@ -20,6 +21,10 @@ from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.process_group import num_ranks
 
 T = TypeVar("T")
+
+
+LATER = {"world_size", "flight"}
+"""Entries of states that files of earlier versions lack."""
 
 
 class UnknownMethod(DistOptimizer):
@@ -151,9 +156,18 @@ class CommOptimizer(Optimizer):
         raise ValueError("parameters must be there when the CommOptimizer is made: the center covers them all")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"local": self.local_optimizer.state_dict(), "dist": self.dist_optimizer.state_dict()}
+        return {"local": self.local_optimizer.state_dict(), "dist": self.dist_optimizer.state_dict(),
+                "local_kind": kind_of(self.local_optimizer), "method": kind_of(self.dist_optimizer)}  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Blocking while an exchange is under way. Raises ValueError, having loaded nothing, for a state of another
+        local optimizer, and for one of a method that does not keep what this one does."""
+        check_saved(self.local_optimizer, state_dict["local"], state_dict.get("local_kind"))
+        missing = self.dist_optimizer.state_dict().keys() - state_dict["dist"].keys() - LATER
+        if missing:
+            was, here = state_dict.get("method", "another"), kind_of(self.dist_optimizer)
+            raise ValueError(f"dist_optim_name must be that of the saved method, {was}, got {here}: the state has no "
+                             f"{', '.join(sorted(missing))}")  # fmt: skip
         self.local_optimizer.load_state_dict(state_dict["local"])
         self.dist_optimizer.load_state_dict(state_dict["dist"])
         self._share()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.errors import AssemblyError
+from decentnode.optim.saved import check_saved, kind_of
 from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.process_group import check_alike, device_of_group, together
 
@@ -36,9 +37,10 @@ def kept_of(wrapper: DecentralizedDataParallel) -> dict[str, Any]:
     """What a wrapper's state has beside its module's."""
     scheduler, scaler = wrapper.lr_scheduler, wrapper._scaler
     return {
-        "optimizer": wrapper.optimizer.state_dict(), "steps": wrapper.steps, "factor": wrapper._factor,
-        "learning_rate": wrapper._learning_rate,
+        "optimizer": wrapper.optimizer.state_dict(), "optimizer_kind": kind_of(wrapper.optimizer),
+        "steps": wrapper.steps, "factor": wrapper._factor, "learning_rate": wrapper._learning_rate,
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "lr_scheduler_kind": kind_of(scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
         "sharing": [bucket.rule.state_dict() for bucket in wrapper._buckets],
         "layout": layout(wrapper._buckets, wrapper._named),
@@ -47,11 +49,12 @@ def kept_of(wrapper: DecentralizedDataParallel) -> dict[str, Any]:
 
 def take_up(wrapper: DecentralizedDataParallel, state: Mapping[str, Any]) -> None:
     """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
-    fit the wrapper's buckets."""
+    fit the wrapper's buckets, and for that of another optimizer or scheduler."""
     kept = recut(state["sharing"], state.get("layout"), layout(wrapper._buckets, wrapper._named))
-    wrapper.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
+    check_saved(wrapper.optimizer, state["optimizer"], state.get("optimizer_kind"))
     if wrapper.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        wrapper.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        load_scheduler(wrapper.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
+    wrapper.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
     if wrapper._scaler is not None and state["scaler"] is not None:
         wrapper._scaler.load_state_dict(state["scaler"])
     wrapper.steps, wrapper._factor = int(state["steps"]), float(state["factor"])
@@ -83,6 +86,16 @@ def _parts(gradient: Tensor) -> Tensor | dict[str, Tensor]:
     if gradient.layout is torch.strided:
         return gradient
     return {"indices": gradient._indices(), "values": gradient._values()}
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any], kind: str | None = None) -> None:
+    """Raises ValueError for a state that lacks what this class of schedulers keeps. kind: the class that it was saved
+    of, where it is known."""
+    try:
+        scheduler.load_state_dict(copy.deepcopy(state))  # torch takes entries out of it
+    except KeyError as error:
+        raise ValueError(f"lr_scheduler must be {kind or 'the one'}, which was saved, got {kind_of(scheduler)}: the "
+                         f"state has no {error}") from error  # fmt: skip
 
 
 def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> T:

@@ -153,6 +153,59 @@ def test_states_that_cannot_be_cut_are_refused_before_anything_is_loaded() -> No
     assert recut([{}, {}], None, layout) == [{}]
 
 
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize(("saved", "here", "told", "says"), [
+    (SGD, ADAM, True, "optimizer must be SGD, which was saved, with .*momentum.*, got Adam with .*betas"),
+    (ADAM, SGD, True, "optimizer must be Adam, which was saved, with .*betas.*, got SGD with .*momentum"),
+    (SGD, ADAM, False, "optimizer must be the saved one, with .*momentum.*, got Adam with .*betas"),
+    (partial(torch.optim.Adamax, lr=0.01), ADAM, True, "must be Adamax, which was saved, with no other option, got A"),
+    (SGD, lambda params: SGD([{"params": each} for each in params]), True, r"the saved one, \[6\], got \[1, 1, 1"),
+    (ADAM, partial(torch.optim.AdamW, lr=0.01), True, None),
+], ids=["sgd", "adam", "an older file", "adamax", "groups", "adamw"])  # fmt: skip
+def test_a_state_of_another_optimizer_is_named_and_nothing_is_loaded(
+    saved: Any, here: Any, told: bool, says: str | None, alone: None
+) -> None:
+    first, other = wrapper(optimizer=saved), wrapper(1, optimizer=here)
+    face.step(first, 0, 0)
+    face.step(other, 0, 0)
+    state, before = first.state_dict(), flat(other.module).clone()
+    if not told:
+        del state["_extra_state"]["optimizer_kind"]
+    if says is not None:
+        with pytest.raises(ValueError, match=says):
+            other.load_state_dict(state)
+        assert torch.equal(flat(other.module), before)
+    else:
+        other.load_state_dict(state)
+    face.step(other, 0, 1)
+    assert other.steps == 2
+
+
+def test_a_state_of_another_scheduler_is_named(alone: None) -> None:
+    first = wrapper(lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    other = wrapper(lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    face.step(first, 0, 0)
+    before = str(other.optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"lr_scheduler must be StepLR, which was saved, got LambdaLR: .* no 'lr_lam"):
+        other.load_state_dict(first.state_dict())
+    assert str(other.optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize(("local", "method", "says"), [
+    (ADAM, "EASGD", "optimizer must be SGD, which was saved, with .*, got Adam with"),
+    (SGD, "LSGD", "dist_optim_name must be that of the saved method, EASGD, got LSGD: the state has no .*leader"),
+    (SGD, "EASGD+", "dist_optim_name must be that of the saved method, EASGD, got EASGDPlus: the state has no norm"),
+])  # fmt: skip
+def test_a_state_of_another_comm_optimizer_is_named(local: Any, method: str, says: str) -> None:
+    p = torch.ones(3, requires_grad=True)
+    first, other = CommOptimizer(SGD([p]), "EASGD"), CommOptimizer(local([p]), method)
+    with pytest.raises(ValueError, match=says):
+        other.load_state_dict(first.state_dict())
+    other.load_state_dict(CommOptimizer(local([p]), method).state_dict())
+
+
 @pytest.mark.parametrize(("options", "says"), [
     ({"optimizer": torch.optim.LBFGS}, "without a closure: LBFGS"),
     ({"lr_scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau}, "without a metric, got ReduceLROnPlateau"),

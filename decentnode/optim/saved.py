@@ -1,0 +1,44 @@
+"""Whether a saved state is one of an optimizer: torch loads that of any other, and misses entries at the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""What schedules add to the groups of any optimizer."""
+SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+"""Options by which optimizers of one kind differ from version to version of torch."""
+
+
+def kind_of(optimizer: object) -> str:
+    """The name by which a state says what it was saved of."""
+    return type(optimizer).__name__
+
+
+def check_saved(optimizer: Optimizer, state: Mapping[str, Any], kind: str | None = None) -> None:
+    """Raises ValueError unless `state` (of `Optimizer.state_dict`) is one of this kind of optimizer, with groups of as
+    many parameters. kind: `kind_of` the one that it was saved of, where it is known.
+
+    Optimizers are of one kind whose groups have the same options, such as Adam and AdamW; if `kind` is not known, those
+    too of which one has all options of the other, as optimizers get more from version to version of torch.
+    """
+    saved, here = _options(state["param_groups"]), _options(optimizer.param_groups)
+    same = kind == kind_of(optimizer) or saved == here
+    if not same and (kind is not None or (saved - here and here - saved)):
+        was = f"optimizer must be {kind}, which was saved, with" if kind else "optimizer must be the saved one, with"
+        raise ValueError(f"{was} {_words(saved - here)}, got {kind_of(optimizer)} with {_words(here - saved)}")
+    sizes, wanted = ([len(group["params"]) for group in each] for each in
+                     (state["param_groups"], optimizer.param_groups))  # fmt: skip
+    if sizes != wanted:
+        raise ValueError(f"optimizer must have groups of as many parameters as the saved one, {sizes}, got {wanted}")
+
+
+def _options(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {key for group in groups for key in group} - {"params", "param_names"} - SCHEDULED - SWITCHES
+
+
+def _words(options: set[str]) -> str:
+    return ", ".join(sorted(options)) or "no other option"
