@@ -259,7 +259,7 @@ class TrainingRun:
         record: dict[str, Any] = {
             "kind": "round", "round": self.done, "time": clock.wall(), "seconds": seconds,
             "train_seconds": max(0.0, seconds - waited), "wait_seconds": waited, "steps": steps,
-            "steps_per_second": steps / seconds, "lr": self.model.get_lr(),
+            "steps_per_second": steps / seconds, "lr": self.model._rate(),
             "data_bytes_sent": self._sent + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
         }  # fmt: skip
         if epoch.losses:

@@ -401,3 +401,47 @@ def test_steps_over_edges_of_many_weights(
     results = run_ranks(4, work.train, options, 7, average, False, work.Uneven, passes, evaluates)
     for rank, (found, _, _) in enumerate(results):
         assert found == pytest.approx(expected[rank], abs=2e-6)
+
+
+@pytest.mark.parametrize(("average", "at"), [(0, 1), (0, 2), (0, 5), (3, 3), (3, 5), (3, 6)])
+def test_a_run_as_there_goes_on_with_the_same_bits(average: int, at: int) -> None:
+    """From all that there is, also where an average is trained on and what was sent before it is in flight; and from
+    the lists that Decent-DP's scripts save, whose round of the topology is told by `steps`."""
+    for found in run_ranks(4, work.resumed, average, at):
+        assert len(found) == (2 if average or at == 1 else 4)
+        assert found == {name: [0.0] * 5 for name in found}
+
+
+def test_states_of_another_kind_are_named(alone: None) -> None:
+    there, here = Wrapper(model(), ADAM, faithful=True), Wrapper(model(), ADAM)
+    for t in range(3):
+        step(there, t)
+        step(here, t)
+    for wrapped, saved, says in ((here, there, "must be True, as in the saved run, got False"),
+                                 (there, here, "must be False, as in the saved run, got True")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"faithful {says}"):
+            wrapped.load_state_dict(saved.full_state_dict())
+    optimizers = [each.state_dict() for each in there._optims]
+    for faithful in (True, False):
+        other = Wrapper(model(), partial(sgd_of, rate=0.1), faithful=faithful)
+        step(other, 0)
+        with pytest.raises(ValueError, match=r"bucket 0, optimizer must be the saved one, with .*betas.*, got SGD"):
+            other.load_optimizers(optimizers, steps=3)
+        other.close()
+    with pytest.raises(ValueError, match="steps must be those taken when the optimizers were saved"):
+        there.load_optimizers(optimizers)
+
+
+def sgd_of(named: list[tuple[str, torch.Tensor]], rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=rate)
+
+
+def test_a_plain_file_leaves_the_optimizers_and_is_what_is_sent(alone: None) -> None:
+    wrapped = Wrapper(model(), ADAM, faithful=True)
+    for t in range(3):
+        step(wrapped, t)
+    before = str([each.state_dict() for each in wrapped._optims])
+    wrapped.global_avg(will_revert=False)
+    wrapped.load_state_dict({f"_model.{name}": value for name, value in model(5).state_dict().items()})
+    assert str([each.state_dict() for each in wrapped._optims]) == before and wrapped.steps == 3
+    assert torch.equal(flat(wrapped._model), flat(model(5))) and wrapped._to_send is None

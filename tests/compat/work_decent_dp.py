@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -106,3 +107,49 @@ def simulated(
             at = [torch.stack(base).mean(0)] * 4
             base = base if there else at
     return [x.tolist() for x in at]
+
+
+def resumed(rank: int, n: int, average: int, at: int) -> dict[str, list[float]]:
+    """A run with `faithful=True` that is saved after `at` steps and goes on: the largest differences of its parameters
+    and buffers, after each further step, from those of runs that have loaded what was saved."""
+    TopologyReg.registry["custom"] = Pairs
+
+    def wrapped(bucket_size_in_mb: float) -> decent_dp.DecentralizedDataParallel:
+        return decent_dp.DecentralizedDataParallel(
+            torch.nn.Sequential(*model()[:1], torch.nn.BatchNorm1d(8), *model(1)[1:]),  # type: ignore[index]
+            lambda named: torch.optim.SGD([p for _, p in named], lr=RATE, momentum=0.9),
+            lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+            "custom", bucket_size_in_mb=bucket_size_in_mb, faithful=True,
+        )  # fmt: skip
+
+    def step(each: decent_dp.DecentralizedDataParallel, t: int) -> Tensor:
+        x, y = batch(rank, t)
+        (each(x) - y).square().mean().backward()
+        if average and t % average == average - 1:
+            each.global_avg(will_revert=t % 2 == 0)
+        return torch.cat([value.double().reshape(-1) for value in each.state_dict().values()])
+
+    first = wrapped(0.0003)
+    for t in range(at):
+        step(first, t)
+    full, model_alone = copy.deepcopy(first.full_state_dict()), copy.deepcopy(first.state_dict())
+    lists = [copy.deepcopy([each.state_dict() for each in kind]) for kind in (first._optims, first._lr_schedulers)]
+    rate = first.get_lr()
+    expected = [step(first, t) for t in range(at, at + 5)]
+    found = {}
+    for name in ("full", "full, another bucket size", "lists", "lists, after steps"):
+        other = wrapped(25 if "another" in name else 0.0003)
+        if "after" in name:
+            for t in range(90, 93):
+                step(other, t)
+        if "full" in name:
+            other.load_state_dict(full)
+        elif at > 1 and not average:  # no optimizers before the second step; a file has nothing of what is in flight
+            other.load_state_dict(model_alone)
+            other.load_optimizers(*lists, bucket_size_in_mb=0.0003, steps=at)
+        else:
+            continue
+        assert other.get_lr() == rate
+        found[name] = [float((step(other, at + t) - kept).abs().max()) for t, kept in enumerate(expected)]
+        assert len(other._optims) == (1 if "another" in name else len(first._optims)) and len(first._optims) > 2
+    return found

@@ -1,4 +1,4 @@
-"""Reads what scripts have saved of Decent-DP's optimizers, of which there is one per bucket."""
+"""Reads what scripts have saved of optimizers, of which Decent-DP has one per bucket."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from decentnode.compat.decent_dp import functions
-from decentnode.compat.decent_dp.buckets import Named, split
+from decentnode.compat.decent_dp.buckets import BucketSteps, Named, split
 from decentnode.optim.accum_adam import AccumAdam
+from decentnode.optim.saved import check_saved
+from decentnode.parallel.resume import load_scheduler
+
+AS_IT_IS = "as it is"
+"""Instead of a state that a file does not have: that of the wrapper stays."""
+NOT_STATE = ("params", "param_names")
+"""What a saved group has beside its options."""
 
 
 class GradientOrder:
@@ -43,6 +50,21 @@ class GradientOrder:
             hook.remove()
         self._hooks = []
 
+    def of(self, names: Sequence[str]) -> Named:
+        """The parameters of these names. Raises ValueError for one that is none here."""
+        params = dict(self._named)
+        for name in names:
+            if name not in params:
+                raise ValueError(f"the saved run must have the parameters of this one, got {name}")
+        return [(name, params[name]) for name in names]
+
+    def take(self, names: Sequence[str]) -> None:
+        """Takes the order of another run for that of this one."""
+        numbers = {name: number for number, (name, _) in enumerate(self._named)}
+        self.stop()
+        self._came.clear()
+        self._came.update(dict.fromkeys(numbers[name] for name in names))
+
     def named(self) -> Named:
         """The parameters that had a gradient in that pass, in that order."""
         return [self._named[number] for number in self._came]
@@ -50,37 +72,69 @@ class GradientOrder:
 
 @dataclass(frozen=True)
 class SavedOptimizers:
-    """The states of Decent-DP's optimizers and schedules, one of each per bucket."""
+    """The states of optimizers and schedules, one of each per bucket: Decent-DP's, or those of `faithful=True` here."""
 
     optimizers: Sequence[dict[str, Any]]
     schedulers: Sequence[dict[str, Any]]
     bucket_size_in_mb: float
+    theirs: bool = True
+    """Whether they are Decent-DP's, whose AccumAdam keeps other moments."""
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.optimizers[0]["param_groups"][0]["lr"])
 
     def fill(self, optimizer: Optimizer, named: Named, optim_fn: Callable[[Named], Optimizer]) -> None:
         """Fills the state of `optimizer`, and its learning rates. named: in the order in which gradients come. Raises
+        ValueError, loading nothing."""
+        groups_of = self._take_up([optimizer], named, optim_fn)
+        for group in optimizer.param_groups:
+            theirs = next((groups_of[p] for p in group["params"] if p in groups_of), {})
+            group.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
+
+    def fill_buckets(self, made: BucketSteps, named: Named, optim_fn: Callable[[Named], Optimizer]) -> None:
+        """Fills the optimizers and schedules of `made`, which has made its own of `named`, and may have buckets of
+        another size. Raises ValueError."""
+        groups_of = self._take_up(made.optimizers, named, optim_fn)
+        for optimizer in made.optimizers:
+            for group in optimizer.param_groups:
+                theirs = next((groups_of[p] for p in group["params"]), {})
+                group.update({key: copy.deepcopy(value) for key, value in theirs.items() if key not in NOT_STATE})
+        for number, scheduler in enumerate(made.schedulers):
+            if scheduler is not None and self.schedulers:
+                alike = len(self.schedulers) == len(made.schedulers)
+                load_scheduler(scheduler, self.schedulers[number if alike else 0])
+
+    def _take_up(
+        self, optimizers: Sequence[Optimizer], named: Named, optim_fn: Callable[[Named], Optimizer]
+    ) -> dict[Tensor, dict[str, Any]]:
+        """Fills the states of optimizers that have these parameters among them; returns each one's saved group. Raises
         ValueError, loading nothing."""
         buckets = list(split(named, self.bucket_size_in_mb))
         if len(buckets) != len(self.optimizers):
             raise ValueError(f"optimizers must be those of {len(buckets)} buckets of {self.bucket_size_in_mb:g} MB, "
                              f"got {len(self.optimizers)}; bucket_size_in_mb must be that of the saved wrapper")
+        owner = {p: each for each in optimizers for group in each.param_groups for p in group["params"]}
         states: dict[Tensor, dict[str, Any]] = {}
         groups_of: dict[Tensor, dict[str, Any]] = {}
         for number, (bucket, saved) in enumerate(zip(buckets, self.optimizers, strict=True)):
             names = {p: name for name, p in bucket}
             with functions.as_there():  # a group's parameters are numbered in the order of the groups
-                groups = optim_fn(bucket).param_groups
-            if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved["param_groups"]]:
-                raise ValueError(f"optimizer {number} must have the groups that optim_fn makes of its bucket")
-            for group, theirs in zip(groups, saved["param_groups"], strict=True):
+                made = optim_fn(bucket)
+            try:
+                check_saved(made, saved)
+            except ValueError as error:
+                raise ValueError(f"of bucket {number}, {error}") from error
+            for group, theirs in zip(made.param_groups, saved["param_groups"], strict=True):
                 for p, index in zip(group["params"], theirs["params"], strict=True):
                     groups_of[p] = theirs
-                    states[p] = _state(optimizer, names[p], p, saved["state"].get(index, {}), theirs)
+                    found = saved["state"].get(index, {})
+                    states[p] = _state(names[p], p, found, owner[p], theirs if self.theirs else None)
         for p, state in states.items():
             if state:
-                optimizer.state[p] = state
-        for group in optimizer.param_groups:
-            theirs = next((groups_of[p] for p in group["params"] if p in groups_of), {})
-            group.update({key: theirs[key] for key in ("lr", "initial_lr") if key in theirs})
+                owner[p].state[p] = state
+        return groups_of
 
     def fill_schedule(self, optimizer: Optimizer, scheduler: Any) -> None:
         """Brings the schedule to its step, and sets the learning rate where all parameters have one."""
@@ -96,8 +150,11 @@ class SavedOptimizers:
             scheduler.last_epoch = int(self.schedulers[0]["last_epoch"])
 
 
-def _state(optimizer: Optimizer, name: str, p: Tensor, saved: dict[str, Any], group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state as `optimizer` keeps it. Raises ValueError if a shape does not fit."""
+def _state(
+    name: str, p: Tensor, saved: dict[str, Any], optimizer: Optimizer, group: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A parameter's state as `optimizer` keeps it. group: Decent-DP's, where the state is. Raises ValueError if a shape
+    does not fit."""
     found: dict[str, Any] = {}
     for key, value in saved.items():
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -107,7 +164,7 @@ def _state(optimizer: Optimizer, name: str, p: Tensor, saved: dict[str, Any], gr
             found[key] = torch.empty_like(p, memory_format=torch.preserve_format).copy_(value)
         else:
             found[key] = value.clone() if isinstance(value, Tensor) else value
-    if isinstance(optimizer, AccumAdam) and found:
+    if isinstance(optimizer, AccumAdam) and found and group is not None:
         found["step"] = int(found["step"])
         for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
             found[key] /= beta  # there the moments are kept already multiplied by it

@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decentnode import parallel
 from decentnode.compat.decent_dp import checkpoints, functions
-from decentnode.compat.decent_dp.buckets import BucketSteps
+from decentnode.compat.decent_dp.buckets import BucketSteps, Named
 from decentnode.compat.decent_dp.mixing import HookedMixing
 from decentnode.compat.decent_dp.topologies import graph_for
 from decentnode.parallel.process_group import local_device, ranks_per_machine
+from decentnode.parallel.resume import EXTRA
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,12 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     """
 
     FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
+
+    _bucket_steps: BucketSteps | None = None
+    """The steps of every bucket's optimizer (faithful)."""
+    _to_send: dict[str, Tensor] | None = None
+    """What the next exchange is to carry of each parameter, nothing at all if empty; None for the model as it is
+    (faithful)."""
 
     def __init__(
         self,
@@ -82,7 +89,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._order = checkpoints.GradientOrder(self._named, lambda: watch.accumulating)
         self._to_load: checkpoints.SavedOptimizers | None = None
         """What `load_optimizers` was given before the order of the gradients was known."""
-        self._bucket_steps = BucketSteps(scaler, grad_clip_norm, bucket_size_in_mb) if faithful else None
+        self._bucket_size_in_mb = bucket_size_in_mb
+        self._bucket_steps = self._no_buckets() if faithful else None
         self._hooked: HookedMixing | None = None
         self._deferred = False
         """Whether the first step, which is taken at the second forward pass, is still to come (faithful)."""
@@ -90,6 +98,9 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             self._hooked, self._part_steps = HookedMixing(self._buckets, [self.optimizer]), None
         if not faithful:
             self._tell()
+
+    def _no_buckets(self) -> BucketSteps:
+        return BucketSteps(self._scaler, self._clip, self._bucket_size_in_mb)
 
     def _make_topology(self, topology: Any, local_world_size: int) -> Any:
         return super()._make_topology(graph_for(topology, self.world_size, local_world_size), local_world_size)
@@ -145,6 +156,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         """Learning rate of the optimizer's first group; with `faithful` 0 before the second forward pass."""
         if self._bucket_steps is None:
             return super().get_lr()
+        if self._to_load is not None:
+            return self._to_load.rate
         schedulers = self._bucket_steps.schedulers
         if not schedulers:
             return 0.0
@@ -181,6 +194,9 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     @torch.no_grad()
     def _step(self) -> None:
         self._order.stop()
+        if self._to_load is not None:
+            saved, self._to_load = self._to_load, None
+            self._load(saved)
         if self._bucket_steps is not None:
             if self.steps == 0:
                 self._deferred = True
@@ -191,9 +207,6 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             self._launch(self.steps + 1)
             self.steps += 1
             return
-        if self._to_load is not None:
-            saved, self._to_load = self._to_load, None
-            self._load(saved)
         if self._average.local is not None and not self._average_reverts:
             self._average.local = None  # training goes on from the average: it is what the ranks exchange
             self._exchange.drain()
@@ -208,11 +221,42 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._exchange.drain()
         with functions.as_there():
             self._bucket_steps.make(self._order.named(), *self._makers)
-        self._hooked = HookedMixing(self._buckets, self._bucket_steps.optimizers, keep_written=False)
+        self._take_buckets(self._bucket_steps)
+        assert self._hooked is not None
         self._hooked.call(self._plan.view(1))
         self._bucket_steps.step()
         self.steps = 1
         self._launch(1)
+
+    def _take_buckets(self, made: BucketSteps) -> None:
+        """From now on these take the steps (faithful)."""
+        self._bucket_steps, self._deferred = made, False
+        self._hooked = HookedMixing(self._buckets, made.optimizers, False) if made.optimizers else None
+
+    def _rate(self) -> float:
+        if self._bucket_steps is None:
+            return super()._rate()
+        made = self._bucket_steps.optimizers
+        return float(made[0].param_groups[0]["lr"]) if made else 0.0
+
+    @torch.no_grad()
+    def _launch(self, step: int) -> None:
+        sent, self._to_send = self._to_send, None
+        if sent is None:
+            super()._launch(step)
+            return
+        if not sent:
+            return
+        for bucket in self._buckets:
+            bucket.gather()
+        here = [bucket.flat.clone() for bucket in self._buckets]
+        names = {p: name for name, p in self._named}
+        for bucket in self._buckets:
+            for p, piece in zip(bucket.params, bucket.pieces(bucket.flat), strict=True):
+                piece.copy_(sent.get(names[p], piece))
+        self._exchange.launch(self._buckets, self._round(step))
+        for bucket, values in zip(self._buckets, here, strict=True):
+            bucket.flat.copy_(values)
 
     def _mix(self) -> None:
         if self._hooked is None:
@@ -263,16 +307,66 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return found
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The module's entries with the optimizer's, the scheduler's and the topology's state: a run that loads it by
-        `load_state_dict` goes on with the same bits. Raises ValueError with `faithful`, whose state is in `_optims`."""
-        if self._bucket_steps is not None:
-            raise ValueError("full_state_dict needs faithful=False: save state_dict(), _optims and _lr_schedulers")
+        """The module's entries with the optimizers', the schedulers' and the topology's state, and with `faithful` what
+        is in flight: a run that loads it by `load_state_dict` goes on with the same bits."""
         if self._to_load is not None:
             raise ValueError("full_state_dict needs a step first: load_optimizers has not filled in the moments yet")
         return self.state_dict() | {"_extra_state": self.get_extra_state()}
 
+    def get_extra_state(self) -> dict[str, Any]:
+        return super().get_extra_state() | {"there": None if self._bucket_steps is None else self._state_there()}
+
+    def _state_there(self) -> dict[str, Any]:
+        """What goes on beside the model with `faithful`."""
+        names, sent, same = {p: name for name, p in self._named}, dict[str, Tensor](), True
+        for bucket in self._buckets:
+            if self._exchange.flight_of(bucket) is not None:
+                bucket.gather()
+                same &= torch.equal(bucket.sent, bucket.flat)
+                pieces = bucket.pieces(bucket.sent.clone())
+                sent |= {names[p]: piece for p, piece in zip(bucket.params, pieces, strict=True)}
+        grads = {name: p.grad.clone() for name, p in self._named if p.grad is not None}
+        return {
+            "order": [name for name, _ in self._order.named()] if self._order.known else None,
+            "optimizers": [each.state_dict() for each in self._optims],
+            "lr_schedulers": [each.state_dict() for each in self._lr_schedulers if each is not None],
+            "bucket_size_in_mb": self._bucket_size_in_mb, "sent": None if sent and same else sent,
+            "gradients": grads if self._deferred else None,
+        }  # fmt: skip
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Raises ValueError, having loaded nothing, for a state that does not fit, and for one that was saved with
+        another `faithful`."""
+        there = state.get("there")
+        if there == checkpoints.AS_IT_IS:
+            super().set_extra_state(state)
+            return
+        if (there is None) == self._faithful:
+            raise ValueError(f"faithful must be {there is not None}, as in the saved run, got {self._faithful}")
+        if there is None:
+            super().set_extra_state(state)
+            return
+        named = self._order.of(there["order"] or [])
+        made = self._no_buckets()
+        if there["optimizers"]:
+            saved = checkpoints.SavedOptimizers(there["optimizers"], there["lr_schedulers"], there["bucket_size_in_mb"],
+                                                theirs=False)  # fmt: skip
+            self._fill(made, named, saved)
+        super().set_extra_state(state)
+        if there["order"] is not None:
+            self._order.take(there["order"])
+        self._take_buckets(made)
+        self._to_load, self._to_send = None, there["sent"]
+        self._deferred = there["gradients"] is not None
+        for name, p in self._named:
+            grad = (there["gradients"] or {}).get(name)
+            p.grad = None if grad is None else grad.clone()
+
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        return super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
+        found = super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
+        if EXTRA not in state_dict:
+            found[EXTRA] = {**found[EXTRA], "there": checkpoints.AS_IT_IS}
+        return found
 
     def load_optimizers(
         self, optimizers: Sequence[dict[str, Any]], lr_schedulers: Sequence[dict[str, Any]] = (), *,
@@ -280,27 +374,48 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     ) -> None:
         """Loads what a script has saved of Decent-DP's `_optims` and `_lr_schedulers`, one entry per bucket of there.
 
-        bucket_size_in_mb: that of the wrapper that they were saved from. steps: steps taken by then. Which entry is of
-        which parameter is known from the order in which gradients come: before this wrapper's first step, moments are
-        filled in at the end of its backward pass. Blocking, on all ranks. Raises ValueError with `faithful`, and,
-        having loaded nothing, if shapes do not fit in that order; before the first step its backward pass raises that,
-        with no moment loaded.
+        bucket_size_in_mb: that of the wrapper that they were saved from. steps: steps taken by then, which with
+        `faithful` must be given. Which entry is of which parameter is known from the order in which gradients come:
+        before this wrapper's first step, moments are filled in at the end of its backward pass. What is exchanged next
+        is the model as it is: load that first. Blocking, on all ranks. Raises ValueError, having loaded nothing, if
+        shapes or the kind of optimizer do not fit; before the first step its backward pass raises that, with no moment
+        loaded.
         """
-        if self._bucket_steps is not None:
-            raise ValueError("load_optimizers needs faithful=False")
+        if self._faithful and steps < 1:
+            raise ValueError("steps must be those taken when the optimizers were saved, as the rounds of the topology "
+                             f"go on from there with faithful=True, got {steps}")  # fmt: skip
         saved = checkpoints.SavedOptimizers(optimizers, lr_schedulers, bucket_size_in_mb)
         if self._order.known:
             self._load(saved)
         else:
             self._to_load = saved
-        saved.fill_schedule(self.optimizer, self.lr_scheduler)
+        if self._faithful:
+            self._deferred = False
+            for _, p in self._named:
+                p.grad = None
+        else:
+            saved.fill_schedule(self.optimizer, self.lr_scheduler)
         self._exchange.drain()
         self.steps = steps
         self._learning_rate = self._rate()
         self._launch(self.steps)
 
     def _load(self, saved: checkpoints.SavedOptimizers) -> None:
-        saved.fill(self.optimizer, self._order.named(), lambda named: self._makers[0](named))
+        if self._bucket_steps is None:
+            saved.fill(self.optimizer, self._order.named(), self._optim_fn)
+            return
+        made = self._no_buckets()
+        self._fill(made, self._order.named(), saved)
+        self._take_buckets(made)
+
+    def _fill(self, made: BucketSteps, named: Named, saved: checkpoints.SavedOptimizers) -> None:
+        """Makes the optimizers and schedules of the buckets, from what was saved of others."""
+        with functions.as_there():
+            made.make(named, *self._makers)
+        saved.fill_buckets(made, named, self._optim_fn)
+
+    def _optim_fn(self, named: Named) -> Optimizer:
+        return self._makers[0](named)
 
 
 def _maker(fn: Any) -> Any:
