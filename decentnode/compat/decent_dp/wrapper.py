@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from decentnode.compat.decent_dp.buckets import BucketSteps, Named
 from decentnode.compat.decent_dp.mixing import HookedMixing
 from decentnode.compat.decent_dp.topologies import graph_for
 from decentnode.parallel.process_group import local_device, ranks_per_machine
-from decentnode.parallel.resume import EXTRA
+from decentnode.parallel.resume import EXTRA, accumulated, take_up_accumulated
 
 logger = logging.getLogger(__name__)
 
@@ -325,13 +326,13 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
                 same &= torch.equal(bucket.sent, bucket.flat)
                 pieces = bucket.pieces(bucket.sent.clone())
                 sent |= {names[p]: piece for p, piece in zip(bucket.params, pieces, strict=True)}
-        grads = {name: p.grad.clone() for name, p in self._named if p.grad is not None}
+        grads = copy.deepcopy(accumulated(self)["gradients"]) if self._deferred else None
         return {
             "order": [name for name, _ in self._order.named()] if self._order.known else None,
             "optimizers": [each.state_dict() for each in self._optims],
             "lr_schedulers": [each.state_dict() for each in self._lr_schedulers if each is not None],
             "bucket_size_in_mb": self._bucket_size_in_mb, "sent": None if sent and same else sent,
-            "gradients": grads if self._deferred else None,
+            "gradients": grads,
         }  # fmt: skip
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -358,9 +359,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._take_buckets(made)
         self._to_load, self._to_send = None, there["sent"]
         self._deferred = there["gradients"] is not None
-        for name, p in self._named:
-            grad = (there["gradients"] or {}).get(name)
-            p.grad = None if grad is None else grad.clone()
+        take_up_accumulated(self, copy.deepcopy({"gradients": there["gradients"] or {}}))
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         found = super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})
