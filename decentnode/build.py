@@ -219,12 +219,13 @@ def sampler_of(experiment: Experiment, uid: int) -> Sampler | None:
 
 
 def _profile(sampler: Sampler, model: FlatModel) -> Callable[[int], np.ndarray | None]:
-    """What a node tells of its model as of a round; None where it has nothing new to tell."""
+    """What a node tells of its model as of a round; None where it has nothing new to tell. Whoever comes to a run in
+    the middle tells it at once."""
     told = sampler.tells(sampler.config)
     if told.of != "model":
         return lambda _round: None
     sketch = Sketch(sampler.around.seed, model.num_parameters, told.elements)
-    return lambda round: None if round % told.every else sketch(model.parameters)
+    return lambda round: None if round % told.every and len(sampler.profile) else sketch(model.parameters)
 
 
 def build_in_process(

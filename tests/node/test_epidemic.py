@@ -212,6 +212,24 @@ def test_what_no_sampler_sends_is_counted_and_dropped() -> None:
     assert transport.schemas[channel].mailbox == KEPT  # type: ignore[attr-defined]
 
 
+def test_who_comes_back_between_two_sketches_tells_of_its_model() -> None:
+    """It had nothing to tell of until the next one was due, and could not send its first message."""
+    sampler = "node.sampler={name: knn, by: model, view: 3, exchange: 2, degree: 2, sketch: 8, refresh: 10}"
+    nodes, _ = made("graph={name: ring, nodes: 6}", "node.schedule=epidemic", sampler)
+    back, other = nodes[0].rounds.sampling, nodes[1].rounds.sampling
+    assert back is not None and other is not None
+    for each in nodes[1:]:
+        assert each.rounds.sampling is not None
+        list(each.rounds.sampling.round(0))
+    list(back.round(3))
+    first = back.sampler.profile
+    assert first.shape == (8,) and first.any()
+    list(other.round(3))
+    assert not other._communication.counters.faults
+    list(back.round(4))
+    assert back.sampler.profile is first, "the next is told when it is due"
+
+
 def test_sketches_keep_distances_and_cosines() -> None:
     sketch = Sketch(1, 20_000, 256)
     draws = torch.Generator().manual_seed(1)
