@@ -142,6 +142,10 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
     quorum: Quorum | None = None
     """Set before `start`: when rounds go on without neighbors that are late, before the time-out; never when None."""
 
+    def gone_on(self, round: int, uid: int) -> bool:  # noqa: ARG002
+        """Returns whether something has come of a node that it sent in a later round than this one. Not blocking."""
+        return False
+
     fault_course: FaultCourse | None = None
     """None where nothing goes wrong with messages but what really does."""
 

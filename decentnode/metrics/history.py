@@ -140,9 +140,9 @@ class History:
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
 
-    def steps(self, round: int) -> None:
-        """The local steps of a round are made."""
-        self._tell("steps", {"round": round})
+    def steps(self, round: int, left_out: bool = False) -> None:
+        """The local steps of a round are made. left_out: they are not, as nobody waits for them any more."""
+        self._tell("steps", {"round": round, **({"left_out": True} if left_out else {})})
 
     def sent(self, round: int, channel: int, outgoing: Mapping[int, Payload]) -> ExchangeRecord:
         """Payloads are about to be handed to the transport. Returns the record of what comes in exchange."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 HISTORY: dict[str, str] = {
     "recording": "a process begins to record what its node does: versions, threads",
-    "steps": "the local steps of a round are made, if it has any",
+    "steps": "the local steps of a round are made, if it has any, and if they are not left out as too late",
     "sent": "payloads are handed to the transport: digest by neighbor",
     "mixed": "an exchange is over: digest of what was mixed, by source; who is missing, and who got nothing",
     "published": "payloads are put into mailboxes of neighbors: digest by neighbor; round: the number of that message",

@@ -164,6 +164,11 @@ class Schedule(abc.ABC):
     def _train(self, round: int) -> Steps[None]:
         """Make the local steps, where all rules have the node train in this round."""
         trains = self.training.num_samples > 0 and all(each.rule.trains(each.view) for each in self.fragments)
+        leaves_out = trains and self._too_late(round)
+        if leaves_out:
+            trains = False
+            for fragment in self.fragments:
+                fragment.rule.leave_out(fragment.view)
         started = clock.now()
         if trains:
             direct = self._direct if self.sharing.requirements.gradient else None
@@ -174,7 +179,7 @@ class Schedule(abc.ABC):
             self.training.rest(round)
         self.trained = round
         if self.communication.history is not None:
-            self.communication.history.steps(round)
+            self.communication.history.steps(round, left_out=leaves_out)
         computed = self.communication.computed(round) if trains else None
         if computed is not None:
             yield computed
@@ -182,6 +187,14 @@ class Schedule(abc.ABC):
         if trains:
             self.training.took(seconds)
         self.times.train += seconds
+
+    def _too_late(self, round: int) -> bool:
+        """Whether the one node that takes what the local steps come to has gone on without this one: a node that still
+        made the steps of all rounds that it missed would be ever farther behind, and hold up the next evaluation."""
+        if not self.communication.goes_on:
+            return False
+        takes = [each.rule.steps_are_for(each.view) for each in self.fragments]
+        return all(uid is not None and self.communication.gone_on(round, uid) for uid in takes)
 
     def _direct(self, gradient: Tensor) -> Tensor:
         for fragment in self.fragments:

@@ -77,6 +77,15 @@ class Hooks:
         """Returns whether the node makes local steps in this round; asked right before them."""
         return True
 
+    def steps_are_for(self, view: RoundView) -> int | None:  # noqa: ARG002
+        """Returns the one node that takes what the local steps of this round come to, and goes on without it where it
+        is late; None where there are several, or none."""
+        return None
+
+    def leave_out(self, view: RoundView) -> None:
+        """The node makes no local steps in this round, though `trains` said so: the node of `steps_are_for` has gone on
+        to a later one."""
+
     def begin(self, model: Tensor, view: RoundView) -> None:
         """Called before the local steps. model: [P], as the last round left it."""
 

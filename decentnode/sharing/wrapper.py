@@ -58,6 +58,12 @@ class Wrapper(Sharing):
     def trains(self, view: RoundView) -> bool:
         return self.rule.trains(view)
 
+    def steps_are_for(self, view: RoundView) -> int | None:
+        return self.rule.steps_are_for(view)
+
+    def leave_out(self, view: RoundView) -> None:
+        self.rule.leave_out(view)
+
     def begin(self, model: Tensor, view: RoundView) -> None:
         self.rule.begin(model, view)
 

@@ -119,6 +119,12 @@ class Inbox:
         if self.status.doorbell is not None:
             self.status.doorbell.take_in()
 
+    def has_later(self, round: int, source: int) -> bool:
+        """As `InboxState.has_later`."""
+        self.look()
+        with self.status.lock:
+            return self.state.has_later(round, source)
+
     def collect(self, channel: int, round: int | None) -> list[Collected]:
         """Take what has come into a mailbox; not blocking, but for copies."""
         with self.status.lock:

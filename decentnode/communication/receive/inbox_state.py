@@ -94,6 +94,10 @@ class InboxState:
         """Payloads of rounds below it are stale; only `advance` and `reset` move it."""
         return self._floor
 
+    def has_later(self, round: int, source: int) -> bool:
+        """Returns whether anything of a later round than this one has come of a source."""
+        return any(key[0] > round and source in sources for key, sources in self.incoming.items())
+
     # -- what comes -------------------------------------------------------------------------------------------
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:

@@ -203,6 +203,9 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         status.raise_if_over()
         return self._inbox.collect(channel, round)
 
+    def gone_on(self, round: int, uid: int) -> bool:
+        return self._inbox.has_later(round, uid)
+
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
         return self._current.parts.model_slots.acquire_slot(current, timeout_seconds)
 

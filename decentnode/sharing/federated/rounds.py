@@ -195,6 +195,13 @@ class Federated(Sharing):
     def trains(self, view: RoundView) -> bool:  # noqa: ARG002
         return self.start is not None
 
+    def steps_are_for(self, view: RoundView) -> int | None:
+        """A client's are for its server alone: once that one is in a later round, an answer counts for nothing."""
+        return None if view.uid in view.servers else self.server_of(view)
+
+    def leave_out(self, view: RoundView) -> None:  # noqa: ARG002
+        self.start = None
+
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
         self.start, self._elements = None, model.numel()
 

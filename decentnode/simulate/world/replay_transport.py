@@ -197,6 +197,10 @@ class Replayed(Simulated):
         made.witness, made.of, made.event = lambda _arrival: None, self, event
         return made
 
+    def gone_on(self, round: int, uid: int) -> bool:  # noqa: ARG002
+        event = self.life.ahead("steps", round=round)
+        return event is not None and bool(event.fields.get("left_out"))
+
     def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:  # noqa: ARG002
         return at_once(None)
 

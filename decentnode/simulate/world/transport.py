@@ -399,6 +399,9 @@ class Simulated(Communication[ZeroMQConfig]):
     def waiting(self) -> tuple[tuple[int, ...], float] | None:
         return self.facts.waiting
 
+    def gone_on(self, round: int, uid: int) -> bool:
+        return self.inbox.has_later(round, uid)
+
     @property
     def goes_on(self) -> bool:
         return self.facts.goes_on

@@ -71,6 +71,25 @@ def test_the_server_waits_for_a_late_client_no_longer_than_to_the_deadline(name:
         assert all(torch.equal(each, copies[0]) for each in copies)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedstc"])
+def test_a_client_that_is_always_late_holds_up_no_evaluation(name: str) -> None:
+    """It leaves out the steps of rounds that its server has finished: with those of all it would be a minute behind
+    at the end, and the others wait for 20 s."""
+    made = Made(make("star", nodes=NODES), rule(name, deadline_seconds=DEADLINE), rounds=20, evaluate_every=0,
+                missing="return_weight")  # fmt: skip
+    history = History(record=True)
+    world = made.world(history, config=CONFIG, compute_seconds=lambda uid, _round: 6.0 if uid == LATE else 0.5)
+    history.watch(world)
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    steps = {uid: [each["steps"] for each in made.records if each["kind"] == "round" and each["uid"] == uid]
+             for uid in (1, LATE)}  # fmt: skip
+    assert all(steps[1]) and 3 < sum(map(bool, steps[LATE])) < 12 and len(steps[LATE]) == 20
+    again = Made(made.graph, made.rule, rounds=20, evaluate_every=0, missing="return_weight")
+    ReplayWorld(setting_of(NODES, CONFIG, None), again.make, copy.deepcopy(history.lives)).replay()
+    for uid, node in made.nodes.items():
+        assert torch.equal(again.nodes[uid].training.model.parameters, node.training.model.parameters)
+
+
 def test_too_few_in_time_end_the_run_by_their_names() -> None:
     _, world, _ = world_of("fedavg", 6, node={"missing": "return_weight"}, deadline_seconds=DEADLINE, min_clients=5)
     assert world.run(LIMIT)
