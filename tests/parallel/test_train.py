@@ -69,8 +69,8 @@ def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
     assert {each["pid"] for each in spans} == {0, 1} and any(each.get("name") == "train" for each in spans)
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", [False, True, "faithful"])
+def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_path: Path) -> None:
     """there: with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone."""
     for results, told in run_ranks(2, recording.stopped_and_resumed, str(tmp_path), there):
         (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
@@ -128,9 +128,8 @@ def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    for metrics, keys, keep, config, state, there, add in run_ranks(2, recording.refusals, str(tmp_path)):
+    for metrics, keys, keep, config, state, add in run_ranks(2, recording.refusals, str(tmp_path)):
         assert "state.also.odd.lock must be tensors, numbers" in state
-        assert "full_state_dict needs faithful=False" in there
         assert "metrics must be accuracy, loss or Metric objects" in metrics
         assert "evaluate must return loss, got accuracy, loss" in keys
         assert "keep 0 or more" in keep and "numbers, text, lists and dicts" in config and "inside `for epoch" in add
