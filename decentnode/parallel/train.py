@@ -36,7 +36,7 @@ from decentnode.metrics.writer import encode as line_of
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
 from decentnode.parallel.resume import accumulated, take_up_accumulated
-from decentnode.parallel.train_ranks import checkpoints_of_anybody, ranks_of
+from decentnode.parallel.train_ranks import checkpoints_of_anybody, hold, ranks_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
 
@@ -119,8 +119,9 @@ class TrainingRun:
         ranks have; else a new one begins. also: further objects whose states are part of checkpoints, by name.
         steps_per_epoch: after how many steps `steps` ends; needed with missing="regroup".
         Raises ValueError for arguments that do not fit and where the config of the run to go on with was another,
-        EnvironmentFault where the directory cannot be made, CheckpointError for a state that no file can keep and where
-        no checkpoint is there to go on with, AssemblyError where another rank could not.
+        EnvironmentFault where the directory cannot be made or another process records there, CheckpointError for a
+        state that no file can keep and where no checkpoint is there to go on with, AssemblyError where another rank
+        could not.
         """
         if model._member is not None and steps_per_epoch is None:
             raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins knows by it '
@@ -176,6 +177,7 @@ class TrainingRun:
             agreed = latest.resolve() if go_on else self._made(runs, name)
             self._folder = node_dir(agreed, self.uid)
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(self._folder)
             return agreed
         path: Path | None = None
         with together("make the run directory"):
@@ -187,6 +189,7 @@ class TrainingRun:
         with together("make the run directory"):
             self._folder = node_dir(path, self.uid)
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(self._folder)
         return path
 
     def _made(self, runs: Path, name: str) -> Path:
@@ -384,6 +387,7 @@ class TrainingRun:
             if self.uid == min(told) and not ended_before:
                 self._summarize(self._of_the_gone(set(told)) | {uid: json.loads(each) for uid, each in told.items()})
         self._writer.close()
+        self._lock.close()
 
     def _says(self, doing: str) -> None:
         """Writes what this rank does for `decentnode status`; a disk that refuses costs that alone."""

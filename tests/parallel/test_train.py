@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from threading import Timer
 
 import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.metrics.reader import read
+from decentnode.parallel.train_ranks import hold
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd
 from tests.parallel.ranks import run_ranks
@@ -110,6 +112,17 @@ def test_the_generators_of_the_process_go_on(tmp_path: Path) -> None:
 def test_gradients_that_are_added_up_over_the_end_of_an_epoch_are_kept(tmp_path: Path) -> None:
     for whole, parts in run_ranks(2, recording.added_up, str(tmp_path)):
         assert whole == parts and whole[1] == 5
+
+
+def test_a_run_that_other_processes_still_record_is_theirs(tmp_path: Path) -> None:
+    """As of a launcher that was killed alone; rank 1's process is still there."""
+    run_ranks(2, recording.train, str(tmp_path), 1)
+    before = hold(tmp_path / "script/latest/nodes/001")
+    found = run_ranks(2, recording.while_another_does, str(tmp_path), 0.2)
+    assert found[0].startswith("AssemblyError: rank 1 could not make the run directory: EnvironmentFault: another")
+    assert found[1].startswith("EnvironmentFault: another process still records into")
+    Timer(4.0, before.close).start()
+    assert run_ranks(2, recording.while_another_does, str(tmp_path), 60.0) == [[1], [1]]
 
 
 def test_a_run_without_its_first_files_begins_anew(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from decentnode.checkpoint import store
 from decentnode.compat import decent_dp
 from decentnode.errors import AssemblyError, CheckpointError
-from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel import DecentralizedDataParallel, train_ranks
 from decentnode.parallel.train import TrainingRun
 from tests.parallel.work.models import flat
 
@@ -179,6 +179,15 @@ def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
             model.close()
         found.append((flat(model.module).tolist(), model.steps))
     return found
+
+
+def while_another_does(rank: int, n: int, runs: str, seconds: float) -> list[int] | str:
+    """The epochs that are trained, or why none is, where another process may record the same run for so long."""
+    train_ranks.HELD_SECONDS = seconds
+    try:
+        return train(rank, n, runs, 2, resume=True)[1]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def refusals(rank: int, n: int, runs: str) -> list[str]:
