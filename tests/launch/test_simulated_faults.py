@@ -111,3 +111,16 @@ def test_without_generations_the_faults_by_chance_are_those_of_the_plan(tmp_path
     made, _ = run(experiment, tmp_path)
     plan = experiment.make_faults()
     assert made.world.happened == {"slow": len(plan)} and {each.uids for each in plan} == {(u,) for u in range(NODES)}
+
+
+def test_a_struck_run_with_a_server_is_repeated(tmp_path: Path) -> None:
+    """The round of its server begins a generation, and not that of a client that is further."""
+    cut = {"do": "cut", "sides": [[0], [2, 3]], "at_round": 3, "seconds": 4.0}
+    slow = {"do": "slow", "nodes": [0], "factor": 20, "at_round": 0}
+    experiment = of(cut, slow, {"do": "kill", "nodes": [2], "at_round": 9}, graph={"name": "star", "nodes": NODES},
+                    sharing={"name": "fedavg"})  # fmt: skip
+    run(experiment, tmp_path)
+    lives = read_lives(tmp_path, NODES)
+    assert check_generations(lives, min_nodes=3, rounds=ROUNDS) > 0
+    _, outcome = run_again(experiment, lives)
+    assert outcome.compared == sum(len(life.events) for each in lives.values() for life in each)

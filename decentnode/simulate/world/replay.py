@@ -264,5 +264,5 @@ def setting_of(num_nodes: int, config: ZeroMQConfig, limits: Limits | None) -> S
     kept = {"chunk_bytes": config.chunk_bytes, "window_bytes": config.window_bytes}
     plain = ZeroMQConfig.model_validate({"name": "zeromq", "checksum": "xxh3", **patient, **kept})
     if limits is not None:
-        limits = Limits(EVER, EVER, limits.min_nodes, limits.rounds)
+        limits = Limits(EVER, EVER, limits.min_nodes, limits.rounds, limits.needed)
     return Setting(num_nodes, plain, limits, Faults(links=Link(latency_seconds=1e-3, jitter_seconds=0.0)))
