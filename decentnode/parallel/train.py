@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import shlex
 import statistics
@@ -36,9 +37,11 @@ from decentnode.metrics.writer import encode as line_of
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
 from decentnode.parallel.resume import accumulated, take_up_accumulated
-from decentnode.parallel.train_ranks import checkpoints_of_anybody, hold, ranks_of
+from decentnode.parallel.train_ranks import checkpoints_of_anybody, checkpoints_of_ranks, hold, ranks_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
+
+logger = logging.getLogger(__name__)
 
 Evaluation = Callable[[Module], Mapping[str, float]]
 """Returns each metric of a module, in eval mode and without gradients. It must not wait for other ranks."""
@@ -116,7 +119,8 @@ class TrainingRun:
         module; it is called for the rank's own model and for the mean of all. metrics: what it returns, the main one
         first. evaluate_every: epochs from one evaluation to the next. keep: checkpoints kept per rank, one is written
         after every epoch; 0 for none. resume: goes on with the latest run of this name if it has a checkpoint that all
-        ranks have; else a new one begins. also: further objects whose states are part of checkpoints, by name.
+        ranks have; else a new one begins. With another number of ranks than the n of the checkpoint, rank r goes on
+        from that of rank r mod n, and says so. also: further objects whose states are part of checkpoints, by name.
         steps_per_epoch: after how many steps `steps` ends; needed with missing="regroup".
         Raises ValueError for arguments that do not fit and where the config of the run to go on with was another,
         EnvironmentFault where the directory cannot be made or another process records there, CheckpointError for a
@@ -322,16 +326,18 @@ class TrainingRun:
         """Loads the newest checkpoint that all ranks have, and forgets what was recorded after it. Blocking."""
         found, _ = store.scan([self.path / store.FOLDER], self.uid)
         world = len(self._ranks.members)
-        mine = {each.cut.round: each for each in found if len(each.cut.members) == world}
-        if self._ranks.folder is not None:
-            mine = checkpoints_of_anybody(self.path / store.FOLDER, self.uid)
+        if self._ranks.folder is None:
+            mine = checkpoints_of_ranks(self.path / store.FOLDER, self.uid)
+        else:
+            anybody = checkpoints_of_anybody(self.path / store.FOLDER, self.uid)
+            mine = {(round, 0): each for round, each in anybody.items()}
         told = self.model._exchange.tell(json.dumps(sorted(mine)), "checkpoints")
-        common = set(mine).intersection(*(json.loads(each) for each in told.values()))
+        common = set(mine).intersection(*(map(tuple, json.loads(each)) for each in told.values()))
         with together("go on with the run") if self._ranks.folder is None else contextlib.nullcontext():
             if not common:
                 self._begin_anew({len(each.cut.members) for each in found} - {world})
                 return
-            manifest = mine[max(common)]
+            manifest = mine[max(common, key=lambda each: (each[0], each[1] == world, each[1]))]
             changed = store.differences(manifest.config, self._config)
             if changed:
                 raise ValueError(f"the run in {self.path} goes on with its own config: {'; '.join(changed)}")
@@ -340,7 +346,12 @@ class TrainingRun:
         for name, each in self._also.items():
             each.load_state_dict(state["also"][name])
         take_up_accumulated(self.model, state.get("accumulated", {}))
-        self._random = state["random"]
+        self._random = state["random"] if manifest.uid == self.uid else None  # a new rank draws what no other does
+        before = len(manifest.cut.members)
+        if self._ranks.folder is None and before != world and self.uid == 0:
+            rest = f"ranks {before} and up begin as rank mod {before}" if before < world else (
+                f"the models of ranks {world} to {before - 1} are not part of it any more")
+            logger.warning("the run goes on with %d ranks from a checkpoint of %d: %s", world, before, rest)
         self.done = manifest.cut.round
         if self._ranks.folder is None:
             for later in (one.cut for one in found if one.cut.round > self.done):  # this rank alone has it

@@ -152,3 +152,15 @@ def checkpoints_of_anybody(folder: Path, uid: int) -> dict[int, store.Manifest]:
         for each in store.scan([folder], other)[0]:
             found.setdefault(each.cut.round, each)
     return found
+
+
+def checkpoints_of_ranks(folder: Path, uid: int) -> dict[tuple[int, int], store.Manifest]:
+    """(epochs that are over, number of ranks then) -> the checkpoint on this machine that rank `uid` goes on with: its
+    own, and of fewer ranks n that of rank `uid` mod n. folder: checkpoints/ of the run."""
+    found: dict[tuple[int, int], store.Manifest] = {}
+    for other in sorted({int(each.stem) for each in folder.glob("*/*.json") if each.stem.isdecimal()}):
+        for each in store.scan([folder], other)[0]:
+            size = len(each.cut.members)
+            if other == uid % size:
+                found.setdefault((each.cut.round, size), each)
+    return found

@@ -89,6 +89,20 @@ def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_pat
     assert kept == ["00000003", "00000004"]
 
 
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """Each from the checkpoint of its rank, and from the newest of all, whatever number of ranks has written it."""
+    ends = [end for _, _, end in run_ranks(3, recording.with_other_ranks, str(tmp_path), 2, False)]
+    for ranks, trains, epochs in ((2, [2], 3), (4, [3], 4), (1, [4, 5], 6)):
+        results = run_ranks(ranks, recording.with_other_ranks, str(tmp_path), epochs, True)
+        for rank, (trained, began, _) in enumerate(results):
+            assert began == ends[rank % len(ends)] and trained == trains
+        ends = [end for _, _, end in results]
+        summary = json.loads((tmp_path / "script/latest/summary.json").read_text())
+        assert summary["num_nodes"] == ranks and summary["status"] == "finished"
+    done = CliRunner().invoke(main, ["compare", str(tmp_path / "script")])
+    assert done.exit_code == 0, done.output
+
+
 def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> None:
     for trained, told in run_ranks(2, recording.begun_anew, str(tmp_path)):
         assert trained == [0, 1]

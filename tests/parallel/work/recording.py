@@ -93,6 +93,23 @@ def stopped_and_resumed(
     return results, ""
 
 
+def with_other_ranks(
+    rank: int, n: int, runs: str, epochs: int, resume: bool
+) -> tuple[list[int], list[float], list[float]]:
+    """(the epochs trained, the parameters at which they began, and with which they ended)."""
+    model, trained = wrapped(), []
+    torch.manual_seed(100 + rank)
+    with TrainingRun(model, "script", evaluate=measure, runs=runs, resume=resume) as run:
+        began = flat(model.module).tolist()
+        for epoch in run.epochs(epochs):
+            trained.append(epoch)
+            for step in range(4):
+                x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * step + rank))
+                nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
+        assert model.steps == 4 * epochs
+    return trained, began, flat(model.module).tolist()
+
+
 def begun_anew(rank: int, n: int, runs: str) -> tuple[list[int], str]:
     """The epochs of a training that had failed in its first; why one without checkpoints does not go on."""
     train(rank, n, runs, 2, stop=0)
