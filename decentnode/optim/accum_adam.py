@@ -52,6 +52,19 @@ class AccumAdam(Optimizer):
                     "fused": fused, "maximize": maximize}  # fmt: skip
         super().__init__(params, defaults)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes states of Decent-DP's class too, whose groups have fewer options, and whose committed moments are kept
+        multiplied by their betas."""
+        theirs = any("fused" not in group for group in state_dict["param_groups"])
+        super().load_state_dict(state_dict)
+        if not theirs:
+            return
+        for group in self.param_groups:
+            group.update({key: group.get(key, self.defaults[key]) for key in ("fused", "maximize")})
+            for state in (self.state[p] for p in group["params"] if self.state.get(p)):
+                moments = zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+                state.update({"step": int(state["step"])} | {key: state[key] / beta for key, beta in moments})
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Updates all parameters that have a gradient; returns the loss of `closure` if there is one."""

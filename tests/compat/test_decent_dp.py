@@ -234,6 +234,26 @@ def test_moments_of_accum_adam_are_kept_as_the_paper_has_them(alone: None) -> No
     assert here.get_lr() == 0.3
 
 
+def test_accum_adam_takes_the_state_of_theirs_itself() -> None:
+    """As scripts load what they have saved of `_optims`, where the groups have no options of ours."""
+    p = torch.ones(2, requires_grad=True)
+    state = {"step": torch.tensor(4), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2),
+             "accum_grad": torch.zeros(2)}  # fmt: skip
+    group = {"params": [0], "lr": 0.3, "betas": (0.5, 0.25), "eps": 1e-8, "weight_decay": 0.0, "accum_iter": 4}
+    there = {"state": {0: state}, "param_groups": [group]}
+    optimizer = decent_dp.AccumAdam([p])
+    optimizer.load_state_dict(there)
+    found = optimizer.state[p]
+    assert found["exp_avg"].tolist() == [2, 2] and found["exp_avg_sq"].tolist() == [4, 4] and found["step"] == 4
+    assert state["exp_avg"].tolist() == [1, 1], "the file's own"
+    other = decent_dp.AccumAdam([p])
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state[p]["exp_avg"], found["exp_avg"])
+    p.grad = torch.ones(2)
+    other.step()
+    assert other.state[p]["step"] == 5
+
+
 def test_what_is_done_otherwise_is_said_once(
     alone: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
