@@ -130,10 +130,10 @@ def run_nodes(
     """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
     logs.set_level(experiment.run.log_level)
-    virtual = _virtual_time(experiment) if task.request.simulate else None
     if task.request.simulate and experiment.faults:
         torch.set_num_threads(task.threads)
         return run_struck(task, experiment, send, ready, tick)
+    virtual = _virtual_time(experiment) if task.request.simulate else None
     if task.request.simulate:
         choice = choose(experiment, resume=task.resume is not None)
         send(Engine(choice.name, choice.reason))

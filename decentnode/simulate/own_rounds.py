@@ -39,7 +39,7 @@ def check_schedule(experiment: Experiment) -> None:
         why = "with stale: wait a round waits for its neighbors"
     if why is not None:
         raise UsageError(
-            f"simulate.compute and simulate.links must be left out with node.schedule {name}, got both: {why}, while a "
+            f"simulate.compute and simulate.links must be left out with node.schedule {name}: {why}, while a "
             "simulation needs the times of rounds beforehand; gossip_async with stale: leave_out has them, decentnode "
             "timeline says who would be where, and decentnode run learns in real time"
         )

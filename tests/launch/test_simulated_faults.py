@@ -9,6 +9,7 @@ import pytest
 
 from decentnode.errors import PeerLost, UsageError
 from decentnode.experiment import Experiment, load
+from decentnode.launch.in_process import run_nodes
 from decentnode.launch.messages import ChildMessage, Failed, Finished, Request, Task
 from decentnode.launch.prepare import facts
 from decentnode.launch.run_dir import node_dir
@@ -102,6 +103,21 @@ def test_pairs_end_with_a_node_that_is_long_in_its_round(tmp_path: Path, factor:
     made, told = run(of(slow, node=node, communication=communication, training=training), tmp_path)
     assert {each.uid for each in told[Finished]} == set(range(NODES)) and Failed not in told
     assert made.world.heap.now < 0.01 * factor + 1, "a round of the slow node, and no time-out"
+
+
+def test_a_schedule_whose_times_are_not_known_beforehand_is_struck_in_a_described_world(tmp_path: Path) -> None:
+    slow = {"do": "slow", "nodes": [1], "factor": 2, "at_round": 1}
+    experiment = of(slow, simulate={"compute": {"step_seconds": 0.5}},
+                    node={"rounds": 4, "evaluate_every": 0, "schedule": "ad_psgd"})  # fmt: skip
+    for uid in range(NODES):
+        node_dir(str(tmp_path), uid).mkdir(parents=True)
+    (tmp_path / "models").mkdir()
+    request = Request("", in_process=True, simulate=True)
+    task = Task(request, list(range(NODES)), 0, str(tmp_path), 1, "00" * 8, True, 2.0, "")
+    told: list[ChildMessage] = []
+    assert run_nodes(task, experiment, told.append) == 0
+    times = [each["time"] for each in read_kind(node_dir(str(tmp_path), 0) / "metrics.jsonl", "round")]
+    assert times[-1] - times[0] > 0.5 * (len(times) - 1) - 1e-6 and len(times) > 1
 
 
 def test_without_generations_the_faults_by_chance_are_those_of_the_plan(tmp_path: Path) -> None:

@@ -118,5 +118,5 @@ def test_a_slow_node_costs_the_others_no_time(rule: str) -> None:
 ], ids=["ad_psgd", "epidemic", "stale"])  # fmt: skip
 def test_times_that_depend_on_others_are_refused_by_name(node: dict[str, Any], why: str) -> None:
     made = experiment(3.0, **{"asynchronous": None, **node})
-    with pytest.raises(UsageError, match=rf"node\.schedule {made.node.schedule}, got both: {why}"):
+    with pytest.raises(UsageError, match=rf"node\.schedule {made.node.schedule}: {why}"):
         check_schedule(made)
