@@ -166,7 +166,9 @@ class Output(io.TextIOBase):
             try:
                 data = data[os.write(number, data) :]
             except BlockingIOError:  # somebody made the terminal non-blocking
-                select.select([], [number], [])
+                poll = select.poll()
+                poll.register(number, select.POLLOUT)
+                poll.poll()
 
 
 def _descriptor(stream: TextIO) -> int | None:

@@ -88,7 +88,7 @@ class UnixSocketPath(Path):
                     return False
                 has_room = self._under_way.get(uid, 0) < self._ahead
                 wait = 0.0 if has_room else min(0.1, max(0.0, deadline - time.monotonic()))
-                if select.select([self._out[uid]], [], [], wait)[0]:
+                if _answered(self._out[uid], wait):
                     used_up = len(self._out[uid].recv(self._ahead))
                     if not used_up:
                         return False
@@ -153,6 +153,12 @@ class UnixSocketPath(Path):
         made.settimeout(timeout_seconds)
         self._opened.append(made)
         return made
+
+
+def _answered(connection: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _unpacked(words: bytes) -> tuple[list[int], dict[str, float]]:

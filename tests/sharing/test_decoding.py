@@ -58,6 +58,7 @@ class Line:
         self.counters, self.history = Counters(), None
         self.config = SimpleNamespace(timeout_seconds=1.0)
         self.sent: dict[int, Payload] = {}
+        self.goes_on = False
 
     def computed(self, round: int) -> None:
         """Nobody waits for the local steps."""
