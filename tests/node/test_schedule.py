@@ -48,6 +48,7 @@ class Exchange(fakes.Exchange):
 
 class Transport(fakes.Transport):
     concurrent = False
+    goes_on = False
 
     def __init__(self, answer: Exchange) -> None:
         super().__init__(answer)
