@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import subprocess
 import sys
@@ -73,7 +74,8 @@ def test_ctrl_c_ends_the_ranks_of_a_script_too(tmp_path: Path) -> None:
         f"import os, time\nopen('{tmp_path}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
     )
     command = [sys.executable, str(ROOT / "eval/originals.py"), "--decent-dp", str(tmp_path)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # who starts the tests may ignore it
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     pids = [tmp_path / rank for rank in "01"]
     until = time.monotonic() + 100
     while not all(each.exists() and each.read_text() for each in pids):
