@@ -38,6 +38,7 @@ def test_every_line_is_an_experiment_of_its_own_and_every_config_has_a_figure(ga
         assert f"pictures/gallery_{name}.png" in page and f"tables/gallery_{name}.txt" in page
 
 
+@pytest.mark.slow
 def test_a_figure_says_what_made_it(
     gallery: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

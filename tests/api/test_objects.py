@@ -31,6 +31,7 @@ def states(run: Any) -> list[torch.Tensor]:
     return [value for key in run.models() for value in run.models().state_dict(key).values()]
 
 
+@pytest.mark.slow
 def test_in_this_process_and_in_forks_of_it_they_give_the_same_bits() -> None:
     """After this process has used autograd and a pool of threads, as a notebook has."""
     nn.Linear(300, 300)(torch.randn(300, 300)).sum().backward()

@@ -49,6 +49,7 @@ def test_a_sweep_comes_back_as_tables(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_section_is_laid_over_and_points_over_that(tmp_path: Path) -> None:
     """Layers of a program come before the values of points."""
     found = decentnode.sweep(experiment(**QUICK), {"graph.name": ["star"]}, run_dir=tmp_path, progress=False,

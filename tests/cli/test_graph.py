@@ -106,6 +106,7 @@ def test_nothing_here_imports_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "panels"), [(("regular", "-d", 4), 1), (("torus",), 1), (("random_matching",), 8)])
 def test_numbers_of_64_nodes_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: tuple[object, ...], panels: int

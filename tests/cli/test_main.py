@@ -119,6 +119,7 @@ def test_traceback_can_be_asked_for_anywhere(monkeypatch):
     assert "Traceback" not in CliRunner().invoke(main, arguments).stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [
     ("keygen", "2", "-o", "PLACE"), ("schema", "-o", "PLACE/below"), ("keygen", "2", "-o", "PLACE/below"),
     ("graph", "make", "ring", "-n", "4", "-o", "PLACE/below.edges"),

@@ -86,6 +86,7 @@ def test_errors_have_their_exit_codes(tmp_path: Path) -> None:
     assert code == 3 and "cannot make the run directory" in err
 
 
+@pytest.mark.slow
 def test_a_first_ctrl_c_of_the_whole_terminal_writes_what_there_is(tmp_path: Path) -> None:
     with started(tmp_path, "run", write(tmp_path, **LONG)) as process:
         wait_for(process, "all connected")
@@ -98,6 +99,7 @@ def test_a_first_ctrl_c_of_the_whole_terminal_writes_what_there_is(tmp_path: Pat
     assert (latest / "models" / "merged.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
     hung = tmp_path / "pid"
     training = {**LONG["training"], "name": "tests.launch.faults:Hangs", "pid_file": str(hung)}

@@ -70,6 +70,7 @@ def test_it_is_fresh():
     assert CliRunner().invoke(main, ["schema"], catch_exceptions=False).stdout == (CONFIGS / "schema.json").read_text()
 
 
+@pytest.mark.slow
 def test_it_is_written_to_a_file(tmp_path):
     path = tmp_path / "schema.json"
     assert CliRunner().invoke(main, ["schema", "-o", str(path)]).exit_code == 0

@@ -66,6 +66,7 @@ def test_a_terminal_held_from_the_start_does_not_keep_a_run_from_beginning(tmp_p
         assert "all connected" in terminal.rest()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_held_terminal_stops_the_run_and_writes(tmp_path: Path) -> None:
     with running(tmp_path, slow(5000)) as terminal:
         terminal.read_until("all connected")
@@ -129,6 +130,7 @@ def test_a_pipe_whose_reader_leaves_ends_nothing(tmp_path: Path) -> None:
     assert status(tmp_path) == "finished"
 
 
+@pytest.mark.slow
 def test_an_error_goes_where_somebody_may_see_it_when_the_pipe_is_closed(tmp_path: Path) -> None:
     training = {**experiment()["training"], "name": "tests.launch.faults:Raises"}
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment(training=training)))

@@ -56,6 +56,7 @@ RULES: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", RULES, ids=lambda rule: rule["name"])
 def test_what_a_rule_sends_is_one_number_whatever_carries_it(sharing: dict[str, object]) -> None:
     expected = sent_of_a_run("inproc", sharing)

@@ -207,6 +207,7 @@ def test_shakespeare_and_movielens(folder: Path) -> None:
     assert [set(shares.dataset().train_keys()[shares.shares()[uid]]) for uid in range(3)] == [{0, 1}, {2, 3}, {4, 5}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharing", [
     {"sharing_class": "Sharing"}, {"sharing_class": "PartialModel", "alpha": "0.1"},
     {"sharing_class": "SubSampling", "alpha": "0.1"},

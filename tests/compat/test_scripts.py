@@ -60,6 +60,7 @@ def test_a_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
     assert done.stdout.strip() == "[5, 4] [4, 1, 28, 28] cpu 1", done.stderr
 
 
+@pytest.mark.slow
 def test_a_path_that_is_no_checkout_is_told(tmp_path: Path) -> None:
     script = str(ROOT / "eval/originals.py")
     for words, says in (((f"--experiments={tmp_path}",), "there is no"), (("--only", "cnn"), "give the path")):

@@ -16,6 +16,7 @@ from decentnode.errors import EnvironmentFault, PeerFault
 from tests.compression.contract import CHECKS, CODECS, ERRORS, check_error_is_bounded, codec, draws, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("check", CHECKS)
 def test_contract(name: str, check: Callable[..., None]) -> None:

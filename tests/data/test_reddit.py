@@ -158,6 +158,7 @@ def test_what_data_says_of_it(tmp_path: Path) -> None:
     assert info.exit_code == 0 and "next_token" in info.output and "by_key on 2 nodes" in info.output, info.output
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     """Far beyond the most frequent word, which a trivial predictor names."""
     write_reddit(tmp_path / "d", users=6)

@@ -88,6 +88,7 @@ def learned(folder: Path, data: str, model: str, training: str, rounds: int) -> 
     return nodes[0].figures()
 
 
+@pytest.mark.slow
 def test_shakespeare_is_learned(tmp_path: Path) -> None:
     write_shakespeare(tmp_path / "d")
     figures = learned(tmp_path, f"{{name: shakespeare, folder: {tmp_path / 'd'}, partition: by_key}}",
@@ -96,6 +97,7 @@ def test_shakespeare_is_learned(tmp_path: Path) -> None:
     assert float(figures["accuracy_mean"]) > 0.6  # the most frequent character alone: .2
 
 
+@pytest.mark.slow
 def test_ratings_are_learned(tmp_path: Path) -> None:
     write_movielens(tmp_path / "d")
     data = f"{{name: movielens, folder: {tmp_path / 'd'}, partition: {{name: by_key, even: keys}}, test: own}}"

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from decentnode.launch.messages import Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.supervisor import supervise
@@ -27,6 +29,7 @@ def left_by(folder: Path, *overrides: str) -> tuple[int, list[list[dict[str, Any
     return outcome.exit_code, events, [json.loads((node / "status.json").read_text()) for node in nodes]
 
 
+@pytest.mark.slow
 def test_events_and_status_are_those_of_processes(tmp_path: Path) -> None:
     found = {}
     for way in ("inproc", "zeromq"):

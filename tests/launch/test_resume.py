@@ -63,6 +63,7 @@ def check_same(one: Path, other: Path) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_goes_on_without_them_and_the_other_way_round(tmp_path: Path) -> None:
     """What goes wrong is no part of what is computed: the models are those of a run that nothing happened to."""
     folder = Folder(tmp_path)
@@ -189,6 +190,7 @@ def test_a_finished_run_says_so_and_goes_on_with_more_rounds(tmp_path: Path) -> 
     check_same(straight, folder.done("node.rounds=6", resume=str(first)))  # named, though it is not the latest
 
 
+@pytest.mark.slow
 def test_files_of_another_machine_s_share_are_found(tmp_path: Path) -> None:
     """Two machines have a folder each, of another name; one machine goes on with all nodes."""
     folder = Folder(tmp_path)
@@ -202,6 +204,7 @@ def test_files_of_another_machine_s_share_are_found(tmp_path: Path) -> None:
     check_same(straight, folder.done("name=a", resume=str(first)))
 
 
+@pytest.mark.slow
 def test_nodes_without_files_are_named(tmp_path: Path) -> None:
     folder = Folder(tmp_path, node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 2}})
     first = folder.done()

@@ -26,6 +26,7 @@ def together(each: int, nodes: int = 5) -> dict[str, object]:
     return {"nodes_per_machine": nodes, "nodes_per_process": each}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("each", "keys"), [
     (4, ["communication=shared_memory"]),
     (2, ["communication=zeromq", "node.schedule=overlapped"]),
@@ -41,6 +42,7 @@ def test_the_models_are_those_of_a_process_per_node(tmp_path: Path, each: int, k
         assert torch.equal(tensor, shared[name]), name
 
 
+@pytest.mark.slow
 def test_files_and_figures_are_those_of_a_process_per_node(tmp_path: Path) -> None:
     found = {}
     for each in (1, 2):

@@ -186,6 +186,7 @@ def test_a_run_with_adapters_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     nodes = run("node.rounds=30", "node.evaluate_every=30")
     assert float(nodes[0].figures()["accuracy_merged"]) > 0.85

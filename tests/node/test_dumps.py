@@ -42,6 +42,7 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "keys"), RULES, ids=str)
 def test_positions_are_those_of_the_largest_scores(tmp_path: Path, rule: str, keys: str) -> None:
     run = ran(tmp_path / "a", f"{{name: {rule}, {keys}, dump: {{scores: true}}}}")

@@ -243,6 +243,7 @@ def test_survivors_that_the_graph_no_longer_joins_are_named(caplog: pytest.LogCa
     assert told["parts"] == [[0, 5], [2, 3]] and told["edges"] == [] and told["uid"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ring", "random"])
 @pytest.mark.parametrize("rule", ["full", "push_sum", "choco", "d2", "gradient_tracking"])
 def test_survivors_are_joined_again(how: Repair, rule: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,6 +30,7 @@ def ran(config: Path, *overrides: str) -> tuple[Experiment, list[Node], dict[str
     return experiment, nodes, summary.combine({node.uid: node.figures() for node in nodes}, experiment.measured())
 
 
+@pytest.mark.slow
 def test_a_regression_is_learned_and_told_by_its_own_metrics() -> None:
     experiment, nodes, found = ran(CONFIGS / "own" / "waves.yaml")
     assert experiment.measured().task == "regression" and experiment.resolved()["task"] == {"name": "regression"}

@@ -14,6 +14,7 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.work import meeting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DIST_OPTIMIZERS])
 def test_every_method(name: str) -> None:
     n = 3

@@ -60,6 +60,7 @@ def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
         assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "says"), [
     ("os.posix_fallocate", "could not make shared memory: DiskFull: .*No space left"),
     ("os.open", "could not map shared memory: DiskFull: .*No space left"),

@@ -58,6 +58,7 @@ def test_the_summary_is_that_of_a_run(runs: Path) -> None:
     assert summary["bytes_data_total"] == 2 * (4 * 2 + 5) * 4 * 58
 
 
+@pytest.mark.slow
 def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
     table = invoke("compare", str(runs / "script"), "--run-dir", str(runs))
     assert "script" in table and "accuracy" in table and "2" in table
@@ -128,6 +129,7 @@ def test_gradients_that_are_added_up_over_the_end_of_an_epoch_are_kept(tmp_path:
         assert whole == parts and whole[1] == 5
 
 
+@pytest.mark.slow
 def test_a_run_that_other_processes_still_record_is_theirs(tmp_path: Path) -> None:
     """As of a launcher that was killed alone; rank 1's process is still there."""
     run_ranks(2, recording.train, str(tmp_path), 1)

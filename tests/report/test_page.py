@@ -64,6 +64,7 @@ def checked(text: str) -> Checked:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "exp" / "run")
     (run / "config.yaml").write_text("name: exp  # <b>bold</b>\n")
@@ -90,6 +91,7 @@ def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> N
     assert waited(load(run)) == {(0, 2): 2.5}
 
 
+@pytest.mark.slow
 def test_experiments_are_compared_seed_by_seed_and_by_what_differs(tmp_path: Path) -> None:
     runs = [fake_run(tmp_path / name / str(seed), seed=seed, better=0.1 * (name == "b") + 0.01 * seed * (name == "b"),
                      sharing={"name": "full", "every": 1 + (name == "b")}) for name in "ab" for seed in (1, 2, 3)]
@@ -117,11 +119,13 @@ def test_a_run_that_was_killed_at_once_has_a_report_as_far_as_it_came(tmp_path: 
         render([run])
 
 
+@pytest.mark.slow
 def test_names_are_no_html(tmp_path: Path) -> None:
     text, _ = render([fake_run(tmp_path / "run")], ["<script>alert(1)</script>"])
     assert "<script>alert(1)</script>" in checked(text).text
 
 
+@pytest.mark.slow
 def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -> None:
     run, out = fake_run(tmp_path / "exp" / "run"), tmp_path / "deep" / "it.html"
     result = CliRunner().invoke(main, ["report", str(run)])
@@ -137,6 +141,7 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path: Path) -
         write([run], tmp_path / "file" / "x.html")
 
 
+@pytest.mark.slow
 def test_the_graph_of_a_real_run_is_drawn(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "decentnode", "simulate", "--set", "node.rounds=2", "--quiet"]
     subprocess.run([*command, "--run-dir", str(tmp_path)], check=True, timeout=200, capture_output=True)

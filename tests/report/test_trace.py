@@ -102,6 +102,7 @@ def test_a_round_and_nodes_that_the_run_does_not_have_are_no_profile() -> None:
     assert "nodes 0 to 15, got 99" in str(told.value)
 
 
+@pytest.mark.slow
 def test_nodes_that_are_stepped_keep_spans_and_a_profile(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "decentnode", "simulate", "--quiet", "--run-dir", str(tmp_path)]
     for key in ("node.rounds=5", "run.trace=2", "run.profile={round: 3, uid: 1}",

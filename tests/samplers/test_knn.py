@@ -56,6 +56,7 @@ def test_targets_that_are_not_drawn_stay_between_two_refreshes(settled: Populati
     assert {len(each) for each in chosen.values()} <= {3, 4}
 
 
+@pytest.mark.slow
 def test_the_dead_are_looked_for_no_more() -> None:
     population = _population(oldest=6)
     population.run(10)

@@ -21,6 +21,7 @@ from tests.sharing.contract import Make, bound, draw, gossip, one_round, rule
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["topk", "fft", "wavelet", "jwins", "subsample"])
 @pytest.mark.parametrize("elements", [1, 2, 3, 37, 1001])
 def test_partial_rules_agree_for_any_length(name: str, elements: int) -> None:

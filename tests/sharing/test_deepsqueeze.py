@@ -13,6 +13,7 @@ from tests.sharing.helpers import spread
 RING = make("ring", nodes=8)
 
 
+@pytest.mark.slow
 def test_deepsqueeze_loses_nothing_and_nears_agreement() -> None:
     models = draw(8, 50, torch.float64)
     mean, before = torch.stack(models).mean(0), spread(models)

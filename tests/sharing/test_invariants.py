@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 RING = make("ring", nodes=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "lr", "low", "high"), [
     ({"name": "full"}, 0.05, 0.22, 0.23),
     ({"name": "gradient_tracking"}, 0.05, 0.0, 1e-20),

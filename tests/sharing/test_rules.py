@@ -83,6 +83,7 @@ def test_a_graph_that_does_not_suit_is_refused_with_one_that_would(sharing: str,
         load(ROOT / "configs" / "quickstart.yaml", sets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in AMONG_EQUALS if name != "full"])
 def test_every_rule_trains_the_quickstart_on_a_ring(name: str) -> None:
     """With default options; relays are refused on a ring and take a line."""

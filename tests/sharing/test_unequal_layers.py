@@ -84,6 +84,7 @@ def test_a_coded_layer_is_off_by_a_part_of_its_own_size(name: str, codec: str) -
         assert float((found - exact).norm()) <= bound * float(exact.norm()), f"layer {layer}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_layers_come_together_alike(name: str) -> None:
     """Without gradients: no layer stays further apart, for its size, than the others."""

@@ -35,6 +35,7 @@ def models(outcome: Outcome) -> dict[str, dict[str, np.ndarray]]:
     return {path.name: load_file(path) for path in sorted((outcome.run_dir / "models").glob("*.safetensors"))}
 
 
+@pytest.mark.slow
 def test_a_simulated_run_is_the_run_with_processes(tmp_path: Path) -> None:
     real = ran(tmp_path / "run", *ONE)
     simulated = ran(tmp_path / "simulated", *ONE, "simulate.engine=stepped", in_process=True, simulate=True)

@@ -86,6 +86,7 @@ def test_the_time_line_on_the_command_line(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "must end in" in refused.output
 
 
+@pytest.mark.slow
 def test_links_from_files(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("links: {jitter: 0.1, machines: [{machines: [0, 1], mbit_per_second: 100}]}")

@@ -47,6 +47,7 @@ def convolution() -> nn.Module:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [
     {"amp": "bf16"}, {"amp": "fp16"}, {"compile": EAGER}, {"amp": "bf16", "compile": EAGER},
     {"amp": "fp16", "clip_norm": 0.5}, {"amp": "bf16", "accumulate": 2},

@@ -56,6 +56,7 @@ def test_a_change_that_is_not_in_the_table_is_our_own_fault(stage: Stage, cause:
         next_stage(stage, cause)
 
 
+@pytest.mark.slow
 def test_every_row_of_the_table_happens_and_nothing_else() -> None:
     """Random schedules go through all rows but three, which are made by hand; no schedule leaves the table."""
     seen: set[tuple[Stage, Cause]] = set()

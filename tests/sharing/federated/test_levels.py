@@ -68,6 +68,7 @@ def test_servers_take_their_steps_and_mix_every_so_many_rounds(every: int) -> No
     assert nodes[0].evaluation["consensus_rms"] == pytest.approx(float(rms), rel=1e-4), "of the servers alone"
 
 
+@pytest.mark.slow
 def test_with_momentum_and_a_changing_graph_servers_come_together() -> None:
     graph = {"name": "star", "nodes": 12, "servers": {"name": "one_peer_exponential", "nodes": 4}}
     for rule in ("fedavgm", "scaffold", "fedstc"):

@@ -77,6 +77,7 @@ def test_a_newcomer_that_dies_and_asks_again_from_its_place_gets_its_uid() -> No
     assert members(made)[-1] == [0, 1, 2, 3, 4] and made.nodes[4].round == 120
 
 
+@pytest.mark.slow
 def test_newcomers_do_not_make_up_for_members_of_the_mapping() -> None:
     """Of two sides of a broken network with newcomers at one, the side with most of the mapping's nodes goes on."""
     made, world = begun(newcomers=2, rounds=300)

@@ -87,6 +87,7 @@ def check_mean(run: Sides, nodes: int = NODES) -> None:
         assert merges[uid]["merged"]["share"] == pytest.approx(float(weights[uid] / weights.sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["full", "choco", "d2", "gradient_tracking", "push_sum"])
 def test_both_sides_train_on_and_become_one_model(rule: str) -> None:
     """After it no model is further from the mean than in the same run without a cut, and the sum of what nodes want is
@@ -136,6 +137,7 @@ def test_a_node_that_died_on_one_side_is_let_in_with_the_model_of_all() -> None:
     assert run.consensus() < 0.2
 
 
+@pytest.mark.slow
 def test_a_member_that_dies_while_models_become_one_does_not_leave_them_apart() -> None:
     """Whenever it is: the generation after it averages again, unless all had averaged."""
     for tenths in range(8):

@@ -60,6 +60,7 @@ def test_worlds_whose_sides_all_go_on(seed: int) -> None:
         assert merged and all(each.first_round <= run.rounds for each in merged)
 
 
+@pytest.mark.slow
 def test_rare_branches_come_about_in_it() -> None:
     """What never came about would not be shown to be right."""
     events = Counter[str]()
