@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash tests/run.sh [--all] [--stress] [pytest arguments]: linters, type checks, then the tests, in five minutes without
-# those marked `slow`; --all runs these too, as CI does and as pytest arguments do; --stress runs all at their full
+# bash tests/run.sh [--all] [--stress] [pytest arguments]: linters, type checks, then the tests
+# without those marked `slow`; --all runs these too, as CI does and as pytest arguments do; --stress runs all at their full
 # counts. Four tests run at a time, as many of them wait rather than compute; -n 0 runs one.
 set -euo pipefail
 . "$(dirname "$0")/../eval/_env.sh"
