@@ -18,9 +18,8 @@ BUILT_IN = ("same_process", "shared_memory", "cuda_ipc", "collective")
 @dataclass(frozen=True)
 class Routing:
     """The first that holds: what the configuration says of the edge; ZeroMQ where faults are to strike messages; memory
-    between nodes of one process; the GPU's
-    memory between nodes on one GPU; shared memory between CPU nodes of one machine; torch.distributed inside a clique;
-    shared memory between other nodes of one machine; ZeroMQ."""
+    between nodes of one process; the GPU's memory between nodes on one GPU; shared memory between CPU nodes of one
+    machine; torch.distributed inside a clique; shared memory between other nodes of one machine; ZeroMQ."""
 
     machine_of: Mapping[int, int]
     memory: bool = False

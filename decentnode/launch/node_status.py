@@ -47,8 +47,8 @@ class StatusWriter(threading.Thread):
     def _write(self) -> None:
         for path, node in self._nodes.items():
             found, last = snapshot(node, self._ends.get(node.uid, "")), self._last.get(path, {})
-            for counts in ("edges", "faults"):
-                found[counts] = added(self._before.get(path, {}).get(counts, {}), found[counts])
+            if before := self._before.get(path):
+                found |= {counts: added(before[counts], found[counts]) for counts in ("edges", "faults")}
             if {k: v for k, v in found.items() if k != "time"} != {k: v for k, v in last.items() if k != "time"}:
                 self._last[path] = found
                 with contextlib.suppress(OSError):

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+NO_OPTIONS = {"params", "param_names"}
+"""What a saved group has beside its options."""
 SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
 """What schedules add to the groups of any optimizer."""
 SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
@@ -37,7 +39,7 @@ def check_saved(optimizer: Optimizer, state: Mapping[str, Any], kind: str | None
 
 
 def _options(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    return {key for group in groups for key in group} - {"params", "param_names"} - SCHEDULED - SWITCHES
+    return {key for group in groups for key in group} - NO_OPTIONS - SCHEDULED - SWITCHES
 
 
 def _words(options: set[str]) -> str:

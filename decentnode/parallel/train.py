@@ -179,9 +179,7 @@ class TrainingRun:
             there = (runs / name / self._ranks.folder / "nodes").is_dir()
             go_on = resume and not there and (latest / "nodes").is_dir()
             agreed = latest.resolve() if go_on else self._made(runs, name)
-            self._folder = node_dir(agreed, self.uid)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = hold(self._folder)
+            self._take(agreed)
             return agreed
         path: Path | None = None
         with together("make the run directory"):
@@ -191,10 +189,14 @@ class TrainingRun:
         told = gather_texts("" if path is None else path.name, device_of_group(), "run")[0] if num_ranks() > 1 else ""
         path = (runs / name / told).absolute() if path is None else path
         with together("make the run directory"):
-            self._folder = node_dir(path, self.uid)
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock = hold(self._folder)
+            self._take(path)
         return path
+
+    def _take(self, path: Path) -> None:
+        """Make this rank's folder in the run's directory, and keep others from recording there. Raises as `hold`."""
+        self._folder = node_dir(path, self.uid)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self._folder)
 
     def _made(self, runs: Path, name: str) -> Path:
         text = yaml.safe_dump(self._config, sort_keys=False)

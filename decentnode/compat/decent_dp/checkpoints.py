@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from decentnode.compat.decent_dp import functions
 from decentnode.compat.decent_dp.buckets import BucketSteps, Named, split
 from decentnode.optim.accum_adam import AccumAdam
-from decentnode.optim.saved import check_saved
+from decentnode.optim.saved import NO_OPTIONS, check_saved
 from decentnode.parallel.resume import load_scheduler
 
 AS_IT_IS = "as it is"
 """Instead of a state that a file does not have: that of the wrapper stays."""
-NOT_STATE = ("params", "param_names")
-"""What a saved group has beside its options."""
 
 
 class GradientOrder:
@@ -100,7 +98,7 @@ class SavedOptimizers:
         for optimizer in made.optimizers:
             for group in optimizer.param_groups:
                 theirs = next((groups_of[p] for p in group["params"]), {})
-                group.update({key: copy.deepcopy(value) for key, value in theirs.items() if key not in NOT_STATE})
+                group.update({key: copy.deepcopy(value) for key, value in theirs.items() if key not in NO_OPTIONS})
         for number, scheduler in enumerate(made.schedulers):
             if scheduler is not None and self.schedulers:
                 alike = len(self.schedulers) == len(made.schedulers)
