@@ -11,6 +11,7 @@ from decentnode.communication.hybrid.transport import Hybrid
 from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload
+from tests.gpu.pretended import needs_a_real_gpu
 from tests.gpu.processes import on_one_gpu
 from tests.gpu.resnet import resnet18
 
@@ -56,6 +57,7 @@ def mixed_in_place(node: Hybrid, device: torch.device) -> bool:
     return torch.allclose(mixed, torch.full_like(mixed, (n - 1) / 2))
 
 
+@needs_a_real_gpu
 @pytest.mark.parametrize("n", [2, 4])
 def test_mixing_from_the_neighbors_memory(n: int) -> None:
     assert on_one_gpu(n, ELEMENTS, mixed_in_place) == dict.fromkeys(range(n), True)
@@ -96,6 +98,7 @@ def sums(flat: torch.Tensor) -> list[float]:
     return [float(wide.sum()), float(wide.square().sum())]
 
 
+@needs_a_real_gpu
 def test_sixteen_nodes_of_resnet18_train_on_one_gpu() -> None:
     """Mixing with doubly stochastic weights keeps the sum over nodes and makes the models' norms smaller."""
     elements = resnet18(torch.device("cpu"))[1].numel()

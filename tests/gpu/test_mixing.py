@@ -7,6 +7,7 @@ import torch
 
 from decentnode.mixing import mix_into
 from decentnode.mixing.mix import _chain, _kernel
+from tests.gpu.pretended import needs_a_real_gpu
 from tests.test_mixing import case, chained
 
 pytestmark = pytest.mark.gpu
@@ -24,6 +25,7 @@ def test_the_result_is_the_cpus(elements: int, arrivals: int, dtype: torch.dtype
     assert torch.equal(mix_into(own, own, 0.3, there), out)  # in place, and the same bits again
 
 
+@needs_a_real_gpu
 @pytest.mark.parametrize("arrivals", [1, 2, 4, 8])
 def test_a_large_model_is_mixed_by_the_kernel(arrivals: int) -> None:
     """64 M elements, where eval/benchmarks/gpu.py measures: more blocks than the small sizes have."""

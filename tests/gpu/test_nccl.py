@@ -84,6 +84,7 @@ def test_gathering_of_one(path: BatchedPath) -> None:
     assert torch.equal(torch.cat(got), payload.tensors["x"])
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
 def test_one_gpu_is_one_node() -> None:
     own = describe_gpu(torch.device("cuda", 0))
     assert refusal({0: own}) == "" and "nodes 0 and 1 share" in refusal({0: own, 1: own})

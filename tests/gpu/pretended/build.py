@@ -1,0 +1,65 @@
+"""Compiles device.cpp once for each torch, in the folder of files that are kept between runs."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("device.cpp")
+SITE = Path(__file__).with_name("site")
+LIBRARY = "PRETENDED_CUDA"  # the environment variable that sitecustomize.py looks at
+COMPILE_SECONDS = 280
+
+
+def torch_folder() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def unavailable() -> str | None:
+    """Why no GPU can be pretended here; None where one can."""
+    import torch
+
+    if torch.version.cuda or torch.version.hip:
+        return "this torch has CUDA of its own: no GPU is pretended"
+    if torch.__version__.partition("+")[0] != "2.13.0":
+        return f"device.cpp is written for torch 2.13.0, and this is {torch.__version__}"
+    if shutil.which("g++") is None:
+        return "no g++ here to compile the pretended GPU with"
+    return None
+
+
+def library() -> Path:
+    """Returns the compiled device; takes half a minute the first time. Raises RuntimeError with what g++ said."""
+    from decentnode import user_cache
+
+    torch = torch_folder()
+    key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()
+    path = user_cache.folder() / f"pretended-cuda-{key[:16]}.so"
+    if user_cache.ours(path):
+        return path
+    handle, new = tempfile.mkstemp(dir=path.parent, suffix=".new")
+    os.close(handle)
+    include, lib = torch / "include", torch / "lib"
+    done = subprocess.run(
+        ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{include}", f"-I{include}/torch/csrc/api/include",
+         str(SOURCE), "-o", new, f"-L{lib}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu"],
+        capture_output=True, text=True, timeout=COMPILE_SECONDS,
+    )  # fmt: skip
+    if done.returncode != 0:
+        Path(new).unlink()
+        raise RuntimeError(f"g++ refused {SOURCE.name}:\n{done.stderr[-4000:]}")
+    Path(new).replace(path)
+    return path
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that has a pretended GPU, as have the processes that it starts."""
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, LIBRARY: str(library()), "PYTHONPATH": f"{SITE}{os.pathsep}{known}" if known else str(SITE)}

@@ -1,0 +1,75 @@
+"""python -m tests.gpu.pretended.habits: the pretended GPU refuses and counts what a real one does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], part: str) -> Iterator[None]:
+    try:
+        yield
+    except error as found:
+        assert part in str(found), found
+    else:
+        raise AssertionError(f"not refused: {part}")
+
+
+def refusals(x: torch.Tensor) -> None:
+    with refused(RuntimeError, "same device"):
+        x + torch.ones(5)
+    with refused(RuntimeError, "same device"):
+        torch.cat([x, torch.ones(2)])
+    with refused(TypeError, "convert cuda:0"):
+        x.numpy()
+    with refused(RuntimeError, "'cuda' device type for generator"):
+        torch.randn(3, device="cuda", generator=torch.Generator())
+    with refused(RuntimeError, "invalid device ordinal"):
+        torch.cuda.set_device(1)
+    assert float((x + torch.tensor(1.0)).sum()) == 15.0  # a scalar may come from the host
+    assert x[torch.tensor([True, False, True, False, False])].numel() == 2  # and so may indices
+
+
+def waits(x: torch.Tensor) -> None:
+    host_waits: Callable[[], dict[str, int]] = torch.cuda.host_waits  # type: ignore[attr-defined]
+    host_waits()
+    y = torch.ones(5, pin_memory=True).to("cuda", non_blocking=True).mul_(2).add(x)
+    torch.topk(y, 2)
+    assert host_waits() == {}
+    y[0].item(), y.cpu(), torch.nonzero(y)
+    y.to("cpu", non_blocking=True)  # into pinned memory
+    assert host_waits() == {"aten::_local_scalar_dense": 1, "copy to the host": 1, "aten::nonzero": 1}
+
+
+def training() -> None:
+    generator = torch.Generator("cuda").manual_seed(3)
+    assert generator.device.type == "cuda" and torch.randperm(9, device="cuda", generator=generator).is_cuda
+    on_the_host = torch.get_rng_state()
+    torch.randn(3, device="cuda")
+    assert torch.equal(torch.get_rng_state(), on_the_host)  # the GPU has a generator of its own
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(36, 2)
+    )
+    inputs, expected = torch.randn(3, 1, 5, 5), []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(model).to(device)
+        loss = torch.nn.functional.cross_entropy(own(inputs.to(device)), torch.tensor([0, 1, 0], device=device))
+        loss.backward()
+        expected.append((loss.item(), [p.grad.cpu() for p in own.parameters() if p.grad is not None]))
+    torch.testing.assert_close(*expected)  # other kernels of a convolution: not the same bits
+
+
+if __name__ == "__main__":
+    refusals(torch.arange(5.0, device="cuda"))
+    waits(torch.arange(5.0, device="cuda"))
+    training()
+    x = torch.arange(5.0, device="cuda")
+    storage = x.untyped_storage()._share_cuda_()
+    lent = torch.UntypedStorage._new_shared_cuda(0, *storage[1:])
+    x.fill_(7)
+    assert torch.empty(0, device="cuda").set_(lent, 0, (5,), (1,)).tolist() == [7.0] * 5

@@ -1,0 +1,193 @@
+"""`torch.cuda` of the pretended GPU: one device, one stream, whatever is asked for has been done."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+GPU = torch.device("cuda", 0)
+MEMORY_BYTES = 1 << 36
+_device: Any = None
+
+
+def waits() -> dict[str, int]:
+    """How often the host waited for the GPU since the last call, by what it did."""
+    room = ctypes.create_string_buffer(1 << 16)
+    _device.waited(room, len(room) - 1)
+    return {why: int(count) for why, count in (line.split("\t") for line in room.value.decode().splitlines())}
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Stream:
+        return super().__new__(cls, device=GPU)  # type: ignore[no-any-return]
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _device.waited_for(b"synchronize")
+
+    cuda_stream = 0
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None: ...
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
+        assert len(handle) == 64
+        return cls(interprocess=True)
+
+    def ipc_handle(self) -> bytes:
+        return bytes(64)
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _device.waited_for(b"synchronize")
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class Within:
+    """`with torch.cuda.device(...)`, `device_of(...)` and `stream(...)`: there is one of each."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def checked(device: Any = None) -> None:
+    index = None if device is None else device if isinstance(device, int) else torch.device(device).index
+    if index not in (None, 0):
+        raise RuntimeError("CUDA error: invalid device ordinal")
+
+
+def checked_stream(stream: Any) -> None: ...
+
+
+def synchronize(device: Any = None) -> None:
+    checked(device)
+    _device.waited_for(b"synchronize")
+
+
+def _share(storage: Any) -> tuple[Any, ...]:
+    given = torch.empty(0, dtype=torch.uint8, device=GPU).set_(storage)
+    file, count = torch.ops.pretended_cuda.lend(given)
+    return 0, struct.pack("<qq", os.getpid(), file), count, 0, bytes(64), 0, bytes(64), False
+
+
+def _borrow(device: int, handle: bytes, size: int, offset: int, *_: Any) -> Any:
+    checked(device)
+    pid, file = struct.unpack("<qq", handle)
+    return torch.ops.pretended_cuda.borrow(pid, file, size + offset)[offset:].untyped_storage()
+
+
+def _storage_new(own: Any) -> Any:
+    """torch.UntypedStorage(n, device="cuda"), which torch has in builds with CUDA alone."""
+
+    def make(cls: Any, *args: Any, device: Any = None, **given: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return own(cls, *args, **({} if device is None else {"device": device}), **given)
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=GPU).untyped_storage()
+
+    return make
+
+
+def lstm_of_steps(own: Any) -> Any:
+    """`torch._VF.lstm` of tensors on the GPU, where a GPU has kernels that the CPU lacks: one way, without packing."""
+
+    def lstm(given: Any, state: Any, weights: Any, bias: bool, layers: int, dropout: float, train: bool,
+             bidirectional: bool, batch_first: bool) -> Any:  # fmt: skip
+        if not given.is_cuda:
+            return own(given, state, weights, bias, layers, dropout, train, bidirectional, batch_first)
+        assert not bidirectional, "the pretended GPU has no LSTM of two directions"
+        per_layer = 4 if bias else 2
+        out, last_h, last_c = given.transpose(0, 1) if batch_first else given, [], []
+        for n in range(layers):
+            w_in, w_own, *biases = weights[n * per_layer : (n + 1) * per_layer]
+            b_in, b_own = biases if bias else (None, None)
+            h, c, steps = state[0][n], state[1][n], []
+            for x in out:
+                gates = torch.nn.functional.linear(x, w_in, b_in) + torch.nn.functional.linear(h, w_own, b_own)
+                i, f, g, o = gates.chunk(4, 1)
+                c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+                h = o.sigmoid() * c.tanh()
+                steps.append(h)
+            out = torch.stack(steps)
+            if dropout and train and n + 1 < layers:
+                out = torch.nn.functional.dropout(out, dropout)
+            last_h.append(h)
+            last_c.append(c)
+        return out.transpose(0, 1) if batch_first else out, torch.stack(last_h), torch.stack(last_c)
+
+    return lstm
+
+
+def install(device: Any) -> None:
+    """Put the pretended GPU in the place of `torch.cuda`'s functions that this project and torch itself call."""
+    global _device
+    _device = device
+    device.waited.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    device.waited_for.argtypes = [ctypes.c_char_p]
+    cuda = torch.cuda
+    found = SimpleNamespace(name="pretended GPU", total_memory=MEMORY_BYTES, multi_processor_count=1, major=9, minor=0,
+                            uuid="00000000-0000-0000-0000-000000000000", warp_size=32)  # fmt: skip
+    stream = Stream()
+    cuda._initialized = True
+    cuda._lazy_init = cuda.init = lambda: None
+    replaced: dict[str, Any] = {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
+        "current_device": lambda: 0, "host_waits": waits, "set_device": checked,
+        "get_device_properties": lambda device=None: found,
+        "get_device_name": lambda device=None: found.name, "get_device_capability": lambda device=None: (9, 0),
+        "synchronize": synchronize, "device": Within, "device_of": Within, "stream": Within,
+        "set_stream": checked_stream, "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream, "Stream": Stream, "Event": Event, "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
+        "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES), "ipc_collect": lambda: None,
+        "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda a, b: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+    }  # fmt: skip
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    generator = torch.Generator(device=GPU)  # the first one is the device's own (device.cpp)
+    cuda.default_generators = (generator,)
+
+    def seed(value: int) -> None:
+        generator.manual_seed(int(value))
+
+    def set_state(state: Any, device: Any = "cuda") -> None:
+        generator.set_state(state)
+
+    for module in (cuda, cuda.random):
+        module.manual_seed = module.manual_seed_all = seed
+        module.get_rng_state = lambda device="cuda": generator.get_state()
+        module.set_rng_state, module.initial_seed = set_state, generator.initial_seed
+    storage = torch.UntypedStorage
+    storage.__new__ = staticmethod(_storage_new(storage.__new__))
+    storage._share_cuda_, storage._new_shared_cuda = _share, staticmethod(_borrow)
+    torch._VF.lstm = lstm_of_steps(torch._VF.lstm)
+    # torch would warn that it was built without cuDNN
+    torch.backends.cudnn.is_acceptable = lambda tensor: False
