@@ -108,7 +108,8 @@ class Pending(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        """(mean, number of contributors). Raises PeerLost naming who was waited for, Interrupted on a stop."""
+        """(mean, on the device of what was given; number of contributors). Raises PeerLost naming who was waited for,
+        Interrupted on a stop."""
 
     def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
         """As `wait`."""

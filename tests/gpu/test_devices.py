@@ -46,3 +46,13 @@ def test_a_gloo_clique_of_gpus_passes_through_host_memory() -> None:
             assert got.device == device and bool((got == 1 - node.uid).all())
 
         together(made, run)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+def test_a_mean_lies_where_its_parts_lay(transport: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with nodes(transport, 2, flat_schema(3), device=device) as made:
+        begun = [node.mean("k", torch.full((2, 3), float(node.uid), device=device)) for node in made]
+        for pending in begun:
+            mean, contributors = pending.wait(20)
+            assert contributors == 2 and mean.device == device and bool((mean == 0.5).all()) and mean.shape == (2, 3)

@@ -206,7 +206,7 @@ class Replayed(Simulated):
 
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
         super().mean(key, tensor, closing)
-        return ReplayedMean(self, key, closing, tuple(tensor.shape))
+        return ReplayedMean(self, key, closing, tensor)
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:  # noqa: ARG002
         return at_once({})

@@ -97,8 +97,9 @@ class SimulatedExchange(InboxExchange):
 
 
 class SimulatedMean(Pending):
-    def __init__(self, of: Simulated, key: str, closing: bool, shape: tuple[int, ...]) -> None:
-        self._of, self._key, self._closing, self._shape = of, key, closing, shape
+    def __init__(self, of: Simulated, key: str, closing: bool, like: Tensor) -> None:
+        self._of, self._key, self._closing = of, key, closing
+        self._shape, self._device = like.shape, like.device
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         raise NotImplementedError(STEPPED)
@@ -109,7 +110,7 @@ class SimulatedMean(Pending):
         assert wait.result is not None
         mean, contributors = wait.result
         self._of.place.witness.averaged(self._of, self._key, mean.view(self._shape), contributors)
-        return mean.view(self._shape), contributors
+        return mean.view(self._shape).to(self._device), contributors
 
 
 class SimulatedGeneration(PendingGeneration):
@@ -278,7 +279,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.raise_if_over()
         self.place.witness.contributed(self, key, tensor)
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
-        return SimulatedMean(self, key, closing, tuple(tensor.shape))
+        return SimulatedMean(self, key, closing, tensor)
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
         raise NotImplementedError(STEPPED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from decentnode import clock
@@ -17,8 +16,9 @@ from decentnode.communication.zeromq.sockets.link_driver import LinkDriver
 
 
 class PendingMean(Pending):
-    def __init__(self, owner: TreeCollectives, key: str, closing: bool, shape: torch.Size) -> None:
-        self._owner, self._key, self._closing, self._shape = owner, key, closing, shape
+    def __init__(self, owner: TreeCollectives, key: str, closing: bool, like: Tensor) -> None:
+        self._owner, self._key, self._closing = owner, key, closing
+        self._shape, self._device = like.shape, like.device
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         wait = self._owner.mean_wait(self._key, self._closing, timeout_seconds)
@@ -33,7 +33,7 @@ class PendingMean(Pending):
     def _result(self, wait: MeanWait) -> tuple[Tensor, int]:
         assert wait.result is not None
         mean, contributors = wait.result
-        return mean.view(self._shape), contributors
+        return mean.view(self._shape).to(self._device), contributors
 
 
 class TreeCollectives:
@@ -49,7 +49,7 @@ class TreeCollectives:
         share = own_share(tensor)
         with self._driver.sending(), self.state.lock:
             self.of.begin_mean(key, share, clock.now())
-        return PendingMean(self, key, closing, tensor.shape)
+        return PendingMean(self, key, closing, tensor)
 
     def mean_wait(self, key: str, closing: bool, timeout_seconds: float) -> MeanWait:
         """The wait for a mean, which begins now."""
