@@ -45,6 +45,27 @@ def waits(x: torch.Tensor) -> None:
     assert host_waits() == {"aten::_local_scalar_dense": 1, "copy to the host": 1, "aten::nonzero": 1}
 
 
+def late_copies() -> None:
+    """Memory of a copy that was not waited for is not the host's yet."""
+    x, host = torch.arange(5.0, device="cuda"), torch.empty(5, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    x.zero_()  # behind the copy, on the same stream
+    assert host.tolist() != [0, 1, 2, 3, 4]
+    event.synchronize()
+    assert host.tolist() == [0, 1, 2, 3, 4]
+    y = host.to("cuda", non_blocking=True)
+    event.record()
+    while not event.query():
+        pass
+    host.fill_(9)
+    assert y.tolist() == [0, 1, 2, 3, 4]
+    z = host.to("cuda", non_blocking=True)
+    host.zero_()  # too early
+    assert z.tolist() == [0] * 5
+
+
 def training() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     assert generator.device.type == "cuda" and torch.randperm(9, device="cuda", generator=generator).is_cuda
@@ -67,6 +88,7 @@ def training() -> None:
 if __name__ == "__main__":
     refusals(torch.arange(5.0, device="cuda"))
     waits(torch.arange(5.0, device="cuda"))
+    late_copies()
     training()
     x = torch.arange(5.0, device="cuda")
     storage = x.untyped_storage()._share_cuda_()

@@ -1,4 +1,4 @@
-"""`torch.cuda` of the pretended GPU: one device, one stream, whatever is asked for has been done."""
+"""`torch.cuda` of the pretended GPU: one device and one stream."""
 
 from __future__ import annotations
 
@@ -31,19 +31,26 @@ class Stream(torch.Stream):
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
+        synchronize()
         return True
 
     def synchronize(self) -> None:
-        _device.waited_for(b"synchronize")
+        synchronize()
 
     cuda_stream = 0
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None: ...
+    """Copies into and out of pinned memory are made when an event that was recorded behind them is waited for, or is
+    asked for the second time."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self._behind, self._asked = 0, 0
 
     @classmethod
     def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
@@ -53,15 +60,21 @@ class Event:
     def ipc_handle(self) -> bytes:
         return bytes(64)
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self._behind, self._asked = _device.copies_so_far(), 0
 
     def wait(self, stream: Any = None) -> None: ...
 
     def query(self) -> bool:
+        self._asked += 1
+        if self._behind and self._asked < 2:
+            return False
+        _device.copies_made(self._behind)
         return True
 
     def synchronize(self) -> None:
         _device.waited_for(b"synchronize")
+        _device.copies_made(self._behind)
 
     def elapsed_time(self, other: Event) -> float:
         return 1.0
@@ -89,6 +102,7 @@ def checked_stream(stream: Any) -> None: ...
 def synchronize(device: Any = None) -> None:
     checked(device)
     _device.waited_for(b"synchronize")
+    _device.copies_made(_device.copies_so_far())
 
 
 def _share(storage: Any) -> tuple[Any, ...]:
@@ -150,6 +164,7 @@ def install(device: Any) -> None:
     _device = device
     device.waited.argtypes = [ctypes.c_char_p, ctypes.c_int]
     device.waited_for.argtypes = [ctypes.c_char_p]
+    device.copies_so_far.restype, device.copies_made.argtypes = ctypes.c_uint64, [ctypes.c_uint64]
     cuda = torch.cuda
     found = SimpleNamespace(name="pretended GPU", total_memory=MEMORY_BYTES, multi_processor_count=1, major=9, minor=0,
                             uuid="00000000-0000-0000-0000-000000000000", warp_size=32)  # fmt: skip
