@@ -19,10 +19,10 @@ pytestmark = [
 ]
 
 
-def on_the_gpu(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def on_the_gpu(*arguments: str, cwd: Path = ROOT, gpus: int = 1) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=build.environment(), capture_output=True, text=True, timeout=SECONDS,
-                          check=False)  # fmt: skip
+    return subprocess.run(command, cwd=cwd, env=build.environment(gpus), capture_output=True, text=True,
+                          timeout=SECONDS, check=False)  # fmt: skip
 
 
 def test_what_a_gpu_refuses_is_refused_and_its_waits_are_counted() -> None:
@@ -35,3 +35,10 @@ def test_the_tests_of_a_gpu_pass() -> None:
                       "--timeout=120")  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout.splitlines()[-1] and "failed" not in done.stdout.splitlines()[-1]
+
+
+def test_the_tests_of_several_gpus_pass() -> None:
+    done = on_the_gpu("-m", "pytest", "-m", "multigpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-o", "addopts=",
+                      "--timeout=120", gpus=2)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout.splitlines()[-1] and "skipped" not in done.stdout.splitlines()[-1]

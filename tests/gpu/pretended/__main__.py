@@ -1,4 +1,5 @@
-"""python -m tests.gpu.pretended COMMAND [ARGUMENT...]: runs a command that finds a GPU, which is pretended."""
+"""python -m tests.gpu.pretended COMMAND [ARGUMENT...]: runs a command that finds a GPU, which is pretended, or
+as many as PRETENDED_CUDA_COUNT says."""
 
 from __future__ import annotations
 
@@ -12,6 +13,6 @@ if len(sys.argv) < 2:
 if (why := build.unavailable()) is not None:
     sys.exit(why)
 try:
-    os.execvpe(sys.argv[1], sys.argv[1:], build.environment())
+    os.execvpe(sys.argv[1], sys.argv[1:], build.environment(int(os.environ.get(build.COUNT, "1"))))
 except FileNotFoundError:
     sys.exit(f"no such command: {sys.argv[1]}")

@@ -1,4 +1,4 @@
-"""Compiles device.cpp once for each torch, in the folder of files that are kept between runs."""
+"""Compiles the pretended GPU once for each torch, in the folder of files that are kept between runs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("device.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "communication.cpp")]
 SITE = Path(__file__).with_name("site")
 LIBRARY = "PRETENDED_CUDA"  # the environment variable that sitecustomize.py looks at
+COUNT = "PRETENDED_CUDA_COUNT"  # how many GPUs there are
 COMPILE_SECONDS = 280
 
 
@@ -29,7 +30,7 @@ def unavailable() -> str | None:
     if torch.version.cuda or torch.version.hip:
         return "this torch has CUDA of its own: no GPU is pretended"
     if torch.__version__.partition("+")[0] != "2.13.0":
-        return f"device.cpp is written for torch 2.13.0, and this is {torch.__version__}"
+        return f"it is written for torch 2.13.0, and this is {torch.__version__}"
     if shutil.which("g++") is None:
         return "no g++ here to compile the pretended GPU with"
     return None
@@ -40,7 +41,8 @@ def library() -> Path:
     from decentnode import user_cache
 
     torch = torch_folder()
-    key = hashlib.sha256(SOURCE.read_bytes() + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()
+    sources = b"".join(each.read_bytes() for each in SOURCES)
+    key = hashlib.sha256(sources + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()
     path = user_cache.folder() / f"pretended-cuda-{key[:16]}.so"
     if user_cache.ours(path):
         return path
@@ -49,17 +51,18 @@ def library() -> Path:
     include, lib = torch / "include", torch / "lib"
     done = subprocess.run(
         ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{include}", f"-I{include}/torch/csrc/api/include",
-         str(SOURCE), "-o", new, f"-L{lib}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu"],
+         *map(str, SOURCES), "-o", new, f"-L{lib}", "-Wl,--no-as-needed", "-lc10", "-ltorch_cpu"],
         capture_output=True, text=True, timeout=COMPILE_SECONDS,
     )  # fmt: skip
     if done.returncode != 0:
         Path(new).unlink()
-        raise RuntimeError(f"g++ refused {SOURCE.name}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"g++ refused it:\n{done.stderr[-4000:]}")
     Path(new).replace(path)
     return path
 
 
-def environment() -> dict[str, str]:
-    """The environment of a process that has a pretended GPU, as have the processes that it starts."""
+def environment(gpus: int = 1) -> dict[str, str]:
+    """The environment of a process that has so many pretended GPUs, as have the processes that it starts."""
     known = os.environ.get("PYTHONPATH")
-    return {**os.environ, LIBRARY: str(library()), "PYTHONPATH": f"{SITE}{os.pathsep}{known}" if known else str(SITE)}
+    path = f"{SITE}{os.pathsep}{known}" if known else str(SITE)
+    return {**os.environ, LIBRARY: str(library()), COUNT: str(gpus), "PYTHONPATH": path}

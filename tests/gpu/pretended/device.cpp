@@ -1,10 +1,10 @@
 // A CUDA device that is pretended: its memory is the host's, and its operators are those of the CPU.
 //
-// Tensors say `cuda:0` and go by the dispatcher's CUDA keys, so that what a real GPU refuses is refused: an operation on
-// tensors of two devices, a CPU generator for a GPU tensor, `numpy()` of a GPU tensor. What makes the host wait for a
-// real GPU is counted. A copy that need not be waited for comes late: until an event behind it is waited for, pinned
-// memory does not have it, and what is written into pinned memory before is what the GPU gets. There is one stream;
-// kernels written for a GPU are not pretended.
+// Tensors say `cuda:0`, or one of as many devices as PRETENDED_CUDA_COUNT says, and go by the dispatcher's CUDA keys, so
+// that what a real GPU refuses is refused: an operation on tensors of two devices, a CPU generator for a GPU tensor,
+// `numpy()` of a GPU tensor. What makes the host wait for a real GPU is counted. A copy that need not be waited for comes late: until an event behind it is waited for, pinned
+// memory does not have it, and what is written into pinned memory before is what the GPU gets. A device has one
+// stream; kernels written for a GPU are not pretended.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -36,9 +36,35 @@
 #include <set>
 #include <string>
 
+at::Tensor on_host(const at::Tensor& given) {  // the same memory, as a tensor of the CPU
+  if (!given.defined() || given.device().is_cpu()) return given;
+  auto options = given.options().device(c10::DeviceType::CPU);
+  if (given.numel() == 0) return at::empty_strided(given.sizes(), given.strides(), options);
+  auto made = at::from_blob(const_cast<void*>(given.const_data_ptr()), given.sizes(), given.strides(), options);
+  if (given.is_conj()) made = made.conj();
+  if (given.is_neg()) made = made._neg_view();
+  return made;
+}
+
 namespace {
 
-const c10::Device GPU(c10::DeviceType::CUDA, 0);
+const int COUNT = std::getenv("PRETENDED_CUDA_COUNT") ? std::atoi(std::getenv("PRETENDED_CUDA_COUNT")) : 1;
+thread_local c10::DeviceIndex current = 0;
+
+c10::Device here() { return c10::Device(c10::DeviceType::CUDA, current); }
+
+void check_index(c10::DeviceIndex index) { TORCH_CHECK(0 <= index && index < COUNT, "CUDA error: invalid device ordinal"); }
+
+struct On {  // a device is the current one while this lives
+  explicit On(std::optional<c10::Device> device) : before(current) {
+    if (device && device->is_cuda() && device->has_index()) {
+      check_index(device->index());
+      current = device->index();
+    }
+  }
+  ~On() { current = before; }
+  c10::DeviceIndex before;
+};
 
 // ---- what makes the host wait for the GPU
 
@@ -80,7 +106,7 @@ void given_back(void* data) {  // what other processes may have mapped is never 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = bytes == 0 ? nullptr : taken(bytes);
-    return {data, data, &given_back, GPU};
+    return {data, data, &given_back, here()};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &given_back; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
@@ -118,8 +144,8 @@ bool is_pinned_pointer(const void* given) {
 // ---- generators, the device's guard, and its hooks
 
 struct DeviceGenerator final : c10::GeneratorImpl {
-  explicit DeviceGenerator(uint64_t seed = c10::default_rng_seed_val)
-      : c10::GeneratorImpl(GPU, c10::DispatchKeySet(c10::DispatchKey::CUDA)), own(at::detail::createCPUGenerator(seed)) {}
+  explicit DeviceGenerator(c10::Device device, uint64_t seed = c10::default_rng_seed_val)
+      : c10::GeneratorImpl(device, c10::DispatchKeySet(c10::DispatchKey::CUDA)), own(at::detail::createCPUGenerator(seed)) {}
   void set_current_seed(uint64_t seed) override { own.set_current_seed(seed); }
   void set_offset(uint64_t) override { TORCH_CHECK(false, "the pretended GPU's generator has no offset"); }
   uint64_t get_offset() const override { return 0; }
@@ -128,28 +154,43 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   void set_state(const c10::TensorImpl& state) override { own.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return own.unsafeGetGeneratorImpl()->get_state(); }
   DeviceGenerator* clone_impl() const override {
-    auto* made = new DeviceGenerator();
+    auto* made = new DeviceGenerator(device());
     made->own = own.clone();
     return made;
   }
   at::Generator own;
 };
 
-const at::Generator& default_generator() {
-  static at::Generator made = at::make_generator<DeviceGenerator>();
-  return made;
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static const std::vector<at::Generator> made = [] {
+    std::vector<at::Generator> all;
+    for (int n = 0; n < COUNT; n++) {
+      all.push_back(at::make_generator<DeviceGenerator>(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(n))));
+    }
+    return all;
+  }();
+  check_index(index);
+  return made[index];
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
-  c10::Device exchangeDevice(c10::Device) const override { return GPU; }
-  c10::Device getDevice() const override { return GPU; }
-  void setDevice(c10::Device) const override {}
-  void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device) const override { return c10::Stream(c10::Stream::DEFAULT, GPU); }
-  c10::Stream getNewStream(c10::Device, int) const override { return c10::Stream(c10::Stream::DEFAULT, GPU); }
-  c10::Stream exchangeStream(c10::Stream) const override { return c10::Stream(c10::Stream::DEFAULT, GPU); }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    auto before = here();
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return here(); }
+  void setDevice(c10::Device device) const override {
+    if (!device.has_index()) return;
+    check_index(device.index());
+    current = device.index();
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
+  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(COUNT); }
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -168,18 +209,23 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return 1; }
-  c10::DeviceIndex deviceCount() const override { return 1; }
-  c10::DeviceIndex current_device() const override { return 0; }
-  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  int getNumGPUs() const override { return COUNT; }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(COUNT); }
+  c10::DeviceIndex current_device() const override { return current; }
+  c10::DeviceIndex getCurrentDevice() const override { return current; }
   bool isPinnedPtr(const void* data) const override { return is_pinned_pointer(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   c10::Allocator* getCUDADeviceAllocator() const override { return &memory; }
-  c10::Device getDeviceFromPtr(void*) const override { return GPU; }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
-  at::Generator getNewGenerator(c10::DeviceIndex) const override {  // the first one is the device's own: Python keeps it
-    static std::atomic_flag made = ATOMIC_FLAG_INIT;
-    return made.test_and_set() ? at::make_generator<DeviceGenerator>() : default_generator();
+  c10::Device getDeviceFromPtr(void*) const override { return here(); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(index < 0 ? current : index);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex given) const override {  // the first is the device's own: Python keeps it
+    static std::vector<std::atomic_flag> made(COUNT);
+    auto index = given < 0 ? current : given;
+    check_index(index);
+    if (!made[index].test_and_set()) return default_generator(index);
+    return at::make_generator<DeviceGenerator>(c10::Device(c10::DeviceType::CUDA, index));
   }
   void deviceSynchronize(c10::DeviceIndex) const override { wait_for("synchronize"); }
 };
@@ -189,25 +235,17 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 
 // ---- operators
 
-at::Tensor on_host(const at::Tensor& given) {  // the same memory, as a tensor of the CPU
-  if (!given.defined() || given.device().is_cpu()) return given;
-  auto options = given.options().device(c10::DeviceType::CPU);
-  if (given.numel() == 0) return at::empty_strided(given.sizes(), given.strides(), options);
-  auto made = at::from_blob(const_cast<void*>(given.const_data_ptr()), given.sizes(), given.strides(), options);
-  if (given.is_conj()) made = made.conj();
-  if (given.is_neg()) made = made._neg_view();
-  return made;
-}
-
 at::Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                 std::optional<at::Device>, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> device, std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "only CPU memory can be pinned");
+  On on(device);
   return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory, c10::DispatchKeySet(c10::DispatchKey::CUDA),
                                    at::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  On on(device);
   return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory,
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), at::dtype_or_default(dtype));
 }
@@ -243,7 +281,7 @@ void arrive(uint64_t upto, bool at_the_gpu_alone) {
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   if (inside == 0) arrive(last_copy, true);
-  if (inside == 0 && self.device() != from.device()) {
+  if (inside == 0 && self.device().type() != from.device().type()) {
     const auto& host = self.is_cpu() ? self : from;
     bool pinned_host = host.numel() == 0 || is_pinned_pointer(host.const_data_ptr());
     if (!non_blocking || !pinned_host) wait_for(self.is_cpu() ? "copy to the host" : "copy from the host");
@@ -286,6 +324,7 @@ const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef given, std
   auto needed = made->storage_offset() * self.itemsize() + self.numel() * self.itemsize();
   auto* storage = made->unsafe_storage().unsafeGetStorageImpl();
   if (needed > storage->nbytes()) {
+    On on(self.device());
     auto data = memory.allocate(needed);
     if (storage->nbytes() > 0) std::memcpy(data.get(), storage->data(), storage->nbytes());
     storage->set_data_ptr_noswap(std::move(data));
@@ -326,8 +365,8 @@ void check(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t
   const at::Tensor *on_gpu = nullptr, *elsewhere = nullptr;
   auto look = [&](const at::Tensor& each) {
     if (!each.defined()) return;
-    if (each.is_cuda()) on_gpu = on_gpu ? on_gpu : &each;
-    else if (each.dim() > 0) elsewhere = elsewhere ? elsewhere : &each;
+    if (each.is_cuda() && (!on_gpu || on_gpu->device() == each.device())) on_gpu = &each;
+    else if (each.is_cuda() || each.dim() > 0) elsewhere = elsewhere ? elsewhere : &each;
   };
   for (size_t n = first; n < stack.size(); n++) {
     const auto& value = stack[n];
@@ -337,7 +376,7 @@ void check(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t
       for (const std::optional<at::Tensor>& each : value.toOptionalTensorList()) if (each) look(*each);
   }
   TORCH_CHECK(!(on_gpu && elsewhere) || either.count(schema.name()) > 0, schema.name(),
-              ": expected all tensors to be on the same device, but found at least two, cuda:0 and ",
+              ": expected all tensors to be on the same device, but found at least two, ", on_gpu ? on_gpu->device().str() : "", " and ",
               elsewhere ? elsewhere->device().str() : "");
 }
 
@@ -349,10 +388,19 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::string name = schema.name();
   std::string full = schema.overload_name().empty() ? name : name + "." + schema.overload_name();
   if (inside == 0 && (WAITS.count(name) || WAITS.count(full))) wait_for(name);
+  std::optional<c10::Device> device;
+  for (size_t n = first; n < stack->size() && !device; n++) {
+    const auto& value = (*stack)[n];
+    if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cuda()) device = value.toTensor().device();
+    else if (value.isDevice()) device = value.toDevice();
+    else if (value.isTensorList())
+      for (const at::Tensor& each : value.toTensorList()) if (each.defined() && each.is_cuda()) device = each.device();
+  }
+  On on(device);
   for (size_t n = first; n < stack->size(); n++) {
     auto& value = (*stack)[n];
     const auto& argument = schema.arguments()[n - first];
-    if (value.isNone() && argument.name() == "generator" && inside == 0) value = default_generator();
+    if (value.isNone() && argument.name() == "generator" && inside == 0) value = default_generator(current);
     if (!value.isGenerator()) continue;
     auto generator = value.toGenerator();
     if (!generator.defined()) continue;
@@ -405,7 +453,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 // Memory of another process that `lend` made a file of; CUDA's interprocess memory has no other form here.
-at::Tensor borrow(int64_t pid, int64_t file, int64_t bytes) {
+at::Tensor borrow(int64_t pid, int64_t file, int64_t bytes, int64_t index) {
   auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(file);
   int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
   TORCH_CHECK(opened >= 0, "invalid device handle: ", path, ": ", std::strerror(errno));
@@ -413,8 +461,9 @@ at::Tensor borrow(int64_t pid, int64_t file, int64_t bytes) {
   close(opened);
   TORCH_CHECK(data != MAP_FAILED, "mmap: ", std::strerror(errno));
   size_t length = in_pages(bytes);
+  c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
   return at::from_blob(data, {bytes}, {1}, [length](void* begin) { munmap(begin, length); },
-                       at::TensorOptions().dtype(at::kByte).device(GPU), GPU);
+                       at::TensorOptions().dtype(at::kByte).device(device), device);
 }
 
 // (file, bytes) of a tensor's whole memory, which other processes map from then on.
@@ -437,13 +486,27 @@ std::tuple<int64_t, int64_t> lend(const at::Tensor& given) {
 }
 
 TORCH_LIBRARY(pretended_cuda, m) {
-  m.def("borrow(int pid, int file, int bytes) -> Tensor", &borrow);
+  m.def("borrow(int pid, int file, int bytes, int index) -> Tensor", &borrow);
   m.def("lend(Tensor given) -> (int, int)", &lend);
 }
 
 }  // namespace
 
+void written() { arrive(last_copy, true); }
+
+std::string bus_of(c10::Device device) { return std::to_string(4096 * (1 + device.index())); }
+
 extern "C" {
+
+int count() { return COUNT; }
+
+int current_device() { return current; }
+
+int set_device(int index) {  // 1 where there is no such device
+  if (index < 0 || index >= COUNT) return 1;
+  current = static_cast<c10::DeviceIndex>(index);
+  return 0;
+}
 
 int install() {  // 1 where this torch has a CUDA of its own
   if (c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return 1;

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
 
 @contextlib.contextmanager
@@ -66,6 +67,22 @@ def late_copies() -> None:
     assert z.tolist() == [0] * 5
 
 
+def communication(x: torch.Tensor) -> None:
+    """gloo sums what lies on a GPU and does not send it; NCCL takes nothing else, and lacks a few types."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(x)
+    with refused(RuntimeError, "Bad address"):
+        dist.group.WORLD._get_backend(x.device).send([x], 0, 0)  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=x.device)
+    dist.all_reduce(x)
+    with refused(RuntimeError, "device type cpu"):
+        dist.all_reduce(x.cpu())
+    with refused(RuntimeError, "Input tensor data type is not supported"):
+        dist.all_reduce(x.short())
+    dist.destroy_process_group()
+
+
 def training() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     assert generator.device.type == "cuda" and torch.randperm(9, device="cuda", generator=generator).is_cuda
@@ -89,6 +106,7 @@ if __name__ == "__main__":
     refusals(torch.arange(5.0, device="cuda"))
     waits(torch.arange(5.0, device="cuda"))
     late_copies()
+    communication(torch.arange(5.0, device="cuda"))
     training()
     x = torch.arange(5.0, device="cuda")
     storage = x.untyped_storage()._share_cuda_()

@@ -1,4 +1,4 @@
-"""`torch.cuda` of the pretended GPU: one device and one stream."""
+"""`torch.cuda` of the pretended GPU: one stream on each device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import struct
 from types import SimpleNamespace
 from typing import Any
 
+import pretended_torch_distributed
 import torch
 
-GPU = torch.device("cuda", 0)
 MEMORY_BYTES = 1 << 36
 _device: Any = None
 
@@ -24,7 +24,7 @@ def waits() -> dict[str, int]:
 
 class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Stream:
-        return super().__new__(cls, device=GPU)  # type: ignore[no-any-return]
+        return super().__new__(cls, device=torch.device("cuda", index_of(device)))  # type: ignore[no-any-return]
 
     def wait_stream(self, other: Any) -> None: ...
 
@@ -80,41 +80,58 @@ class Event:
         return 1.0
 
 
-class Within:
-    """`with torch.cuda.device(...)`, `device_of(...)` and `stream(...)`: there is one of each."""
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-def checked(device: Any = None) -> None:
+def index_of(device: Any = None) -> int:
+    """The number of a device, the current one's for None and for "cuda". Raises as CUDA does where there is none."""
     index = None if device is None else device if isinstance(device, int) else torch.device(device).index
-    if index not in (None, 0):
+    if index is None or index < 0:
+        return int(_device.current_device())
+    if index >= _device.count():
         raise RuntimeError("CUDA error: invalid device ordinal")
+    return index
+
+
+class Within:
+    """`with torch.cuda.device(...)`, `device_of(...)` and `stream(...)`: another device is the current one inside."""
+
+    def __init__(self, given: Any) -> None:
+        self._index = -1
+        if isinstance(given, int):
+            self._index = given
+        elif given is not None:
+            device = given.device if isinstance(given, torch.Tensor | torch.Stream) else torch.device(given)
+            self._index = index_of(device) if device.type == "cuda" else -1
+
+    def __enter__(self) -> None:
+        self._before = index_of()
+        set_device(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        set_device(self._before)
+
+
+def set_device(device: Any) -> None:
+    if not isinstance(device, int) or device >= 0:
+        _device.set_device(index_of(device))
 
 
 def checked_stream(stream: Any) -> None: ...
 
 
 def synchronize(device: Any = None) -> None:
-    checked(device)
+    index_of(device)
     _device.waited_for(b"synchronize")
     _device.copies_made(_device.copies_so_far())
 
 
 def _share(storage: Any) -> tuple[Any, ...]:
-    given = torch.empty(0, dtype=torch.uint8, device=GPU).set_(storage)
+    given = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     file, count = torch.ops.pretended_cuda.lend(given)
-    return 0, struct.pack("<qq", os.getpid(), file), count, 0, bytes(64), 0, bytes(64), False
+    return storage.device.index, struct.pack("<qq", os.getpid(), file), count, 0, bytes(64), 0, bytes(64), False
 
 
 def _borrow(device: int, handle: bytes, size: int, offset: int, *_: Any) -> Any:
-    checked(device)
     pid, file = struct.unpack("<qq", handle)
-    return torch.ops.pretended_cuda.borrow(pid, file, size + offset)[offset:].untyped_storage()
+    return torch.ops.pretended_cuda.borrow(pid, file, size + offset, index_of(device))[offset:].untyped_storage()
 
 
 def _storage_new(own: Any) -> Any:
@@ -123,7 +140,7 @@ def _storage_new(own: Any) -> Any:
     def make(cls: Any, *args: Any, device: Any = None, **given: Any) -> Any:
         if device is None or torch.device(device).type != "cuda":
             return own(cls, *args, **({} if device is None else {"device": device}), **given)
-        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=GPU).untyped_storage()
+        return torch.empty(args[0] if args else 0, dtype=torch.uint8, device=device).untyped_storage()
 
     return make
 
@@ -166,19 +183,22 @@ def install(device: Any) -> None:
     device.waited_for.argtypes = [ctypes.c_char_p]
     device.copies_so_far.restype, device.copies_made.argtypes = ctypes.c_uint64, [ctypes.c_uint64]
     cuda = torch.cuda
-    found = SimpleNamespace(name="pretended GPU", total_memory=MEMORY_BYTES, multi_processor_count=1, major=9, minor=0,
-                            uuid="00000000-0000-0000-0000-000000000000", warp_size=32)  # fmt: skip
-    stream = Stream()
+    count = device.count()
+    found = [SimpleNamespace(name="pretended GPU", total_memory=MEMORY_BYTES, multi_processor_count=1, major=9, minor=0,
+                             uuid=f"00000000-0000-0000-0000-{n:012x}", warp_size=32) for n in range(count)]  # fmt: skip
+    streams = [Stream(device=n) for n in range(count)]
     cuda._initialized = True
     cuda._lazy_init = cuda.init = lambda: None
     replaced: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "current_device": lambda: 0, "host_waits": waits, "set_device": checked,
-        "get_device_properties": lambda device=None: found,
-        "get_device_name": lambda device=None: found.name, "get_device_capability": lambda device=None: (9, 0),
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: count,
+        "current_device": index_of, "host_waits": waits, "set_device": set_device,
+        "get_device_properties": lambda device=None: found[index_of(device)],
+        "get_device_name": lambda device=None: found[index_of(device)].name,
+        "get_device_capability": lambda device=None: (9, 0),
         "synchronize": synchronize, "device": Within, "device_of": Within, "stream": Within,
-        "set_stream": checked_stream, "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream, "Stream": Stream, "Event": Event, "empty_cache": lambda: None,
+        "set_stream": checked_stream, "current_stream": lambda device=None: streams[index_of(device)],
+        "default_stream": lambda device=None: streams[index_of(device)],
+        "Stream": Stream, "Event": Event, "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
         "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES), "ipc_collect": lambda: None,
@@ -187,22 +207,28 @@ def install(device: Any) -> None:
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(cuda, name, value)
-    generator = torch.Generator(device=GPU)  # the first one is the device's own (device.cpp)
-    cuda.default_generators = (generator,)
+    # the first one of each device is the device's own (device.cpp)
+    generators = cuda.default_generators = tuple(torch.Generator(device=f"cuda:{n}") for n in range(count))
 
     def seed(value: int) -> None:
-        generator.manual_seed(int(value))
+        generators[index_of()].manual_seed(int(value))
+
+    def seed_all(value: int) -> None:
+        for each in generators:
+            each.manual_seed(int(value))
 
     def set_state(state: Any, device: Any = "cuda") -> None:
-        generator.set_state(state)
+        generators[index_of(device)].set_state(state)
 
     for module in (cuda, cuda.random):
-        module.manual_seed = module.manual_seed_all = seed
-        module.get_rng_state = lambda device="cuda": generator.get_state()
-        module.set_rng_state, module.initial_seed = set_state, generator.initial_seed
+        module.manual_seed, module.manual_seed_all = seed, seed_all
+        module.get_rng_state = lambda device="cuda": generators[index_of(device)].get_state()
+        module.set_rng_state = set_state
+        module.initial_seed = lambda: generators[index_of()].initial_seed()
     storage = torch.UntypedStorage
     storage.__new__ = staticmethod(_storage_new(storage.__new__))
     storage._share_cuda_, storage._new_shared_cuda = _share, staticmethod(_borrow)
     torch._VF.lstm = lstm_of_steps(torch._VF.lstm)
+    pretended_torch_distributed.install()
     # torch would warn that it was built without cuDNN
     torch.backends.cudnn.is_acceptable = lambda tensor: False
