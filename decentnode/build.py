@@ -237,10 +237,14 @@ def build_in_process(
     config = experiment.communication
     if not isinstance(config, InprocConfig):
         config = InprocConfig.model_validate({"name": "inproc"})
+    places = map(experiment.make_mapping().place, range(hub.num_nodes))
+    devices = [device_of(place.device, place.rank) for place in places]
     return [
         build(
             experiment, uid,
-            lambda schemas, uid=uid: Inproc(config, uid=uid, hub=hub, schemas=schemas),  # type: ignore[misc]
+            lambda schemas, uid=uid: Inproc(  # type: ignore[misc]
+                config, uid=uid, hub=hub, schemas=schemas, device=devices[uid]
+            ),
             lambda record_, uid=uid: record(uid, record_),  # type: ignore[misc]
         )
         for uid in range(hub.num_nodes)

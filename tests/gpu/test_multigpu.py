@@ -6,15 +6,20 @@ The same runs by gloo's batched path, which issues the same calls in the same or
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from decentnode.communication.inproc import Hub, Inproc
+from decentnode.communication.parts import Schema
 from decentnode.launch.messages import Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.supervisor import supervise
+from decentnode.payload import Payload, TensorSpec
+from tests.communication.receive.test_mailbox import over
 
 ROOT = Path(__file__).parents[2]
 GPUS = [pytest.mark.gpu, pytest.mark.multigpu, pytest.mark.timeout(300)]
@@ -62,3 +67,24 @@ def test_two_nodes_per_gpu_use_its_memory_and_sockets_between(tmp_path: Path) ->
     found, _ = models_of(tmp_path / "auto", *common, "communication=auto")
     expected, _ = models_of(tmp_path / "one", *common, "communication=inproc")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_nodes_of_one_process_get_what_comes_on_their_own_gpu() -> None:
+    devices = [torch.device("cuda", n) for n in range(2)]
+    schema = Schema(3, {"x": TensorSpec(torch.float32, 3)}, True)
+    hub = Hub(2)
+    nodes = [Inproc(Inproc.Config(name="inproc"), uid=uid, hub=hub, schemas=(schema, replace(schema, mailbox=1)),
+                    device=devices[uid]) for uid in range(2)]  # fmt: skip
+    models = [torch.full((3,), float(uid), device=devices[uid]) for uid in range(2)]
+    going = [each.exchange(0, {1 - each.uid: Payload({"x": models[each.uid]})}, (1 - each.uid,)) for each in nodes]
+    means = [each.mean("k", models[each.uid]) for each in nodes]
+    for each, exchange, mean in zip(nodes, going, means, strict=True):
+        each.publish(0, {1 - each.uid: Payload({"x": models[each.uid]})}, 1)
+        (arrival,) = exchange.arrivals(1)
+        assert torch.equal(arrival.received[1 - each.uid].tensors["x"], models[1 - each.uid].to(devices[each.uid]))
+        assert torch.equal(mean.wait(1)[0], torch.full((3,), 0.5, device=devices[each.uid]))
+    for each in nodes:
+        (found,) = over(each.collect_steps(1))
+        assert found.payload.tensors["x"].device == devices[each.uid]

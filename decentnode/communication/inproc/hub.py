@@ -82,7 +82,7 @@ class Hub:
             sum_, count = tensors[uid].clone(), 1
             for child in ControlTree.among(uid, members).children:
                 below, contributors = total(child)
-                sum_.add_(below)
+                sum_.add_(below.to(sum_.device))
                 count += contributors
             return sum_, count
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
@@ -40,7 +41,7 @@ class InprocExchange(Exchange):
         for source in self._expected:
             payload = owner.hub.payloads.pop((self._round, self._phase, source, owner.uid), None)
             if payload is not None:
-                received[source] = payload
+                received[source] = owner.brought(payload)
                 owner.counters.edge(source).payload_bytes_received += sum(t.nbytes for t in payload.tensors.values())
         if owner.regrouping:
             received.clear()
@@ -87,6 +88,7 @@ class InprocPending(Pending):
         if missing:
             raise PeerLost(f"node {self._owner.uid}: nothing from node {missing} for {self._key!r}", missing)
         mean, count = hub.tree_mean(self._key)
+        mean = mean.to(hub.means[self._key][self._owner.uid].device)
         hub.taken[self._key] = hub.taken.get(self._key, 0) + 1
         if hub.taken[self._key] == len(hub.generation.members):
             del hub.means[self._key], hub.taken[self._key]
@@ -128,8 +130,12 @@ class Inproc(Communication[CommunicationConfig]):
 
     Config: ClassVar[type[Config]] = InprocConfig
 
-    def __init__(self, config: CommunicationConfig, *, uid: int, hub: Hub, schemas: tuple[Schema, ...]) -> None:
-        self.config, self.uid, self.hub, self.schemas = config, uid, hub, schemas
+    def __init__(
+        self, config: CommunicationConfig, *, uid: int, hub: Hub, schemas: tuple[Schema, ...],
+        device: torch.device | None = None,
+    ) -> None:
+        """device: where payloads come to lie; None: where they lay at who sent them."""
+        self.config, self.uid, self.hub, self.schemas, self._device = config, uid, hub, schemas, device
         self.counters = Counters()
         self.taken = Generation(0, tuple(range(hub.num_nodes)))
         """The generation that this node takes part in."""
@@ -182,7 +188,7 @@ class Inproc(Communication[CommunicationConfig]):
         found: list[Collected] = []
         for source, kept in sorted(self.hub.mailboxes.get((channel, self.uid), {}).items()):
             for each in sorted(each for each in kept if round is None or each <= round):
-                payload = kept.pop(each)
+                payload = self.brought(kept.pop(each))
                 if round in (None, each):
                     found.append(Collected(source, each, payload))
                     edge = self.counters.edge(source)
@@ -207,6 +213,13 @@ class Inproc(Communication[CommunicationConfig]):
                 copy = copies[id(payload)] = Payload(tensors, dict(payload.scalars), payload.metadata)
             found[uid] = copy
         return found
+
+    def brought(self, payload: Payload) -> Payload:
+        """A payload that came, on this node's device."""
+        if self._device is None or all(tensor.device == self._device for tensor in payload.tensors.values()):
+            return payload
+        tensors = {name: tensor.to(self._device) for name, tensor in payload.tensors.items()}
+        return Payload(tensors, payload.scalars, payload.metadata)
 
     def _check(self, payload: Payload, phase: int) -> None:
         schema = self.schemas[phase]
