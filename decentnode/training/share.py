@@ -176,7 +176,8 @@ class NodeShare:
         """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
         gathered at once, which costs less."""
         source, members = self.splits["train"]
-        picked = members[torch.from_numpy(indices).to(members.device)]
+        # CUDA has copied pageable memory when this returns; only a blocking copy also waits for the stream
+        picked = members[torch.from_numpy(indices).to(members.device, non_blocking=True)]
         group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
         start = 0
         for first in range(0, len(sizes), group):

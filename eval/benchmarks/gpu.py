@@ -1,93 +1,59 @@
-"""Figures of a GPU, each with the ceiling measured beside it; bash eval/gpu.sh runs this behind the GPU tests.
+"""Tests and figures of a GPU, each figure with the ceiling measured beside it; bash eval/gpu.sh runs this.
 
 python eval/benchmarks/gpu.py [--tiny] [--out FILE.json] [--limit SECONDS] [CASE...]
 
 Every case is a process of its own with a deadline, so that a kernel that hangs or a fault of the driver costs one case.
-Without CUDA, or with --tiny, the same code runs on the CPU with tiny sizes: Triton's interpreter (where Triton is
-installed) for the kernel, gloo for NCCL, shared memory for CUDA IPC. Such figures say that the code runs, nothing else.
+Rows are printed, and FILE.json is written, as each is known: a run that is killed leaves what was measured. With --tiny
+sizes are tiny, on the GPU where there is one. Without CUDA they are tiny, too, and on the CPU: Triton's interpreter
+(where Triton is installed) for the kernel, gloo for NCCL, shared memory for CUDA IPC. Tiny figures say that the code
+runs, nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-LIMITS = {"ceilings": 30, "mixing": 60, "wrapper": 90, "bits": 90, "rounds": 120, "host": 45, "codecs": 60, "nccl": 45,
-          "staging": 20, "ipc": 60, "simulator": 60}  # fmt: skip
+from gpu_rows import Row, failure, milliseconds, on_gpu
+from gpu_steps import bare_step, training, wrapper
+from gpu_tests import ROOT, tests
+from gpu_waits import host
+
+sys.path.insert(0, str(ROOT))
+LIMITS = {"tests": 150, "bits": 150, "host": 60, "ceilings": 30, "mixing": 60, "ipc": 50, "codecs": 40, "rounds": 120,
+          "wrapper": 90, "nccl": 60, "staging": 30, "simulator": 60, "training": 90}  # fmt: skip
 """Seconds that a case may take."""
+TOGETHER = frozenset({"tests", "bits", "host"})
+"""Cases that say what is right, not how fast: they run at once, before all others."""
 ABSENT = {
     "several GPUs": "needs two GPUs (pytest -m multigpu)",
+    "several nodes under MPS": "the daemon is not started here: the line above says whether it runs",
 }
 """What the list of wanted figures has and nothing here can measure, with the reason."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure."""
-
-    case: str
-    what: str
-    value: float | None
-    """None: absent or failed; `note` says why."""
-    unit: str = ""
-    ceiling: float | None = None
-    """What the machine reached in the same process, in the same unit."""
-    asked: str = ""
-    """The target, as a bound on `value` or on value / ceiling."""
-    note: str = ""
-
-    def text(self) -> str:
-        if self.value is None:
-            return f"{self.case:9} {self.what:58} {self.note}"
-        ratio = f"{self.value / self.ceiling:5.2f} of {self.ceiling:.4g}" if self.ceiling else ""
-        return f"{self.case:9} {self.what:58} {self.value:10.4g} {self.unit:8} {ratio:18} {self.asked:12} {self.note}"
-
-
-def on_gpu(tiny: bool) -> bool:
-    import torch
-
-    return torch.cuda.is_available() and not tiny
-
-
-def milliseconds(work: Callable[[], object], gpu: bool, repeats: int = 20) -> float:
-    """Median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after three calls."""
-    import torch
-
-    times = []
-    for _ in range(repeats + 3):
-        if gpu:
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        else:
-            began = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[3:])
+CONFIGS = ROOT / "configs"
 
 
 def ceilings(tiny: bool) -> Iterator[Row]:
     import torch
 
-    gpu = on_gpu(tiny)
+    gpu = on_gpu()
     device = torch.device("cuda" if gpu else "cpu")
-    elements, side = (1 << 30, 8192) if gpu else (1 << 20, 256)
-    x, y = torch.ones(elements, device=device), torch.empty(elements, device=device)
+    elements, side = (1 << 20, 256) if tiny else (1 << 30, 8192)
+    x, y = torch.randn(elements, device=device), torch.empty(elements, device=device)
     copied = milliseconds(lambda x=x, y=y: y.copy_(x), gpu)  # type: ignore[misc]
     yield Row("ceilings", f"copy of {4e-6 * elements:.0f} MB, bytes read and written", 8e-6 * elements / copied, "GB/s")
     del x, y
@@ -102,16 +68,16 @@ def mixing(tiny: bool) -> Iterator[Row]:
 
     from decentnode.mixing import mix_into, passes
 
-    gpu = on_gpu(tiny)
+    gpu = on_gpu()
     if not gpu:
         yield from _interpreted()
-    for elements in (25_000_000, 1_000_000_000) if gpu else (100_000,):
+    for elements in (100_000,) if tiny else (25_000_000, 1_000_000_000):
         for dtype in (torch.float32, torch.bfloat16):
             device, bytes_each = torch.device("cuda" if gpu else "cpu"), torch.empty(0, dtype=dtype).element_size()
-            x, y = torch.ones(elements, dtype=dtype, device=device), torch.empty(elements, dtype=dtype, device=device)
+            x, y = torch.randn(elements, dtype=dtype, device=device), torch.empty(elements, dtype=dtype, device=device)
             copy = 2e-6 * bytes_each * elements / milliseconds(lambda: y.copy_(x), gpu)  # noqa: B023
             for arrivals in (1, 2, 4, 8):
-                received = [(torch.ones_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
+                received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
 
                 def mix(x: Any = x, received: Any = received) -> None:
                     mix_into(x, x, 1 / (len(received) + 1), received)
@@ -139,85 +105,6 @@ def _interpreted() -> Iterator[Row]:
     yield Row("mixing", what, float((out - (0.5 * model + 0.25 * arrived)).abs().max()), "", asked="<= 1e-6")
 
 
-def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]] | None, str]]:
-    """(name, what makes (module, inputs, loss of an output), why it is absent)."""
-    import torch
-    from torch.nn import functional
-
-    device = torch.device("cuda" if gpu else "cpu")
-
-    def resnet() -> tuple[Any, Any, Any]:
-        from torchvision.models import resnet50
-
-        y = torch.randint(0, 1000, (64,), device=device)
-        images = torch.randn(64, 3, 224, 224, device=device)
-        return resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
-
-    def gpt2() -> tuple[Any, Any, Any]:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        tokens = torch.randint(0, 50257, (8, 512), device=device)
-        return GPT2LMHeadModel(GPT2Config()).to(device), tokens, lambda out: functional.cross_entropy(
-            out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        )
-
-    def mlp() -> tuple[Any, Any, Any]:
-        y = torch.randint(0, 10, (8,), device=device)
-        module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).to(device)
-        return module, torch.randn(8, 64, device=device), lambda out: functional.cross_entropy(out, y)
-
-    if tiny or not gpu:
-        yield "MLP of 4,810", mlp, ""
-        return
-    for name, package, make in (("ResNet-50", "torchvision", resnet), ("GPT-2 small", "transformers", gpt2)):
-        there = importlib.util.find_spec(package) is not None
-        yield name, make if there else None, "" if there else f"absent: needs {package}"
-
-
-def wrapper(tiny: bool) -> Iterator[Row]:
-    """Steps of DecentralizedDataParallel in a world of one beside the same steps without it, by turns."""
-    import torch
-
-    from decentnode.parallel import DecentralizedDataParallel, initialize_dist
-
-    gpu = on_gpu(tiny)
-    initialize_dist()
-    steps, turns = (5, 7) if gpu else (2, 2)
-    for name, make, why in _make_models(tiny, gpu):
-        if make is None:
-            yield Row("wrapper", f"{name}, world of one / alone", None, note=why)
-            continue
-        for precision in ("float32", "bfloat16 autocast") if gpu else ("float32",):
-            alone, x, loss_of = make()
-            own = torch.optim.AdamW(alone.parameters(), lr=1e-4, fused=gpu)
-            wrapped = DecentralizedDataParallel(
-                make()[0], optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=gpu), topology="complete",
-                transport="collective",
-            )  # fmt: skip
-
-            def step(module: Any, optimizer: Any, x: Any = x, loss_of: Any = loss_of, how: str = precision) -> None:
-                with torch.autocast("cuda", torch.bfloat16, enabled="bfloat16" in how):
-                    loss = loss_of(module(x))
-                loss.backward()
-                if optimizer is not None:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-            times: dict[str, list[float]] = {"alone": [], "wrapped": []}
-            for _ in range(turns):
-                for way, module, optimizer in (("alone", alone, own), ("wrapped", wrapped, None)):
-                    several = [lambda m=module, o=optimizer: step(m, o)] * steps
-                    times[way].append(milliseconds(lambda s=several: [f() for f in s], gpu, 1) / steps)  # type: ignore[misc]
-            ratios = [b / a for a, b in zip(times["alone"], times["wrapped"], strict=True)]
-            alone_ms = statistics.median(times["alone"])
-            note = f"step alone {alone_ms:.2f} ms, least {min(ratios):.3f}, most {max(ratios):.3f}"
-            yield Row("wrapper", f"{name}, {precision}, world of one / alone", statistics.median(ratios), "",
-                      asked="<= 1.02", note=note)  # fmt: skip
-            del alone, wrapped, own
-            if gpu:
-                torch.cuda.empty_cache()
-
-
 def _run(overrides: list[str], folder: str, config: str) -> dict[str, Any]:
     """summary.json of a run by the command line. Raises RuntimeError with the end of its output."""
     command = [sys.executable, "-m", "decentnode", "run", config, "--run-dir", folder, "--plain",
@@ -234,9 +121,9 @@ def bits(tiny: bool) -> Iterator[Row]:
     import torch
     from safetensors.torch import load_file
 
-    device = "cuda" if on_gpu(tiny) else "cpu"
-    config = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
-    for n in (2, 4, 8, 16) if device == "cuda" else (2,):
+    device = "cuda" if on_gpu() else "cpu"
+    config = str(CONFIGS / "quickstart.yaml")
+    for n in (2,) if tiny else (2, 16, 8, 4):
         found, seconds = [], []
         graph = f"graph={{name: {'ring' if n < 5 else 'regular'}, nodes: {n}{', degree: 4' if n > 4 else ''}}}"
         for way in ("auto", "inproc"):
@@ -257,16 +144,11 @@ def bits(tiny: bool) -> Iterator[Row]:
 
 def rounds(tiny: bool) -> Iterator[Row]:
     """Whole rounds of 8 nodes on one GPU beside the same local steps by one process without any exchange."""
-    gpu = on_gpu(tiny)
-    nodes, count = (8, 60) if gpu else (2, 4)
-    from decentnode.models import MODELS
-
-    for name in ("gn_lenet", "resnet18") if gpu else ("gn_lenet",):
-        if name not in MODELS:
-            yield Row("rounds", f"{nodes} nodes with {name}", None, note=f"absent: no model {name} yet")
-            continue
-        for batch in (8, 128) if gpu else (8,):
-            yield _round_row(name, nodes, batch, count, gpu)
+    gpu = on_gpu()
+    nodes, count = (2, 4) if tiny else (8, 60)
+    large = "resnet, depth: 18"
+    for name, batch in (("gn_lenet", 8),) if tiny else (("gn_lenet", 8), (large, 128), ("gn_lenet", 128), (large, 8)):
+        yield _round_row(name, nodes, batch, count, gpu)
 
 
 def _round_row(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Row:
@@ -286,37 +168,6 @@ def _round_row(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Row:
                note="ceiling: the local steps of all nodes one after the other")  # fmt: skip
 
 
-def host(tiny: bool) -> Iterator[Row]:
-    """Calls per node and round that make the host wait for the GPU, counted by torch's profiler; 1 is the loss."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    from decentnode.build import build_in_process, step_all
-    from decentnode.experiment import load
-
-    gpu = on_gpu(tiny)
-    config = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
-    for rule in ("{name: full}", "{name: choco}", "{name: topk}"):
-        counts = []
-        for length in (4, 8):
-            experiment = load(config, [
-                "graph={name: ring, nodes: 4}", f"mapping={{name: linear, nodes_per_machine: 4, device: "
-                f"{'cuda' if gpu else 'cpu'}}}", f"node.rounds={length}", "node.evaluate_every=0", f"sharing={rule}",
-                "communication=inproc", "training.local_steps=1",
-            ])  # fmt: skip
-            nodes = build_in_process(experiment)
-            with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as seen:
-                step_all(nodes)
-                if gpu:
-                    torch.cuda.synchronize()
-            waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-            names = waits if gpu else ("aten::_local_scalar_dense",)
-            counts.append(sum(each.count for each in seen.key_averages() if each.key in names))
-        # the difference of two lengths leaves out start and closing evaluation
-        yield Row("host", f"waits of the host per node and round, {rule}", (counts[1] - counts[0]) / (4 * 4), "",
-                  asked="<= 1", note="" if gpu else "on the CPU: reads of scalars")  # fmt: skip
-
-
 def codecs(tiny: bool) -> Iterator[Row]:
     """Choosing, coding of indices and quantizing, in copies of the model measured in the same process."""
     import torch
@@ -324,12 +175,12 @@ def codecs(tiny: bool) -> Iterator[Row]:
     from decentnode.compression import CODECS, indices, select
     from decentnode.config.component import load_class
 
-    gpu = on_gpu(tiny)
-    elements = 25_000_000 if gpu else 100_000
+    gpu = on_gpu()
+    elements = 100_000 if tiny else 25_000_000
     device = torch.device("cuda" if gpu else "cpu")
     model = torch.randn(elements, device=device)
     target = torch.empty_like(model)
-    repeats = 10 if gpu else 2
+    repeats = 2 if tiny else 10
     copy = milliseconds(lambda: target.copy_(model), gpu, repeats)
     note = f"one copy: {copy:.3f} ms"
     for fraction in (0.01, 0.1):
@@ -355,22 +206,59 @@ def codecs(tiny: bool) -> Iterator[Row]:
 
 
 def nccl(tiny: bool) -> Iterator[Row]:
-    """A clique of torch.distributed: NCCL to itself on one GPU; on the CPU two gloo nodes by NCCL's batched path."""
-    if on_gpu(tiny):
-        import torch
+    """A clique of torch.distributed: NCCL to itself on one GPU, and between two ranks there; on the CPU two gloo nodes
+    by NCCL's batched path."""
+    import torch.distributed as dist
 
-        yield Row("nccl", "version", float(".".join(map(str, torch.cuda.nccl.version()[:2]))), "",
-                  note=f"torch {torch.__version__}; two ranks on one GPU need NCCL 2.30")  # fmt: skip
-        yield from _self_exchange()
+    if on_gpu() and dist.is_nccl_available():
+        yield from _self_exchange(tiny)
+        yield _two_ranks()
         return
     with tempfile.TemporaryDirectory() as folder:
         summary = _run(["graph={name: ring, nodes: 2}", "mapping.nodes_per_machine=2", "node.rounds=4",
                         "node.evaluate_every=0", "communication={name: collective, backend: gloo, batched: true}"],
-                       folder, str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"))  # fmt: skip
+                       folder, str(CONFIGS / "quickstart.yaml"))  # fmt: skip
         yield Row("nccl", "rounds of two gloo nodes by the batched path", float(summary["rounds"]), "", asked="4")
 
 
-def _self_exchange() -> Iterator[Row]:
+def _two_ranks(seconds: float = 30) -> Row:
+    """Whether NCCL takes two ranks on one GPU: before 2.30 it refuses them."""
+    import torch.multiprocessing as mp
+
+    what = "two ranks on one GPU, sum of their ones"
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(_one_of_two, (folder,), nprocs=2, join=False)
+        assert context is not None
+        until = time.monotonic() + seconds
+        try:
+            while not context.join(0.1):
+                if time.monotonic() > until:
+                    return Row("nccl", what, None, note=f"absent: nothing came of it in {seconds:g} s")
+        except Exception as error:  # refused by one of them
+            why = [line for line in str(error).splitlines() if line.strip()][-1]
+            return Row("nccl", what, None, note=f"absent: refused: {why[:200]}")
+        finally:
+            for process in context.processes:
+                process.kill()
+        return Row("nccl", what, float((Path(folder) / "sum").read_text()), "", asked="2")
+
+
+def _one_of_two(rank: int, folder: str) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2,
+                            timeout=timedelta(seconds=20))  # fmt: skip
+    x = torch.ones(1000, device="cuda")
+    dist.all_reduce(x)
+    if rank == 0:
+        (Path(folder) / "sum").write_text(str(float(x.mean())))
+
+
+def _self_exchange(tiny: bool) -> Iterator[Row]:
     """all_reduce, and send and receive in one batch, of a world of one, beside a copy of the same tensor."""
     import torch
     import torch.distributed as dist
@@ -378,21 +266,25 @@ def _self_exchange() -> Iterator[Row]:
     from decentnode.parallel import initialize_dist
 
     initialize_dist()
-    x = torch.randn(25_000_000, device="cuda")
-    y = torch.empty_like(x)
-    copy = 0.2 / milliseconds(lambda: y.copy_(x), True) * 1e3
+    x = torch.randn(100_000 if tiny else 25_000_000, device="cuda")
+    y, moved = torch.empty_like(x), 8e-6 * x.numel()
+    copy = moved / milliseconds(lambda: y.copy_(x), True)
 
     def exchange() -> None:
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]):
             work.wait()
 
-    for what, call in (("all_reduce", lambda: dist.all_reduce(x)), ("send and receive", exchange)):
-        yield Row("nccl", f"100 MB to itself, {what}", 0.2 / milliseconds(call, True) * 1e3, "GB/s", copy)
+    for way, call in (("all_reduce", lambda: dist.all_reduce(x)), ("send and receive", exchange)):
+        what = f"{4e-6 * x.numel():g} MB to itself, {way}"
+        try:
+            yield Row("nccl", what, moved / milliseconds(call, True), "GB/s", copy)
+        except RuntimeError as error:
+            yield failure("nccl", what, error)
 
 
 def staging(tiny: bool) -> Iterator[Row]:
     """A model out to the host's memory and in again through pinned slots, beside torch's own copies."""
-    if not on_gpu(tiny):
+    if not on_gpu():
         yield Row("staging", "pinned slots", None, note="needs a GPU")
         return
     import torch
@@ -401,7 +293,7 @@ def staging(tiny: bool) -> Iterator[Row]:
     from decentnode.communication.receive.staging import CudaCopies, Staging
     from decentnode.payload import TensorSpec
 
-    elements = 32_000_000
+    elements = 100_000 if tiny else 32_000_000
     spec, x = TensorSpec(torch.float32, elements), torch.randn(elements, device="cuda")
     plan, made = TensorPlan("x", spec, 1 << 20), Staging(CudaCopies(torch.device("cuda", 0)), [spec])
     host, pinned = torch.empty(elements), torch.empty(elements, pin_memory=True)
@@ -427,17 +319,14 @@ def staging(tiny: bool) -> Iterator[Row]:
 
 def ipc(tiny: bool) -> Iterator[Row]:
     """Mixing straight from the memory of other processes on the same GPU, beside a copy."""
-    if not on_gpu(tiny):
+    if not on_gpu():
         yield Row("ipc", "mixing from the neighbors' memory", None, note="needs a GPU")
         return
     from tests.gpu.processes import on_one_gpu
 
-    for n in (2, 4):
-        copy, mixed = on_one_gpu(n, IPC_ELEMENTS, _mix_speed)[0]
+    for n in (2,) if tiny else (2, 4):
+        copy, mixed = on_one_gpu(n, 100_000 if tiny else 64_000_000, _mix_speed)[0]
         yield Row("ipc", f"mixing from the memory of {n - 1} neighbors", mixed, "GB/s", copy, ">= .80")
-
-
-IPC_ELEMENTS = 64_000_000
 
 
 def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
@@ -448,7 +337,8 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
     from decentnode.payload import Payload
 
     others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
-    x = torch.ones(IPC_ELEMENTS, device=device)
+    elements = node.schemas[0].elements
+    x = torch.randn(elements, device=device)
     for arrival in node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):
         assert not arrival.missing
     node.barrier("written", 60)  # from here on only node 0 uses the GPU
@@ -459,8 +349,8 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
     mapped = node.parts.paths.of(SharedMemoryPath)._mapped
     boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
     y, weighted = torch.empty_like(x), [(tensor, 1 / (1 + len(others))) for tensor in boards]
-    copy = 8e-6 * IPC_ELEMENTS / milliseconds(lambda: y.copy_(x), True)
-    moved = 4e-6 * IPC_ELEMENTS * passes(len(others), True)
+    copy = 8e-6 * elements / milliseconds(lambda: y.copy_(x), True)
+    moved = 4e-6 * elements * passes(len(others), True)
     return copy, moved / milliseconds(lambda: mix_into(x, x, 0.5, weighted), True)
 
 
@@ -473,9 +363,9 @@ def simulator(tiny: bool) -> Iterator[Row]:
     from decentnode.experiment.initial_model import make_model
     from decentnode.simulate.choice import choose
 
-    gpu = on_gpu(tiny)
+    gpu = on_gpu()
     device, batch = torch.device("cuda" if gpu else "cpu"), 8
-    for nodes in (16, 64, 256, 1024, 4096) if gpu else (16,):
+    for nodes in (16,) if tiny else (1024, 64, 4096, 16, 256):
         experiment = load(None, [
             f"graph={{name: regular, nodes: {nodes}, degree: 4}}", "model=gn_lenet",
             f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {device.type}}}",
@@ -487,102 +377,186 @@ def simulator(tiny: bool) -> Iterator[Row]:
         engine = choose(experiment).batched
         assert engine is not None
         times = []
-        for _ in range(12 if gpu else 4):  # a step ends with the losses of all nodes on the host
+        for _ in range(4 if tiny else 12):  # a step ends with the losses of all nodes on the host
             began = time.perf_counter()
             engine.step()
             times.append(time.perf_counter() - began)
-        bare = _bare_step(make_model(experiment, experiment.open_data().spec).to(device), batch)
+        bare = bare_step(make_model(experiment, experiment.open_data().spec).to(device), batch)
         floor = 1e-3 * milliseconds(bare, gpu)
         yield Row("simulator", f"{nodes} nodes with gn_lenet, batch {batch}: node-updates",
                   nodes / statistics.median(times[2:]), "/s", 1 / floor,
-                  note="beside it: bare steps, one node after the other")  # fmt: skip
+                  note=f"beside it: bare steps, one node after the other{_peak(gpu)}")  # fmt: skip
         del engine, bare
 
 
-def _bare_step(model: Any, batch: int) -> Callable[[], object]:
-    """One step of plain SGD of one model of 32 x 32 images in color, on its device."""
+def _peak(gpu: bool) -> str:
+    """The most GPU memory since the last call, as the end of a note."""
     import torch
 
-    device = next(model.parameters()).device
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    inputs, targets = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
-
-    def work() -> None:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-
-    return work
+    if not gpu:
+        return ""
+    most = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return f"; peak {most:.2f} GiB"
 
 
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "ceilings": ceilings, "mixing": mixing, "wrapper": wrapper, "bits": bits, "rounds": rounds, "host": host,
-    "codecs": codecs, "nccl": nccl, "staging": staging, "ipc": ipc, "simulator": simulator,
+    "tests": tests, "bits": bits, "host": host, "ceilings": ceilings, "mixing": mixing, "ipc": ipc, "codecs": codecs,
+    "rounds": rounds, "wrapper": wrapper, "nccl": nccl, "staging": staging, "simulator": simulator,
+    "training": training,
 }  # fmt: skip
+"""In the order in which they run: what matters most first, as time may end."""
 MARK = "row: "
 
 
-def run_case(name: str, tiny: bool, limit: float) -> list[Row]:
-    """Rows of one case in a process of its own; a failure is a row that says why."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--case", name, *(["--tiny"] if tiny else [])]
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-                               start_new_session=True)  # fmt: skip
+def environment() -> list[str]:
+    """What the figures depend on, a line each; never fails."""
+    import platform
+
+    import psutil
+    import torch
+    from common import machine
+
+    found = [machine(), f"Python {platform.python_version()}, torch {torch.__version__}, "
+             f"CUDA {torch.version.cuda or 'none'}"]  # fmt: skip
+    for name in ("triton", "numpy", "torchvision", "transformers"):
+        there = importlib.util.find_spec(name) is not None
+        found.append(f"{name} {importlib.metadata.version(name) if there else 'absent'}")
     try:
-        output, errors = process.communicate(timeout=limit)
-        why = "" if process.returncode == 0 else f"failed: {' '.join(errors.split())[-300:]}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # its runs' children too
-        output, errors = process.communicate()
-        why = f"stopped after {limit:.0f} s"
-    rows = [Row(**json.loads(line[len(MARK):])) for line in output.splitlines() if line.startswith(MARK)]
-    if why:
-        rows.append(Row(name, "the case", None, note=why))
-    print(f"  {name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-    return rows
+        for n in range(torch.cuda.device_count()):
+            seen = torch.cuda.get_device_properties(n)
+            found.append(f"GPU {n}: {seen.name}, {seen.total_memory / 2**30:.0f} GiB, compute capability {seen.major}."
+                         f"{seen.minor}, {seen.multi_processor_count} multiprocessors")  # fmt: skip
+        if torch.cuda.is_available() and torch.distributed.is_nccl_available():
+            found.append(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        asked = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,clocks.sm,clocks.mem", "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20)
+        found += [f"nvidia-smi: {line}" for line in (said.stdout + said.stderr).splitlines()[:4]]
+    except Exception as error:  # one line less
+        found.append(f"not found out: {error}")
+    names = [process.info["name"] for process in psutil.process_iter(["name"])]
+    found.append(f"MPS: {'running' if 'nvidia-cuda-mps-control' in names else 'not running'}")
+    return found
+
+
+class Report:
+    """Rows as they become known: printed, and written to a file that is valid JSON at any moment."""
+
+    def __init__(self, out: Path | None, about: list[str]) -> None:
+        self.rows: list[Row] = []
+        self._out, self._about, self._began = out, about, time.monotonic()
+        self._lock = threading.Lock()
+        self._write()
+
+    def add(self, row: Row) -> None:
+        with self._lock:
+            self.rows.append(row)
+            print(row.text(), flush=True)
+            self._write()
+
+    def _write(self) -> None:
+        if self._out is None:
+            return
+        found = {"environment": self._about, "seconds": round(time.monotonic() - self._began, 1),
+                 "rows": [asdict(row) for row in self.rows]}  # fmt: skip
+        new = self._out.with_name(self._out.name + ".new")
+        new.write_text(json.dumps(found, indent=1) + "\n")
+        new.replace(self._out)
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With all that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) -> None:
+    """One case in a process of its own, its rows as they come; a failure is a row that says why."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--case", name, *(["--tiny"] if tiny else [])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    known = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    began, stopped = time.monotonic(), threading.Event()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=known,
+                                   start_new_session=True)  # fmt: skip
+        _running.add(process)
+        clock = threading.Timer(limit, lambda: (stopped.set(), _kill(process)))
+        clock.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                add(Row(**json.loads(line.removeprefix(MARK))))
+        process.wait()
+        clock.cancel()
+        _kill(process)  # what it left behind
+        _running.discard(process)
+        if stopped.is_set():
+            add(Row(name, "the case", None, note=f"stopped after {limit:.0f} s"))
+        elif process.returncode:
+            errors.seek(0)
+            said = " ".join(errors.read().split())[-300:]
+            add(Row(name, "the case", None, note=f"failed: it ended with {process.returncode}: {said}"))
+    print(f"  {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+
+
+def run_all(options: argparse.Namespace, report: Report) -> None:
+    """Cases one after the other, in the order of CASES, but those of TOGETHER at once; no more than options.limit s."""
+    until, names = time.monotonic() + options.limit, options.cases
+
+    def run(name: str) -> None:
+        left = until - time.monotonic()
+        if left < 5:
+            report.add(Row(name, "the case", None, note="not measured: no time left"))
+        else:
+            run_case(name, options.tiny, min(options.patience * LIMITS[name], left), report.add)
+
+    first = [threading.Thread(target=run, args=(name,)) for name in CASES if name in names and name in TOGETHER]
+    for thread in first:
+        thread.start()
+    for thread in first:
+        thread.join()
+    for name in CASES:
+        if name in names and name not in TOGETHER:
+            run(name)
+
+
+def _terminated(_signal: int, _frame: object) -> None:
+    for process in list(_running):
+        _kill(process)
+    os._exit(143)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"any of {', '.join(CASES)}")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU, also where there is a GPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes")
     parser.add_argument("--out", type=Path, help="where the rows go as JSON")
     parser.add_argument("--limit", type=float, default=420, help="seconds that all cases together may take")
+    parser.add_argument("--patience", type=float, default=1, help="times which each case's own limit is: slow machines")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"no case {', '.join(sorted(unknown))}; there is: {', '.join(CASES)}")
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     if options.case:
-        for row in CASES[options.case](options.tiny):
+        for row in CASES[options.case](options.tiny or not on_gpu()):
             print(MARK + json.dumps(asdict(row)), flush=True)
         return 0
-    import torch
-    from common import machine
-
-    gpu = on_gpu(options.tiny)
-    device = torch.cuda.get_device_name() if gpu else "no GPU: tiny sizes"
-    about = f"{machine()}; torch {torch.__version__}; {device}"
-    print(about, flush=True)
-    rows: list[Row] = []
-    until = time.monotonic() + options.limit
-    for name in options.cases:
-        left = until - time.monotonic()
-        if left < 5:
-            rows.append(Row(name, "the case", None, note="not measured: no time left"))
-        else:
-            rows += run_case(name, options.tiny, min(LIMITS[name], left))
-        for row in rows[-1:] if left < 5 else [r for r in rows if r.case == name]:
-            print(row.text(), flush=True)
-    rows += [Row("absent", what, None, note=why) for what, why in ABSENT.items()]
-    for row in rows[-len(ABSENT):]:
-        print(row.text(), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({"machine": about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    failed = [row for row in rows if row.note.startswith(("failed", "stopped"))]
-    return 1 if failed else 0
+    signal.signal(signal.SIGTERM, _terminated)
+    os.environ["GPU_PATIENCE"] = str(options.patience)  # for the limits within cases
+    about = environment()
+    if options.tiny or not on_gpu():
+        about.append("tiny sizes: no figure here counts")
+    print(*about, sep="\n", flush=True)
+    report = Report(options.out, about)
+    run_all(options, report)
+    for what, why in ABSENT.items():
+        report.add(Row("absent", what, None, note=why))
+    return 1 if any(row.failed for row in report.rows) else 0
 
 
 if __name__ == "__main__":

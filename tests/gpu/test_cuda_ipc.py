@@ -12,10 +12,10 @@ from decentnode.communication.shared_memory.path import SharedMemoryPath
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload
 from tests.gpu.pretended import needs_a_real_gpu
-from tests.gpu.processes import on_one_gpu
+from tests.gpu.processes import HANGS_SECONDS, on_one_gpu
 from tests.gpu.resnet import resnet18
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(HANGS_SECONDS + 30)]
 ELEMENTS = 64_000_000
 
 
@@ -102,7 +102,7 @@ def sums(flat: torch.Tensor) -> list[float]:
 def test_sixteen_nodes_of_resnet18_train_on_one_gpu() -> None:
     """Mixing with doubly stochastic weights keeps the sum over nodes and makes the models' norms smaller."""
     elements = resnet18(torch.device("cpu"))[1].numel()
-    found = on_one_gpu(NODES, elements, train, 500).values()
+    found = on_one_gpu(NODES, elements, train).values()
     before, after = (torch.tensor([pair[which] for pair in found]).sum(0) for which in (0, 1))
     assert bool(torch.isfinite(after).all()) and abs(float(after[0] - before[0])) < 1e-5 * float(before[1]) ** 0.5
     assert float(after[1]) < float(before[1])

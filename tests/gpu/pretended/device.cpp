@@ -284,7 +284,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
   if (inside == 0 && self.device().type() != from.device().type()) {
     const auto& host = self.is_cpu() ? self : from;
     bool pinned_host = host.numel() == 0 || is_pinned_pointer(host.const_data_ptr());
-    if (!non_blocking || !pinned_host) wait_for(self.is_cpu() ? "copy to the host" : "copy from the host");
+    // CUDA stages pageable memory on its way to the GPU before it returns, and waits for the stream only the other way
+    if (!non_blocking || (self.is_cpu() && !pinned_host)) wait_for(self.is_cpu() ? "copy to the host" : "copy from the host");
     if (non_blocking && pinned_host && host.numel() > 0 && self.is_contiguous() && self.sizes() == from.sizes()) {
       if (self.is_cpu()) {
         auto as_it_is = on_host(from).clone();

@@ -40,7 +40,10 @@ def waits(x: torch.Tensor) -> None:
     host_waits()
     y = torch.ones(5, pin_memory=True).to("cuda", non_blocking=True).mul_(2).add(x)
     torch.topk(y, 2)
+    torch.ones(5).to("cuda", non_blocking=True)  # CUDA has copied pageable memory when this returns
     assert host_waits() == {}
+    torch.ones(5).to("cuda")
+    assert host_waits() == {"copy from the host": 1}
     y[0].item(), y.cpu(), torch.nonzero(y)
     y.to("cpu", non_blocking=True)  # into pinned memory
     assert host_waits() == {"aten::_local_scalar_dense": 1, "copy to the host": 1, "aten::nonzero": 1}

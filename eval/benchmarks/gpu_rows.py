@@ -1,0 +1,64 @@
+"""What the cases of gpu.py share: a figure as a row, the clock, the device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure, or one fact."""
+
+    case: str
+    what: str
+    value: float | None
+    """None: absent or failed; `note` says why."""
+    unit: str = ""
+    ceiling: float | None = None
+    """What the machine reached in the same process, in the same unit."""
+    asked: str = ""
+    """The target, as a bound on `value` or on value / ceiling."""
+    note: str = ""
+
+    def text(self) -> str:
+        if self.value is None:
+            return f"{self.case:9} {self.what:58} {self.note}"
+        ratio = f"{self.value / self.ceiling:5.2f} of {self.ceiling:.4g}" if self.ceiling else ""
+        return f"{self.case:9} {self.what:58} {self.value:10.4g} {self.unit:8} {ratio:18} {self.asked:8} {self.note}"
+
+    @property
+    def failed(self) -> bool:
+        return self.note.startswith(("failed", "stopped"))
+
+
+def failure(case: str, what: str, error: BaseException) -> Row:
+    return Row(case, what, None, note=f"failed: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def milliseconds(work: Callable[[], object], gpu: bool, repeats: int = 20, warm: int = 3) -> float:
+    """Median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after `warm` calls."""
+    import torch
+
+    times = []
+    for _ in range(repeats + warm):
+        if gpu:
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            work()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times[warm:])

@@ -1,0 +1,181 @@
+"""Cases of gpu.py about training steps: the wrapper in a world of one, and precision, compiler and CUDA graphs."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gpu_rows import Row, failure, milliseconds, on_gpu
+
+PRECISIONS = ("bfloat16 autocast", "float32", "float16, GradScaler")
+
+
+def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]] | None, str]]:
+    """(name, what makes (module, inputs, loss of an output), why it is absent)."""
+    import torch
+    from torch.nn import functional
+
+    device = torch.device("cuda" if gpu else "cpu")
+
+    def resnet() -> tuple[Any, Any, Any]:
+        from torchvision.models import resnet50
+
+        y = torch.randint(0, 1000, (64,), device=device)
+        images = torch.randn(64, 3, 224, 224, device=device)
+        return resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
+
+    def gpt2() -> tuple[Any, Any, Any]:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        tokens = torch.randint(0, 50257, (8, 512), device=device)
+        return GPT2LMHeadModel(GPT2Config()).to(device), tokens, lambda out: functional.cross_entropy(
+            out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+        )
+
+    def mlp() -> tuple[Any, Any, Any]:
+        y = torch.randint(0, 10, (8,), device=device)
+        module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).to(device)
+        return module, torch.randn(8, 64, device=device), lambda out: functional.cross_entropy(out, y)
+
+    if tiny:
+        yield "MLP of 4,810", mlp, ""
+        return
+    for name, package, make in (("ResNet-50", "torchvision", resnet), ("GPT-2 small", "transformers", gpt2)):
+        there = importlib.util.find_spec(package) is not None
+        yield name, make if there else None, "" if there else f"absent: needs {package}"
+
+
+def wrapper(tiny: bool) -> Iterator[Row]:
+    """Steps of DecentralizedDataParallel in a world of one beside the same steps without it, by turns."""
+    import torch.distributed as dist
+
+    from decentnode.parallel import initialize_dist
+
+    gpu = on_gpu()
+    initialize_dist(backend="nccl" if gpu and dist.is_nccl_available() else "gloo")
+    models = list(_make_models(tiny, gpu))
+    for precision in PRECISIONS:  # of all models the most usual one first
+        for name, make, why in models:
+            what = f"{name}, {precision}, world of one / alone"
+            if make is None:
+                yield Row("wrapper", what, None, note=why)
+                continue
+            try:
+                yield _beside(make, precision, what, tiny, gpu)
+            except Exception as error:  # the other models' figures count
+                yield failure("wrapper", what, error)
+
+
+def _beside(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str, tiny: bool, gpu: bool) -> Row:
+    import torch
+
+    from decentnode.parallel import DecentralizedDataParallel
+
+    steps, turns = (2, 2) if tiny else (5, 7)
+    kind = "cuda" if gpu else "cpu"
+    scalers = [torch.amp.GradScaler(kind) if "GradScaler" in precision else None for _ in range(2)]
+    dtype = torch.float16 if "float16," in precision else torch.bfloat16
+    alone, x, loss_of = make()
+    own = torch.optim.AdamW(alone.parameters(), lr=1e-4, fused=gpu)
+    wrapped = DecentralizedDataParallel(
+        make()[0], optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-4, fused=gpu), topology="complete",
+        transport="collective", scaler=scalers[1],
+    )  # fmt: skip
+
+    def step(module: Any, optimizer: Any, scaler: Any) -> None:
+        with torch.autocast(kind, dtype, enabled=precision != "float32"):
+            loss = loss_of(module(x))
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if optimizer is not None and scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif optimizer is not None:
+            optimizer.step()
+        if optimizer is not None:
+            optimizer.zero_grad()
+
+    ways = (("alone", alone, own, scalers[0]), ("wrapped", wrapped, None, scalers[1]))
+    times: dict[str, list[float]] = {"alone": [], "wrapped": []}
+    for turn in range(turns + 1):  # the first one is not counted
+        for way, *given in ways:
+
+            def several(given: Any = given) -> None:
+                for _ in range(steps):
+                    step(*given)
+
+            times[way].append(milliseconds(several, gpu, 1, warm=0 if turn else 1) / steps)
+    ratios = [b / a for a, b in zip(times["alone"][1:], times["wrapped"][1:], strict=True)]
+    memory = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of both" if gpu else ""
+    note = f"step alone {statistics.median(times['alone'][1:]):.2f} ms, least {min(ratios):.3f}, most {max(ratios):.3f}"
+    del alone, wrapped, own, ways
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return Row("wrapper", what, statistics.median(ratios), "", asked="<= 1.02", note=note + memory)
+
+
+VARIANTS = {
+    "float32": [],
+    "amp: bf16": ["training.amp=bf16"],
+    "amp: fp16": ["training.amp=fp16"],
+    "bf16, channels_last": ["training.amp=bf16", "training.channels_last=true"],
+    "compile: {backend: cudagraphs}": ["training.compile={backend: cudagraphs}"],
+    "compile: true": ["training.compile=true"],
+    "compile: {mode: reduce-overhead}": ["training.compile={mode: reduce-overhead}"],
+}
+"""Overrides of a configuration. CUDA graphs: cudagraphs, which needs no compiler, and reduce-overhead."""
+COMPILED = "gn_lenet"
+"""The model that is compiled, too: of small kernels, which graphs launch together. ResNet-18 takes a minute more."""
+
+
+def training(tiny: bool) -> Iterator[Row]:
+    """Local steps of one node beside bare steps of plain SGD of the same model and batch in float32."""
+    gpu = on_gpu()
+    for model, batch in ((COMPILED, 8),) if tiny else ((COMPILED, 8), ("resnet, depth: 18", 128)):
+        variants = {"float32": [], "amp: bf16": VARIANTS["amp: bf16"]} if tiny else VARIANTS
+        for name, extra in variants.items():
+            what = f"{model}, batch {batch}, {name}: local step"
+            if "compile" in name and model != COMPILED:
+                continue
+            try:
+                yield _local_steps(model, batch, extra, what, tiny, gpu)
+            except Exception as error:  # the next one may run
+                yield failure("training", what, error)
+
+
+def _local_steps(model: str, batch: int, extra: list[str], what: str, tiny: bool, gpu: bool) -> Row:
+    from common import CONFIG
+    from floor import prepare
+
+    from decentnode.experiment import load
+    from decentnode.experiment.initial_model import make_model
+
+    steps, device = (2 if tiny else 20), "cuda" if gpu else "cpu"
+    overrides = [f"model={{name: {model}}}", f"training.batch_size={batch}", f"training.local_steps={steps}",
+                 "training.drop_last=true", f"mapping.device={device}", *extra]  # fmt: skip
+    (node,) = prepare(str(CONFIG), overrides, range(1))
+    rounds = iter(range(1, 1000))
+    # a round of local steps ends with its loss on the host
+    taken = milliseconds(lambda: node.local_update(next(rounds)), False, 2 if tiny else 7, warm=1) / steps
+    experiment = load(str(CONFIG), overrides)
+    bare = bare_step(make_model(experiment, experiment.open_data().spec).to(device), batch)
+    beside = milliseconds(bare, gpu, 2 if tiny else 20)
+    return Row("training", what, taken, "ms", beside, note="beside it: bare steps of SGD in float32")
+
+
+def bare_step(model: Any, batch: int) -> Callable[[], object]:
+    """One step of plain SGD of one model of 32 x 32 images in color, on its device."""
+    import torch
+
+    device = next(model.parameters()).device
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    inputs, targets = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
+
+    def work() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    return work

@@ -1,0 +1,86 @@
+"""The GPU tests as a case of gpu.py: a process for each file, so that a fault of the driver, which spoils everything
+that its process does afterwards, costs one file."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import psutil
+from gpu_rows import Row, failure
+
+ROOT = Path(__file__).resolve().parents[2]
+AT_ONCE = 4
+FILE_SECONDS = 140.0
+SLOWEST = ("test_cuda_ipc.py", "test_nccl.py", "test_devices.py")
+"""Begun first: they start processes, or wait."""
+_DONE = re.compile(r"^(\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+
+
+def files(folder: Path = ROOT / "tests" / "gpu") -> list[Path]:
+    found = {path.name: path for path in folder.glob("test_*.py") if path.name != "test_pretended.py"}
+    return [found.pop(name) for name in SLOWEST if name in found] + [found[name] for name in sorted(found)]
+
+
+def tests(_tiny: bool) -> Iterator[Row]:
+    """Rows: what passed of each file, and each test that failed, with why. All that pytest says goes to the file that
+    the environment variable GPU_TESTS_LOG names."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        limit = FILE_SECONDS * float(os.environ.get("GPU_PATIENCE", 1))
+        running = {pool.submit(run_file, path, limit): path for path in files()}
+        for done in as_completed(running):
+            try:
+                text, rows = done.result()
+            except Exception as error:  # the other files' results count
+                yield failure("tests", running[done].name, error)
+                continue
+            if log := os.environ.get("GPU_TESTS_LOG"):
+                with Path(log).open("a") as file:
+                    file.write(text)
+            yield from rows
+
+
+def run_file(path: Path, limit_seconds: float) -> tuple[str, list[Row]]:
+    """(all that pytest said, rows) of the GPU tests of one file; they end at the limit, with what was done by then."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", str(path), "-p", "no:cacheprovider", "-o", "addopts=", "-v",
+               "-rfEs", "--tb=short", "--color=no", f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
+                                   env={**os.environ, "COLUMNS": "250", "PYTHONUNBUFFERED": "1"})  # fmt: skip
+        try:
+            ended: int | None = process.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            ended = None
+            for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+                child.kill()
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    return text, list(rows_of(path.name, text, ended, time.monotonic() - began))
+
+
+def rows_of(name: str, text: str, ended: int | None, seconds: float) -> Iterator[Row]:
+    """text: of `pytest -v -rfEs`, cut off anywhere. ended: pytest's exit code, None if it was stopped."""
+    lines = text.splitlines()
+    outcomes = [match[2] for line in lines if (match := _DONE.match(line))]
+    skipped, passed = outcomes.count("SKIPPED"), outcomes.count("PASSED")
+    note = f"{seconds:.0f} s" + (f", {skipped} skipped" if skipped else "")
+    yield Row("tests", f"{name}: passed", passed, "", asked=f"= {len(outcomes) - skipped}", note=note)
+    for line in lines:
+        if match := re.match(r"(FAILED|ERROR) (\S+?::.+?)(?: - (.*))?$", line):
+            yield Row("tests", match[2].rpartition("/")[2][:58], None, note=f"failed: {(match[3] or match[1])[:300]}")
+        elif match := re.match(r"SKIPPED \[(\d+)\] (\S+?):? (.*)$", line):
+            yield Row("tests", f"{name}: {match[1]} skipped", None, note=f"absent: {match[3]}")
+    if ended in (0, 1, 5):  # all passed; some did not; none of them is marked gpu
+        return
+    last = next((line for line in reversed(lines) if "::" in line and not _DONE.match(line)), "before a test began")
+    how = "stopped at its limit" if ended is None else f"failed: pytest ended with {ended}"
+    yield Row("tests", f"{name}: the file", None, note=f"{how}, in {last.rpartition('/')[2].strip()[:200]}")

@@ -1,0 +1,100 @@
+"""The script that measures a GPU (eval/benchmarks/gpu.py), which is lent for minutes and may be taken away."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "eval" / "benchmarks"
+SCRIPT = f"""
+import os, sys, time
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import gpu
+
+def hangs(tiny):
+    yield gpu.Row("hangs", "first", 1.0)
+    time.sleep(600)
+
+def dies(tiny):
+    yield gpu.Row("dies", "first", 2.0)
+    print("illegal memory access", file=sys.stderr)
+    os._exit(9)
+
+gpu.CASES.update(hangs=hangs, dies=dies)
+sys.exit(gpu.main())
+"""
+PYTEST = """
+tests/gpu/test_x.py::test_a[{name: full}] PASSED                          [ 25%]
+tests/gpu/test_x.py::test_b FAILED                                        [ 50%]
+tests/gpu/test_x.py::test_c SKIPPED (needs two GPUs)                      [ 75%]
+"""
+SUMMARY = """=========================== short test summary info ============================
+SKIPPED [1] tests/gpu/test_x.py:7: needs two GPUs
+FAILED tests/gpu/test_x.py::test_b - RuntimeError: CUDA error
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, by another name than the folder of tests has."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("gpu_script", BENCHMARKS / "gpu.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize(("case", "limit", "why"), [
+    ("hangs", 2.0, "stopped after 2 s"), ("dies", 60.0, "failed: it ended with 9: illegal memory access"),
+])  # fmt: skip
+def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
+    gpu: ModuleType, case: str, limit: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "script.py"))
+    report = gpu.Report(tmp_path / "gpu.json", ["this machine"])
+    began = time.monotonic()
+    gpu.run_case(case, True, limit, report.add)
+    assert time.monotonic() - began < 30
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert found["environment"] == ["this machine"]
+    assert [(row["what"], row["note"]) for row in found["rows"]] == [("first", ""), ("the case", why)]
+    assert [row.failed for row in report.rows] == [False, True]
+
+
+def test_the_report_is_json_at_any_moment(gpu: ModuleType, tmp_path: Path) -> None:
+    report = gpu.Report(tmp_path / "gpu.json", [])
+    for n in range(3):
+        assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == n
+        report.add(gpu.Row("mixing", "4 arrivals", 3.0, "GB/s", 4.0, ">= .85"))
+
+
+@pytest.mark.parametrize(("text", "ended", "expected"), [
+    (PYTEST + SUMMARY, 1, ["test_x.py: passed 1.0 of 2", "test_x.py: 1 skipped absent: needs two GPUs",
+                           "test_x.py::test_b failed: RuntimeError: CUDA error"]),
+    (PYTEST + "tests/gpu/test_x.py::test_d[1] ", None,
+     ["test_x.py: passed 1.0 of 2", "test_x.py: the file stopped at its limit, in test_x.py::test_d[1]"]),
+    (PYTEST + "tests/gpu/test_x.py::test_d[1] ", -11,
+     ["test_x.py: passed 1.0 of 2", "test_x.py: the file failed: pytest ended with -11, in test_x.py::test_d[1]"]),
+    ("ImportError", 2, ["test_x.py: passed 0.0 of 0",
+                        "test_x.py: the file failed: pytest ended with 2, in before a test began"]),
+])  # fmt: skip
+def test_what_pytest_said_is_told_though_it_was_cut_off(
+    gpu: ModuleType, text: str, ended: int | None, expected: list[str]
+) -> None:
+    rows = list(sys.modules["gpu_tests"].rows_of("test_x.py", text, ended, 3.0))
+    assert [f"{row.what} {row.note if row.value is None else f'{row.value:.1f} of {row.asked[2:]}'}" for row in rows] \
+        == expected  # fmt: skip
+
+
+def test_every_case_has_a_limit_and_every_file_of_tests_is_run(gpu: ModuleType) -> None:
+    assert gpu.LIMITS.keys() == gpu.CASES.keys() and gpu.CASES.keys() > gpu.TOGETHER
+    found = {path.name for path in (Path(__file__).parent / "gpu").glob("test_*.py")}
+    assert {path.name for path in sys.modules["gpu_tests"].files()} == found - {"test_pretended.py"}
