@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import socket
@@ -13,6 +14,7 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two cores with the processes they start
 import torch
+
 
 
 def scale(small: int, full: int) -> int:
@@ -41,17 +43,47 @@ def wait_until(condition: Callable[[], object], what: object = "it did not come 
         time.sleep(0.002)
 
 
+BLOCK = 200
+BLOCKS = range(10_000, 20_000, BLOCK)
+"""Ports for tests lie below those that runs choose for themselves and those of the system for outgoing connections."""
+
+
+class Ports:
+    """The ports of a block that no other process hands out: whoever is bound to its first port has it until it ends."""
+
+    def __init__(self) -> None:
+        for first in random.Random(os.urandom(8)).sample(BLOCKS, len(BLOCKS)):
+            self._claim = socket.socket()
+            with contextlib.suppress(OSError):
+                self._claim.bind(("127.0.0.1", first))
+                self._ports, self._next = range(first + 1, first + BLOCK), first + 1
+                return
+            self._claim.close()
+        raise RuntimeError(f"other processes have all {len(BLOCKS)} blocks of ports")
+
+    def take(self, count: int) -> int:
+        """The next `count` in a row that are free, those taken before last."""
+        for _ in self._ports:
+            first = self._next if self._next + count <= self._ports.stop else self._ports.start
+            self._next = first + 1
+            with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+                for port in range(first, first + count):
+                    for host in ("127.0.0.1", "127.0.0.2"):
+                        stack.enter_context(socket.socket()).bind((host, port))
+                self._next = first + count
+                return first
+        raise RuntimeError(f"no {count} ports in a row are free in {self._ports}")
+
+
+@functools.cache
+def _ports_of(process: int) -> Ports:
+    return Ports()
+
+
 def free_ports(count: int) -> int:
-    """The first of `count` consecutive ports that are free on 127.0.0.1 and .2: below those that the system hands out
-    for outgoing connections, and drawn anew by every process, so that runs side by side do not meet."""
-    draw = random.Random(f"{os.getpid()} {os.urandom(8).hex()}")
-    while True:
-        first = draw.randrange(12_000, 32_000 - count)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                for host in ("127.0.0.1", "127.0.0.2"):
-                    stack.enter_context(socket.socket()).bind((host, port))
-            return first
+    """The first of `count` consecutive ports that are free on 127.0.0.1 and .2. No other process is given them, nor is
+    this one again before it was given all others of its block: they need not be bound at once."""
+    return _ports_of(os.getpid()).take(count)
 
 
 def _has_ipv6() -> bool:
