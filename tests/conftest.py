@@ -15,6 +15,12 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two cores with the processes they start
 import torch
 
+from tests import products
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    products.mark_left_out(items)
 
 
 def scale(small: int, full: int) -> int:

@@ -20,6 +20,7 @@ AFTER_20_ROUNDS = {
 mixes y after x has used it, as here (and in Pu and Nedic 2021), so that one exchange does for both."""
 
 
+@pytest.mark.sampled(one=["arm"])
 @pytest.mark.parametrize("arm", AFTER_20_ROUNDS)
 def test_twenty_rounds_equal_the_simulation(arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -176,6 +176,7 @@ def test_the_how_to_pages_run(page: Path, folder: Path) -> None:
         assert len(named) > 10 and missing <= absent, missing
 
 
+@pytest.mark.slow
 def test_the_tutorial_s_rule_passes_the_contract(folder: Path) -> None:
     """It learns, and holds what every rule has to hold."""
     (text,) = [text for _, name, text in blocks(DOCS / "tutorial" / "own_sharing_rule.rst") if name == "lazy.py"]

@@ -20,6 +20,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_every_graph_is_run_and_drawn(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--nodes", "4", "9", "--docs", str(tmp_path), "--set", "node.rounds=30", "--set", "data.test_samples=50"]
     graphs = [graph for graph in script.GRAPHS if graph not in ("regular", "el")]  # which need more than 4 nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -38,10 +39,25 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def parsed(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], list[str]]:
+    """The imports of a file, also in functions, and where it has functions that do nothing."""
+    nodes = list(ast.walk(ast.parse(text_of(path))))
+    empty = [f"{path}:{node.lineno}: {node.name} does nothing" for node in nodes
+             if isinstance(node, ast.FunctionDef) and len(node.body) == 1 and isinstance(node.body[0], ast.Pass)]
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)], empty
+
+
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Rooms that a file imports, in functions and under TYPE_CHECKING too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path)[0]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"decentnode.{a.name}" for a in node.names] if node.module == "decentnode" else [node.module]
@@ -70,12 +86,11 @@ READS_THE_WORLD = {"asyncio", "multiprocessing", "os", "random", "secrets", "sel
 @pytest.mark.parametrize("path", sorted((PACKAGE / "wire").rglob("*.py")), ids=lambda p: p.stem)
 def test_the_protocol_knows_of_the_world_what_it_is_given(path: Path) -> None:
     """Bytes, messages, the time and random bytes are arguments: the same calls lead to the same state."""
-    tree = ast.parse(path.read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    names = {alias.name for node in parsed(path)[0] if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in parsed(path)[0] if isinstance(node, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in names} & READS_THE_WORLD
     assert "clock" not in imports_of(path)
-    assert "threading" not in names or set(re.findall(r"threading\.\w+", path.read_text())) == {"threading.local"}
+    assert "threading" not in names or set(re.findall(r"threading\.\w+", text_of(path))) == {"threading.local"}
 
 
 PURE = {"graph", "mixing", "compression", "optim", "models", "data", "sharing", "training", "wire",
@@ -107,7 +122,7 @@ COMMUNICATION: list[list[str]] = [
 def test_imports_go_down_inside_communication(path: Path) -> None:
     floors = {room: floor for floor, rooms in enumerate(COMMUNICATION) for room in rooms}
     room = path.relative_to(PACKAGE / "communication").parts[0].removesuffix(".py")
-    for name in re.findall(r"^\s*from decentnode\.communication(?:\.(\w+))?[\w.]* import", path.read_text(), re.M):
+    for name in re.findall(r"^\s*from decentnode\.communication(?:\.(\w+))?[\w.]* import", text_of(path), re.M):
         other = name or "__init__"
         assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
 
@@ -128,7 +143,7 @@ ZEROMQ: list[list[str]] = [
 def test_imports_go_down_inside_zeromq(path: Path) -> None:
     floors = {room: floor for floor, rooms in enumerate(ZEROMQ) for room in rooms}
     room = path.relative_to(PACKAGE / "communication" / "zeromq").parts[0].removesuffix(".py")
-    for other in re.findall(r"^\s*from decentnode\.communication\.zeromq\.(\w+)[\w.]* import", path.read_text(), re.M):
+    for other in re.findall(r"^\s*from decentnode\.communication\.zeromq\.(\w+)[\w.]* import", text_of(path), re.M):
         assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
 
 
@@ -156,7 +171,7 @@ IO_MODULES = {"zmq", "threading", "socket", "select", "time", "queue", "asyncio"
 def modules_of(path: Path) -> set[str]:
     """Top-level names of all modules that a file imports, and "clock"."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path)[0]:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -188,13 +203,10 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_what_never_stands_in_the_code(path: Path) -> None:
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        for pattern, what in FORBIDDEN:
-            assert not re.search(pattern, line), f"{path}:{number}: {what}: {line.strip()}"
+    for pattern, what in FORBIDDEN:
+        found = re.search(pattern, text_of(path), re.M)
+        assert not found, f"{path}:{text_of(path).count(chr(10), 0, found.end()) + 1}: {what}"
 
 
 def test_nothing_is_empty() -> None:
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and len(node.body) == 1:
-                assert not isinstance(node.body[0], ast.Pass), f"{path}:{node.lineno}: {node.name} does nothing"
+    assert [each for path in FILES for each in parsed(path)[1]] == []

@@ -31,6 +31,7 @@ def chained(model: Tensor, weight: float, received: Sequence[tuple[Tensor, float
     return out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("elements", SIZES)
 @pytest.mark.parametrize("arrivals", [0, 1, 2, 3, 4, 9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -47,6 +47,7 @@ def test_the_readme_is_short_and_shows_commands() -> None:
     assert len(block("yaml").splitlines()) <= 10
 
 
+@pytest.mark.slow
 def test_its_yaml_trains(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block("yaml"))
     nodes = run_in_process(load(tmp_path / "mine.yaml", ["communication=inproc", "node.rounds=20"]))

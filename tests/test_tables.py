@@ -78,6 +78,7 @@ def test_what_is_written_can_be_learned(data: Path, modules: tuple[ModuleType, M
     assert tables.run(point).merged < 0.95 * tables.untrained(point, "rmse")
 
 
+@pytest.mark.slow
 def test_the_interval_of_paired_differences(
     monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ModuleType]
 ) -> None:

@@ -47,6 +47,7 @@ def test_in_this_process_and_in_forks_of_it_they_give_the_same_bits() -> None:
     assert (forked.path / "summary.json").exists() and forked.status == "finished"
 
 
+@pytest.mark.slow
 def test_the_module_that_was_given_stays_as_it_is() -> None:
     given = net()
     before = [p.clone() for p in given.parameters()]

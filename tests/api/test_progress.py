@@ -53,6 +53,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Iterator[Display]:
     yield display
 
 
+@pytest.mark.slow
 def test_a_notebook_has_one_bar_that_is_replaced(
     notebook: Display, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_program_gets_lines_or_nothing(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_ones_own_observer_is_told(tmp_path: Path) -> None:
     class Mine(Observer):
         evaluations = 0

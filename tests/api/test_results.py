@@ -49,6 +49,7 @@ def test_without_pandas_it_says_what_to_install(run: decentnode.Run, monkeypatch
         run.rounds()
 
 
+@pytest.mark.slow
 def test_a_figure_shows_itself_and_leaves_the_programs_backend(run: decentnode.Run) -> None:
     before = matplotlib.get_backend()
     figure = run.plot("accuracy", x="rounds")
@@ -73,6 +74,7 @@ def test_models(run: decentnode.Run) -> None:
         models[4]
 
 
+@pytest.mark.slow
 def test_models_of_objects_are_of_their_classes(tmp_path: Path) -> None:
     run = experiment(rounds=1).run(progress=False, run_dir=tmp_path)
     assert isinstance(run.models().merged, Net)

@@ -133,6 +133,7 @@ def test_ctrl_c_writes_what_there_is_and_ends_loops() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoints() -> None:
     first = here("tiny.yaml", rounds=2, node={"checkpoint": {"every": 2}})
     more = here("tiny.yaml", rounds=4, node={"checkpoint": {"every": 2}}, resume=first)
@@ -141,6 +142,7 @@ def test_a_run_goes_on_from_its_checkpoints() -> None:
     assert torch.equal(*(run.models().state_dict(1)["1.weight"] for run in (more, whole)))
 
 
+@pytest.mark.slow
 def test_objects_go_on_too_from_the_latest_run_of_the_name() -> None:
     kept = {"node": {"checkpoint": {"every": 2}}, "progress": False}
     experiment(rounds=2).run(**kept)
@@ -227,6 +229,7 @@ def test_a_daemonic_process_is_told_how_it_can_run() -> None:
     assert "processes=False runs all nodes in this one" in out and "'finished'" in out, out
 
 
+@pytest.mark.slow
 def test_importing_decentnode_imports_next_to_nothing() -> None:
     text = "import sys, decentnode; print([name for name in sys.modules if name.split('.')[0] in " \
            "('torch', 'numpy', 'pandas', 'matplotlib', 'rich', 'click', 'pydantic')])"  # fmt: skip

@@ -74,6 +74,7 @@ class Interrupting(Watcher):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_an_interrupt_raises_with_what_is_done(tmp_path: Path) -> None:
     training = {**experiment()["training"], "name": "tests.launch.faults:Slow"}
     with pytest.raises(decentnode.RunInterrupted) as stopped:

@@ -37,6 +37,7 @@ DATA = {
 }
 
 
+@pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", DATA)
 def test_the_figures_are_those_of_the_run(kind: str, tmp_path: Path) -> None:
     run = ran(tmp_path, data=DATA[kind], training={**faults.experiment()["training"], "label_smoothing": 0.1,
@@ -69,6 +70,7 @@ def test_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["accuracy_mean"] == pytest.approx(run.summary["accuracy_mean"]) and found["missing"] == []
 
 
+@pytest.mark.slow
 def test_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sections and keys; of the training samples none is read, so that a test set alone would do."""
     monkeypatch.chdir(tmp_path)
@@ -111,6 +113,7 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
         evaluate(run.path)
 
 
+@pytest.mark.slow
 def test_only_the_merged_model(tmp_path: Path) -> None:
     run = ran(tmp_path)
     for uid in range(4):

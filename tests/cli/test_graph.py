@@ -96,6 +96,7 @@ def test_generate_graph_is_seeded_and_explains(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_here_imports_torch() -> None:
     code = (
         "import sys; from decentnode.cli import main; main(['graph', 'info', 'ring', '-n', '4'], standalone_mode=False)"

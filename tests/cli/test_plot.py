@@ -4,12 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from decentnode.cli import main
 from tests.report.test_runs import fake_run
 
 
+@pytest.mark.slow
 def test_a_picture_goes_into_the_run(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "exp" / "run")
     result = CliRunner().invoke(main, ["plot", str(run)])
@@ -49,6 +51,7 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     assert "no run in" in result.output
 
 
+@pytest.mark.slow
 def test_plot_does_not_import_torch(tmp_path: Path) -> None:
     run = fake_run(tmp_path / "run")
     code = "import sys; from decentnode.cli import main; main(sys.argv[1:], standalone_mode=False)\n"

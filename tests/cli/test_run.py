@@ -214,6 +214,7 @@ def test_the_quickstart_in_the_package_is_the_one_in_configs() -> None:
     assert shipped.read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_supervisor_does_not_import_torch() -> None:
     code = (
         "import sys, decentnode.cli.run, decentnode.cli.launch, decentnode.cli.node, decentnode.cli.console\n"

@@ -156,6 +156,7 @@ def test_a_batch_of_too_many_operations_is_refused(count: int) -> None:
         bare.batch([(uid, torch.zeros(1)) for uid in range(count)], [])
 
 
+@pytest.mark.slow
 def test_a_receive_without_its_send_ends_in_a_named_loss() -> None:
     """R1 broken on purpose: node 1 expects what node 0 never sends, and takes nothing that it does send."""
     payload = Payload({"x": torch.ones(1 << 16)})
@@ -233,6 +234,7 @@ def test_control_never_rides_on_a_communicator(monkeypatch: pytest.MonkeyPatch) 
         assert not io_threads & {launch.thread for mine in witness.launches.values() for launch in mine}
 
 
+@pytest.mark.slow
 def test_a_batch_with_a_peer_that_departs_meanwhile_is_not_waited_for() -> None:
     with nodes(BATCHED, 3, flat_schema(10)) as made:
         payload = Payload({"x": torch.ones(10)})

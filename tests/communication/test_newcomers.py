@@ -143,6 +143,7 @@ def test_with_keys_an_authorized_key_gets_in(tmp_path: Path) -> None:
         takes_part(nodes, control, own)
 
 
+@pytest.mark.slow
 def test_with_keys_a_stranger_is_refused_and_counted(tmp_path: Path) -> None:
     members, own = keys_of(tmp_path, authorized=False)
     with run_of_two(members) as (nodes, control):

@@ -70,6 +70,7 @@ def test_what_a_rule_sends_is_one_number_whatever_carries_it(sharing: dict[str, 
         assert {here["metadata"] for here in expected} == {ROUNDS * (N - 1) * SCALAR_BYTES}
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_evaluations_and_headers_are_none_of_the_rule(transport: str) -> None:
     found = sent_of_a_run(transport, {"name": "full"}, "ring")

@@ -16,6 +16,7 @@ from tests.communication.contract import flat_schema, nodes, together
 ELEMENTS, ROUNDS = 4 * BLOCK_ELEMENTS, 20
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["shared_memory", "ipc", "tcp", "tcp+curve", "tcp+aes-gcm", "hybrid"])
 def test_a_neighbor_that_takes_nothing_is_sent_so_much_and_told_what_it_missed(transport: str) -> None:
     """Node 0 is at its 20th round before node 1 begins its first."""

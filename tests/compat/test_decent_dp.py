@@ -391,6 +391,7 @@ def test_a_topology_that_leaves_ranks_apart_is_refused() -> None:
         Plan(apart, sharing_named("full"), 0)
 
 
+@pytest.mark.sampled(one=["options", "average", "hooked"])
 @pytest.mark.parametrize(("options", "average", "hooked"), [
     ({}, 3, False), ({"faithful": True}, 3, False), ({"faithful": True, "transport": "collective"}, 2, True),
     ({"faithful": True, "grad_clip_norm": work.CLIP, "bucket_size_in_mb": 0}, 0, False), ({}, 3, True),
@@ -409,6 +410,7 @@ def test_steps(options: dict[str, Any], average: int, hooked: bool) -> None:
             assert {weight for _, weight, _ in told} == {0.5}
 
 
+@pytest.mark.sampled(one=["options", "average", "passes", "evaluates"])
 @pytest.mark.parametrize(("options", "average", "passes", "evaluates"), [
     ({}, 0, 1, False), ({"faithful": True}, 3, 1, False), ({"faithful": True}, 0, 3, False), ({}, 0, 3, True),
     ({"faithful": True, "param_as_bucket_view": False}, 0, 1, True),
@@ -423,6 +425,7 @@ def test_steps_over_edges_of_many_weights(
         assert found == pytest.approx(expected[rank], abs=2e-6)
 
 
+@pytest.mark.sampled(one=["average", "at"])
 @pytest.mark.parametrize(("average", "at"), [(0, 1), (0, 2), (0, 5), (3, 3), (3, 5), (3, 6)])
 def test_a_run_as_there_goes_on_with_the_same_bits(average: int, at: int) -> None:
     """From all that there is, also where an average is trained on and what was sent before it is in flight; and from

@@ -83,6 +83,7 @@ def write_cifar(folder: Path) -> None:
     write_cifar10_python(folder / "data" / "cifar-10-batches-py", train, test, files=5)
 
 
+@pytest.mark.slow
 def test_a_step_config_runs(folder: Path) -> None:
     write_cifar(folder)
     write(folder)
@@ -173,6 +174,7 @@ def leaf(name: str, model: str) -> dict[str, str | None]:
             "partition_niid": None, "train_dir": "leaf/train", "test_dir": "leaf/test"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, name", [("CNN", "femnist_cnn"), ("RNET", "rnet"), ("LogisticRegression", "logistic")])
 def test_femnist(folder: Path, model: str, name: str) -> None:
     write_femnist(folder / "leaf")
@@ -192,6 +194,7 @@ def test_celeba(folder: Path) -> None:
     load("config.yaml")
 
 
+@pytest.mark.slow
 def test_shakespeare_and_movielens(folder: Path) -> None:
     write_shakespeare(folder / "leaf")
     write(folder, DATASET=leaf("Shakespeare", "LSTM"))

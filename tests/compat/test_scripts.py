@@ -24,16 +24,19 @@ def check(results: list[tuple[list[list[float]], bool]]) -> None:
         assert mean(last[-4:]) < 0.8 * mean(first[:4]) and same
 
 
+@pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", ["cnn", "transformer", "gpt2"])
 def test_the_experiments_of_decent_dp(kind: str) -> None:
     check(run_ranks(2, work.decent, kind))
 
 
+@pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", ["readme", "test"])
 def test_the_loops_of_decent_dp_itself(kind: str) -> None:
     check(run_ranks(2, work.own, kind))
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+", "DataParallel"])
 def test_the_main_loop_of_sdtl(name: str) -> None:
     check(run_ranks(2, work.sdtl, name))

@@ -115,6 +115,7 @@ def test_divided_vectors_have_the_announced_sizes(name: str) -> None:
         other.decode(coded, len(values), dtype)
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["sign", "int4", "qsgd", "zlib of int8", "int8 unbiased"])
 @given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20), seed=st.integers(0, 99))
 def test_no_choice_of_entries_takes_more_room_than_announced(name: str, sizes: list[int], seed: int) -> None:

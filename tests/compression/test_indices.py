@@ -103,6 +103,7 @@ def test_the_largest_are_chosen_the_first_of_equal_ones(scores: list[float], cou
     assert select.largest(torch.tensor(scores), count).tolist() == expected
 
 
+@pytest.mark.sampled(one=["kind"])
 @pytest.mark.parametrize("kind", ["normal", "zeros", "few", "equal", "front"])
 def test_the_largest_of_many_equal_a_full_sort(kind: str) -> None:
     generator, elements = torch.Generator().manual_seed(1), 1_000_003

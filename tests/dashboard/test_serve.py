@@ -80,6 +80,7 @@ def test_a_child_shows_its_run_and_is_reaped(tmp_path: Path) -> None:
     child.close()
 
 
+@pytest.mark.slow
 def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     program = ("import sys, time; from pathlib import Path; from decentnode.dashboard.serve import Child\n"

@@ -134,6 +134,7 @@ def learn(folder: Path, *overrides: str) -> list[Any]:
     return nodes
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_learns_the_stars(tmp_path: Path) -> None:
     """Of three kinds of stars none is more than half of the reviews."""
     model = "model={name: 'tests.data.test_amazon_reviews:Bag'}"

@@ -89,6 +89,7 @@ sys.exit(0 if index["x"].sum() == 5000 * 199 * 100 else 1)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_start_at_once_make_one(tmp_path: Path) -> None:
     (tmp_path / "source").write_text("1")
     command = [sys.executable, "-c", SLOWLY, str(tmp_path)]

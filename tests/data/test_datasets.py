@@ -69,6 +69,7 @@ def test_digits_come_with_the_package() -> None:
     assert test.inputs.max() * test.scale == 1 and test.offset == 0
 
 
+@pytest.mark.slow
 def test_reading_data_needs_no_torch() -> None:
     code = (
         "import sys, pathlib; from decentnode.data import DATASETS; from decentnode.data.opened import OpenedData;"

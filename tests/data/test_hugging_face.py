@@ -171,6 +171,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hf" in DATASETS.libraries
 
 
+@pytest.mark.slow
 def test_a_run(library: Any) -> None:
     experiment = load(QUICKSTART, [
         "graph={name: ring, nodes: 3}", "mapping={machines: 1, nodes_per_machine: 3}", "communication=inproc",

@@ -64,6 +64,7 @@ def test_files_are_converted_once(tmp_path: Path, own_cache: Path, caplog: pytes
     assert len(list((tmp_path / "elsewhere").glob("femnist-*"))) == 1
 
 
+@pytest.mark.slow
 def test_no_more_than_one_user_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf, "CHUNK", 1 << 14)
     values = [[round(v, 3) for v in np.random.default_rng(0).random(784).tolist()]]

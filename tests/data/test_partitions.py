@@ -228,6 +228,7 @@ def _of_hsu(alpha: float, num_nodes: int, generator: np.random.Generator) -> np.
     return counts
 
 
+@pytest.mark.slow
 def test_dirichlet_compared_with_that_of_hsu() -> None:
     """What docs/howto/data.rst says: distance of a node's labels from all labels (total variation)."""
     page = (Path(__file__).parents[2] / "docs" / "howto" / "data.rst").read_text()

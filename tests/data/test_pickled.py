@@ -50,6 +50,7 @@ def test_files_written_again_by_python_3(tmp_path: Path, protocol: int) -> None:
     assert same(read(tmp_path, pickle.dumps(bytes_keys, protocol)))
 
 
+@pytest.mark.sampled(one=["protocol"])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_words_and_their_numbers(tmp_path: Path, protocol: int) -> None:
     words = {f"word{n}é": n for n in range(70_000)}
@@ -164,6 +165,7 @@ def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 VALID = python2_pickle({"labels": [1, 2], "data": np.arange(12, dtype=np.uint8).reshape(2, 6), "t": "x"})
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), min_size=1, max_size=6),
        st.integers(0, len(VALID)), st.booleans())  # fmt: skip
 @settings(max_examples=400 if not os.environ.get("DECENTNODE_STRESS") else 100_000, deadline=None)

@@ -37,6 +37,7 @@ def models_of(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], d
     return found, json.loads((outcome.run_dir / "summary.json").read_text())
 
 
+@pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "gloo"), pytest.param("cuda", "nccl", marks=GPUS)], ids=["gloo", "nccl"]

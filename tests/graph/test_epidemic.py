@@ -30,6 +30,7 @@ def test_permutations_take_every_value_to_another_and_back(size: int) -> None:
     np.testing.assert_array_equal(permutation.inverse(there), every)
 
 
+@pytest.mark.slow
 def test_small_permutations_are_all_as_likely() -> None:
     """Of the 24 of four values each comes 250 times in 6,000, give or take 4.5 deviations of 15.5."""
     found = Counter(tuple(RandomPermutation(4, rng.stream(1, rng.GLOBAL, "test", r))(np.arange(4)).tolist())
@@ -54,6 +55,7 @@ def test_one_node_alone_draws_what_it_draws_among_all(name: str) -> None:
         assert make(name, nodes=1000, degree=6).sources(uid, 3) == back[uid]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sets_of_neighbors_are_all_as_likely(name: str) -> None:
     """Of the 21 pairs of 7 others each comes 200 times in 4,200 rounds, give or take 5 deviations of 13.8."""
@@ -77,6 +79,7 @@ def _contracted(graph: Any, rounds: int) -> float:
     return float(np.mean([(apart(graph.matrix(r) @ x) ** 2).sum() / (x**2).sum() for r in range(rounds)]))
 
 
+@pytest.mark.sampled(one=["degree"])
 @pytest.mark.parametrize("degree", [2, 4, 7])
 def test_distances_shrink_as_the_paper_says(degree: int) -> None:
     """De Vos et al. 2023, lemma 1, for 16 nodes."""
@@ -86,6 +89,7 @@ def test_distances_shrink_as_the_paper_says(degree: int) -> None:
     assert _contracted(make("el_local", nodes=n, degree=s), 300) == pytest.approx(local, rel=0.04)
 
 
+@pytest.mark.slow
 def test_local_draws_keep_the_mean_in_expectation_alone() -> None:
     graph = make("el_local", nodes=12, degree=3)
     assert not keeps_mean(graph) and keeps_mean(make("random_regular", nodes=12, degree=3))

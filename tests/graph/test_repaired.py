@@ -48,6 +48,7 @@ def _cases(draw: st.DrawFn) -> tuple[str, list[int]]:
     return name, sorted(draw(st.sets(st.sampled_from(uids), min_size=1)))
 
 
+@pytest.mark.sampled(one=["how"])
 @pytest.mark.parametrize("how", REPAIRS)
 @settings(max_examples=80, deadline=None)
 @example(("ring-12", [0, 1, 2, 5, 6, 8]))

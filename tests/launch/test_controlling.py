@@ -131,6 +131,7 @@ def test_the_command_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(run.resolve(), "pause")]
 
 
+@pytest.mark.slow
 def test_nodes_of_one_process_pause_go_on_and_evaluate() -> None:
     records: list[tuple[int, dict[str, Any]]] = []
     experiment = load(Path(__file__).parents[2] / "configs" / "quickstart.yaml", [

@@ -98,6 +98,7 @@ def test_the_desk_answers_nothing_but_its_questions() -> None:
         patient.close()
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_loopback_to_itself_is_told_before_the_start() -> None:
     """What `127.0.1.1 NAME` in /etc/hosts comes to, where the mapping has other machines."""
     config, port = str(ROOT / "configs" / "two_machines.yaml"), free_ports(16)

@@ -49,6 +49,7 @@ def test_an_orderly_end_leaves_nothing(temporary: Path) -> None:
     assert process.returncode == 0 and not list(temporary.iterdir())
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_leaves_is_removed_by_the_next_run(temporary: Path) -> None:
     alive, killed = started(temporary), started(temporary)
     killed.kill()

@@ -14,6 +14,7 @@ from decentnode.launch.header import estimate_traffic, header
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
+@pytest.mark.sampled(one=["sharing"])
 @pytest.mark.parametrize(("sharing", "exact"), [
     ("full", True), ("{name: full, compression: {name: int8}}", True), ("gradient_tracking", True),
     ("{name: local_sgd, every: 2}", True), ("{name: hierarchical, groups: [[0, 1], [2, 3]]}", True),

@@ -14,6 +14,7 @@ from decentnode.launch.supervisor import supervise
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
+@pytest.mark.sampled(one=["level", "transport"])
 @pytest.mark.parametrize(("level", "transport"), [("debug", "inproc"), ("info", "inproc"), ("debug", "zeromq"),
                                                   ("error", "zeromq")])  # fmt: skip
 def test_lines_below_the_level_are_left_out(tmp_path: Path, level: str, transport: str) -> None:

@@ -179,6 +179,7 @@ def test_a_difference_is_named_with_node_and_round(calm: Outcome, tmp_path: Path
     assert "of node 1, which sent it in that round 0000000000000000" in found.output
 
 
+@pytest.mark.slow
 def test_other_models_at_the_end_are_a_difference(calm: Outcome, tmp_path: Path) -> None:
     folder = changed(calm, tmp_path, lambda lines: lines)
     path = folder / "models" / "002.safetensors"

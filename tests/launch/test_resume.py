@@ -75,6 +75,7 @@ def test_a_run_with_faults_goes_on_without_them_and_the_other_way_round(tmp_path
     check_same(folder.done(slow, resume=str(folder.done(*kept))), whole)
 
 
+@pytest.mark.slow
 def test_a_fault_of_a_round_that_is_over_does_not_strike_again(tmp_path: Path) -> None:
     kill = [{"do": "kill", "nodes": [1], "at_round": 2}]
     node = {"rounds": 6, "evaluate_every": 0, "checkpoint": {"every": 3}, "missing": "regroup"}
@@ -143,6 +144,7 @@ def test_a_run_that_ends_early_says_why_and_so_does_its_resumption(tmp_path: Pat
     assert told["rounds"] == 20 and told["ended"] == "rounds" and told["best"]["evaluations_since"] is None
 
 
+@pytest.mark.slow
 def test_fragments_with_a_graph_of_their_own(tmp_path: Path) -> None:
     """And the graph of a fragment belongs to what an experiment computes."""
     def parts(graph: str) -> str:
@@ -177,6 +179,7 @@ def test_the_metrics_of_the_rounds_before_are_taken_over(tmp_path: Path) -> None
     check_same(first, second)
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_with_more_rounds(tmp_path: Path) -> None:
     folder = Folder(tmp_path, node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 9}})
     first = folder.done()
@@ -218,6 +221,7 @@ def test_nodes_without_files_are_named(tmp_path: Path) -> None:
     assert folder.told.notices[0] == f"goes on after round 2; {mean}"
 
 
+@pytest.mark.slow
 def test_another_experiment_is_refused_by_the_names_of_its_keys(tmp_path: Path) -> None:
     folder = Folder(tmp_path, node={"rounds": 2, "checkpoint": {"every": 2}})
     folder.done()

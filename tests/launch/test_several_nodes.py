@@ -113,6 +113,7 @@ def test_nodes_whose_process_was_killed_come_back_together(tmp_path: Path) -> No
     assert outcome.summary["restarts"] == {"2": 1, "3": 1} and 2 in outcome.summary["members"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_round_and_writes(tmp_path: Path) -> None:
     witness = SignalsInARun(signal.SIGINT)
     outcome = run(tmp_path, witness, **faulty("Slow"), node={"rounds": 2000, "evaluate_every": 0},

@@ -93,6 +93,7 @@ def test_what_cannot_be_simulated_is_refused_before_anything_begins(
         facts(of(fault, **sections), Request(str(QUICKSTART), in_process=True, simulate=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [300, 800])
 def test_pairs_end_with_a_node_that_is_long_in_its_round(tmp_path: Path, factor: int) -> None:
     """What others ask it meanwhile does not push their last word out of its mailbox."""
@@ -129,6 +130,7 @@ def test_without_generations_the_faults_by_chance_are_those_of_the_plan(tmp_path
     assert made.world.happened == {"slow": len(plan)} and {each.uids for each in plan} == {(u,) for u in range(NODES)}
 
 
+@pytest.mark.slow
 def test_a_struck_run_with_a_server_is_repeated(tmp_path: Path) -> None:
     """The round of its server begins a generation, and not that of a client that is further."""
     cut = {"do": "cut", "sides": [[0], [2, 3]], "at_round": 3, "seconds": 4.0}

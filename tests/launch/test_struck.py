@@ -84,6 +84,7 @@ def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(
     assert summary["exit_code"] == 8 and "violation" in summary["checked"]
 
 
+@pytest.mark.sampled(one=["schedule"])
 @pytest.mark.parametrize("schedule", ["gossip_async", "ad_psgd", "epidemic"])
 def test_what_nodes_mixed_that_wait_for_nobody_is_checked(
     tmp_path: Path, schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +154,7 @@ def test_a_run_whose_nodes_are_all_killed_is_over(tmp_path: Path, together: int)
     assert set(outcome.summary["lost"]) == {"0", "1", "2", "3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, 2])
 def test_models_that_faults_strike_go_through_sockets_on_every_transport_and_arrive_whole(
     tmp_path: Path, together: int

@@ -105,6 +105,7 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
     assert {uid for uid, _ in witness.records} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_the_summary_has_what_the_issue_asks(tmp_path: Path) -> None:
     outcome = run(tmp_path)
     assert outcome.run_dir is not None
@@ -136,6 +137,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it: that would take longer than the test may."""
     monkeypatch.setattr("decentnode.launch.run.GRACE_SECONDS", 60.0)
@@ -150,6 +152,7 @@ def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypa
     assert json.loads((outcome.run_dir / "summary.json").read_text())["failure"]["node"] == 2
 
 
+@pytest.mark.slow
 def test_a_sample_that_cannot_be_made_is_named_and_its_traceback_kept(tmp_path: Path) -> None:
     outcome = run(tmp_path, data={"name": "tests.launch.faults:CutShort"}, training={"local_epochs": 1})
     assert outcome.exit_code == 8 and outcome.failure is not None and outcome.run_dir is not None
@@ -159,6 +162,7 @@ def test_a_sample_that_cannot_be_made_is_named_and_its_traceback_kept(tmp_path: 
     assert "in read_image" in log and "OSError: image 1234 is cut short" in log
 
 
+@pytest.mark.sampled(one=["fault"])
 @pytest.mark.parametrize("fault", ["Raises", "Dies"])
 def test_a_failed_run_closes_with_what_the_nodes_files_tell(tmp_path: Path, fault: str) -> None:
     """Of the rounds of a quick run only the first reaches the supervisor."""
@@ -175,12 +179,14 @@ def test_a_failed_run_closes_with_what_the_nodes_files_tell(tmp_path: Path, faul
     assert [line.label for line in lines([outcome.run_dir])[0]] == [f"tiny (failed after round {rounds} of 8)"]
 
 
+@pytest.mark.slow
 def test_a_node_killed_by_a_signal_is_named(tmp_path: Path) -> None:
     outcome = run(tmp_path, **faulty("Dies"))
     assert outcome.exit_code == 8 and outcome.failure is not None
     assert "node 2 was killed by SIGKILL" in outcome.failure.title
 
 
+@pytest.mark.slow
 def test_nan_in_a_model_has_its_own_exit_code(tmp_path: Path) -> None:
     outcome = run(tmp_path, **faulty("Poisons"))
     assert outcome.exit_code == 6 and outcome.failure is not None
@@ -229,6 +235,7 @@ def test_several_machines_need_a_number(tmp_path: Path) -> None:
     assert getattr(caught.value, "exit_code", None) == UsageError.exit_code
 
 
+@pytest.mark.sampled(one=["number", "code"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_first_signal_finishes_the_round_and_writes(tmp_path: Path, number: int, code: int) -> None:
     outcome = run(tmp_path, SignalsInARun(number), **faulty("Slow"), node={"rounds": 2000, "evaluate_every": 0})
@@ -240,6 +247,7 @@ def test_a_first_signal_finishes_the_round_and_writes(tmp_path: Path, number: in
     assert max(rounds) - min(rounds) <= 3
 
 
+@pytest.mark.slow
 def test_a_second_signal_kills(tmp_path: Path) -> None:
     sections = faulty("Hangs") | {"node": {"rounds": 2000, "evaluate_every": 0}}
     sections["communication"] = {"name": "zeromq", "timeout_seconds": 1000}
@@ -247,6 +255,7 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
     assert outcome.exit_code == 130
 
 
+@pytest.mark.slow
 def test_many_runs_in_a_row_leak_nothing(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(scale(2, 10)):

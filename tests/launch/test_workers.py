@@ -197,6 +197,7 @@ def slow_loader(monkeypatch: pytest.MonkeyPatch) -> tuple[Loader, Worker, Any, P
     return Loader(Slow(), Request("ring.yaml")), worker, process, child, ready
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_ready_is_waited_for_as_its_child_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The import of torch takes seconds, from a network disk a minute: Ctrl-C ends the wait meanwhile."""
     loading, worker, _, child, ready = slow_loader(monkeypatch)

@@ -176,6 +176,7 @@ def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
         load(LORA, [f"model.init={tmp_path}/cut.safetensors"])
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_goes_on_bit_for_bit(tmp_path: Path) -> None:
     adapters = ["model={name: mlp, hidden: [12], lora: {rank: 2, dropout: 0.2}}"]
     folder, keep = Folder(tmp_path), "node.checkpoint={every: 3}"

@@ -84,6 +84,7 @@ def test_parameters_on_ids(name: str, data: DataSpec, parameters: int) -> None:
     assert sum(p.numel() for p in module.parameters()) == parameters
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [CIFAR, (1, 28, 28), (1, 17, 30)])
 @pytest.mark.parametrize("name, keys", CHECKED, ids=str)
 def test_contract(name: str, keys: dict[str, Any], shape: tuple[int, ...]) -> None:

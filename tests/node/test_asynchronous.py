@@ -150,6 +150,7 @@ def started(made: Made) -> Tensor:
     return torch.stack([node.training.initial for node in made.nodes.values()]).double().sum(0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     """And a node much faster than its sources keeps a weight that its steps can be divided by."""
@@ -164,6 +165,7 @@ def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     assert min(weights) >= LEAST_WEIGHT and spread(made.nodes) < 0.3
 
 
+@pytest.mark.slow
 def test_push_sum_tells_what_it_mixed_and_how_old_it_was() -> None:
     """As other rules do: who is slower is heard of less often, and nobody mixes more than its neighbors sent."""
     made, _ = run("push_sum", slow={2: 6.0}, rounds=40)
@@ -176,6 +178,7 @@ def test_push_sum_tells_what_it_mixed_and_how_old_it_was() -> None:
     assert min(ages[uid] for uid in listeners) > 1 and ages[2] == 0, "the slow node hears of the others in each round"
 
 
+@pytest.mark.slow
 def test_push_sum_keeps_what_the_living_have_when_a_node_dies_and_comes_back() -> None:
     """What was on its way between two of them at the change of generation is not lost."""
     plan = (Kill(nodes=(4,), at_round=6), Restart(nodes=(4,), at_seconds=20.0))
@@ -206,6 +209,7 @@ def pairs(made: Made) -> dict[int, ADPSGD]:
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.sampled(one=["graph", "seed"])
 @pytest.mark.parametrize(("graph", "seed"), [("ring", 0), ("complete", 1), ("regular", 2), ("line", 3), ("ring", 4)])
 def test_pairs_keep_the_mean_whatever_the_network_does(graph: str, seed: int) -> None:
     """Odd rings among them: no two sides are needed. A node that is slow or paused makes nobody wait."""
@@ -227,6 +231,7 @@ def test_pairs_keep_the_mean_whatever_the_network_does(graph: str, seed: int) ->
     assert all(each["wait_seconds"] == 0 for each in made.records if each["kind"] == "round")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_pair_averages_at_both_ends_or_at_neither_when_others_die(seed: int) -> None:
     """A change of generation loses what is under way between two that live: it is said again."""

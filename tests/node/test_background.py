@@ -79,6 +79,7 @@ def turn(
     return built, records
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["ipc", "tcp", "tcp+aes-gcm"])
 def test_models_larger_than_the_window_come_whole_while_local_steps_run(transport: str) -> None:
     elements = 12 * BLOCK_ELEMENTS + 5
@@ -98,6 +99,7 @@ def test_models_larger_than_the_window_come_whole_while_local_steps_run(transpor
     assert not np.array_equal(*models) and np.isfinite(models).all()
 
 
+@pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", ["full+bfloat16", "push_sum", "topk", "choco", "qsgd", "local_sgd", "fft+float16"])
 def test_every_rule_gives_the_same_bits_whoever_mixes(rule: str) -> None:
     found = []
@@ -108,6 +110,7 @@ def test_every_rule_gives_the_same_bits_whoever_mixes(rule: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["collective", "hybrid", "shared_memory", "tcp"])
 def test_float_buffers_leave_while_the_model_is_still_being_mixed(transport: str) -> None:
     def late(communication: Communication, round: int) -> None:
@@ -128,6 +131,7 @@ def test_shared_memory_brings_all_at_once() -> None:
     assert seen == [math.inf] * 2
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_local_steps_leaves_no_thread_behind() -> None:
     failed = threading.Event()
 

@@ -20,7 +20,7 @@ from tests.checkpoint.test_state import same
 from tests.conftest import scale
 from tests.graph.contract import make
 from tests.node.fleet import NODES, ROUNDS, TRAINING, Fleet, check_resumed, whole_until
-from tests.sharing.contract import RULES
+from tests.sharing.contract import RULES, by_needs
 from tests.training import small
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,15 +38,17 @@ def on_schedules(names: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.sampled(of=by_needs)
 @pytest.mark.parametrize(("name", "schedule"), on_schedules([*RULES]))
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, name: str, schedule: str) -> None:
-    straight = Fleet(tmp_path / "a", RULES[name], schedule=schedule).run()
+    straight = Fleet(tmp_path / "a", RULES[name], schedule=schedule, rounds=5).run()
     whole_until(tmp_path / "a", 3)
-    resumed = Fleet(tmp_path / "b", RULES[name], schedule=schedule).resume(tmp_path / "a").run()
+    resumed = Fleet(tmp_path / "b", RULES[name], schedule=schedule, rounds=5).resume(tmp_path / "a").run()
     check_resumed(straight, resumed, 3)
     assert all(record["rule"] == "restored" for record in resumed.of_kind("resumed"))
 
 
+@pytest.mark.sampled(of=by_needs)
 @pytest.mark.parametrize(("name", "schedule"), on_schedules(
     ["full", "push_sum", "d2", "gradient_tracking", "qg_momentum", "choco", "topk", "elastic", "leader", "slowmo",
      "deepsqueeze", "subsample"]))  # fmt: skip
@@ -99,6 +101,7 @@ def test_from_the_round_of_an_evaluation(tmp_path: Path, buffers: str) -> None:
     check_resumed(straight, resumed, 4)
 
 
+@pytest.mark.sampled(one=["rounds"])
 @pytest.mark.parametrize("rounds", [4, 5, 6])
 def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path, rounds: int) -> None:
     straight = Fleet(tmp_path / "a").run()
@@ -108,6 +111,7 @@ def test_a_finished_run_goes_on_with_more_rounds(tmp_path: Path, rounds: int) ->
     assert [same(a, b) for a, b in zip(straight.states(), resumed.states(), strict=True)] == [True] * NODES
 
 
+@pytest.mark.slow
 def test_a_run_may_be_resumed_again_and_again(tmp_path: Path) -> None:
     straight = Fleet(tmp_path / "0", checkpoint=None).run()
     Fleet(tmp_path / "1", rounds=2, checkpoint={"every": 1}).run()
@@ -129,6 +133,7 @@ def test_a_checkpoint_may_be_taken_at_any_round_and_changes_nothing(tmp_path: Pa
 # -- files that are missing or damaged ------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("name", ["full", "push_sum", "choco", "gradient_tracking"])
 def test_a_stop_leaves_a_checkpoint_of_the_round_after_which_all_ended(
@@ -147,6 +152,7 @@ def test_a_stop_leaves_a_checkpoint_of_the_round_after_which_all_ended(
     check_resumed(straight, resumed, ended)
 
 
+@pytest.mark.slow
 def test_a_stop_after_different_rounds_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     straight = Fleet(tmp_path / "a").run()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -219,6 +225,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
 # -- neighbors that are drawn ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("graph", ["el_local", "random_regular"])
 @pytest.mark.parametrize("name", ["full", "topk"])
 def test_draws_of_a_resumed_run_are_those_of_the_run(

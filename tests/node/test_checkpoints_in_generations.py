@@ -71,6 +71,7 @@ def taken_over(node: Node) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(one=["recent"])
 @pytest.mark.parametrize("recent", [20, 0])
 def test_who_comes_back_takes_its_own_checkpoint_if_it_is_recent_enough(tmp_path: Path, recent: int) -> None:
     keys = {"every": 2, "recent": recent, "keep": 9}
@@ -92,6 +93,7 @@ def test_who_comes_back_takes_its_own_checkpoint_if_it_is_recent_enough(tmp_path
     assert 20 in on_disk(tmp_path / "a") and len(node.generation.members) == NODES
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["full", "push_sum", "choco"])
 def test_a_generation_of_all_nodes_is_resumed_bit_for_bit(tmp_path: Path, name: str) -> None:
     keys: dict[str, Any] = {"rounds": 20, "evaluate_every": 5, "missing": "regroup"}
@@ -123,6 +125,7 @@ def test_after_a_generation_of_some_nodes_all_go_on(tmp_path: Path) -> None:
     assert all(node.round == 12 and len(node.generation.members) == NODES for node in resumed.nodes)
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_while_the_others_read_their_checkpoints(tmp_path: Path) -> None:
     """They agree again without it."""
     keys: dict[str, Any] = {"rounds": 9, "missing": "regroup"}

@@ -70,6 +70,7 @@ def test_positions_are_those_of_the_largest_scores(tmp_path: Path, rule: str, ke
     assert not [*plain.glob("nodes/*/dumps")]
 
 
+@pytest.mark.slow
 def test_subsample_and_fragments(tmp_path: Path) -> None:
     parts = "parameters={fragments: [{parameters: '*.weight', every: 2}, {parameters: '*'}]}"
     run = ran(tmp_path, "{name: subsample, fraction: 0.3, dump: {nodes: all, every: 2}}", parts)

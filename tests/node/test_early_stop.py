@@ -106,6 +106,7 @@ def test_all_nodes_end_after_the_same_round(tmp_path: Path, patience: int, sched
     assert ended in {int(place.name.partition("-")[0]) for place in tmp_path.glob("0*")}, "its state is kept"
 
 
+@pytest.mark.slow
 def test_an_early_stop_that_never_comes_changes_no_bit(tmp_path: Path) -> None:
     one = Fleet(tmp_path / "a", evaluate_every=1).run()
     other = Fleet(tmp_path / "b", evaluate_every=1, early_stop={"figure": FIGURE, "patience": 50}).run()
@@ -123,6 +124,7 @@ def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path) -> 
     check_resumed(straight, resumed, ended - 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_is_over_when_it_is_resumed_and_goes_on_with_more_patience(tmp_path: Path) -> None:
     patience = {"figure": FIGURE, "patience": 1}
     first = Fleet(tmp_path / "a", **STOP, early_stop=patience).run()
@@ -162,6 +164,7 @@ def test_members_take_the_view_of_one_that_has_seen_all(tmp_path: Path, without:
     assert found[0][4:] == [4.0, 0.0, 4.0]
 
 
+@pytest.mark.sampled(one=["lost"])
 @pytest.mark.parametrize("lost", range(4, 12))
 @pytest.mark.parametrize("back", [3, 6])
 def test_who_leaves_and_comes_back_ends_with_the_others(lost: int, back: int) -> None:

@@ -113,6 +113,7 @@ def test_the_longest_wait_is_that_of_the_local_steps_within_bounds() -> None:
     assert schedule._longest_wait() == nodes[0].communication.config.timeout_seconds
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
 def test_nodes_that_know_two_others_come_together_over_every_transport(transport: str) -> None:
     count = 6
@@ -144,6 +145,7 @@ def test_nodes_that_know_two_others_come_together_over_every_transport(transport
     assert stacked(trainings, "buffers").std(0).max() < 1  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(one=["sampler"])
 @pytest.mark.parametrize("sampler", [
     "{name: cyclon, view: 4, exchange: 2, degree: 2}", "{name: knn, view: 4, exchange: 2, degree: 2, refresh: 2}",
     "{name: knn, view: 4, exchange: 2, degree: 2, by: model, sketch: 4, measure: distance, prefer: dissimilar}",
@@ -183,6 +185,7 @@ def test_a_slow_node_slows_nobody_and_no_node_runs_away() -> None:
     assert all(each["wait_seconds"] < 1.01 for each in made.records if each["kind"] == "round")
 
 
+@pytest.mark.slow
 def test_who_dies_is_forgotten_by_those_who_shuffle_over_lossy_links() -> None:
     lossy = Link(latency_seconds=0.01, jitter_seconds=0.02, queue_messages=20, loss=0.1, duplication=0.1)
     faults = Faults(links=lossy, lossy_seconds=4.0, plan=(Kill(nodes=(5,), at_round=10),))

@@ -29,7 +29,7 @@ from tests.graph.contract import make
 from tests.node.fakes import ENDLESS, Quadratic, stacked, stopped_in_round_7
 from tests.node.test_generations import Run
 from tests.node.test_phases import Twice
-from tests.sharing.contract import KEEPS_NO_MEAN, RULES, rule, shapes_of, suited
+from tests.sharing.contract import KEEPS_NO_MEAN, RULES, by_needs, rule, shapes_of, suited
 
 SCHEDULES = ["sequential", "overlapped"]
 FULL = rule("full")
@@ -119,6 +119,7 @@ def kept_out(each: Sharing, schedule: str) -> bool:
 CASES = [(name, schedule) for name in RULES for schedule in SCHEDULES if not kept_out(RULES[name](), schedule)]
 
 
+@pytest.mark.sampled(of=by_needs)
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_one_fragment_of_everything_is_none(name: str, schedule: str) -> None:
     graph = suited(RULES[name](), 6)
@@ -131,11 +132,12 @@ def test_one_fragment_of_everything_is_none(name: str, schedule: str) -> None:
     assert not any("fragments" in r for r in one.records)
 
 
+@pytest.mark.sampled(of=by_needs)
 @pytest.mark.parametrize(("name", "schedule"), CASES)
 def test_every_rule_brings_every_fragment_together_and_no_other_parameter_moves(name: str, schedule: str) -> None:
     graph = suited(RULES[name](), 6, "complete")
     specs = [Spec(30), Spec(54, every=2, offset=1), Spec(90, every=3)]
-    built = Built(RULES[name], graph, specs, elements=97, rounds=12, lr=0.0, schedule=schedule)
+    built = Built(RULES[name], graph, specs, elements=97, rounds=7, lr=0.0, schedule=schedule)
     before, after = built.initial.double(), built.models.double()
     assert torch.equal(after[:, 90:], before[:, 90:]), "parameters behind the last fragment stay the node's own"
     assert torch.isfinite(after).all()
@@ -217,6 +219,7 @@ SPECS = [Spec(BLOCK_ELEMENTS + 77), Spec(BLOCK_ELEMENTS + 100, 2, 1), Spec(BLOCK
 SMALL = [Spec(377), Spec(400, 2, 1), Spec(777, 3, 0)]
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize(("transport", "schedule"), [
     *((transport, "sequential") for transport in (*NETWORKED, BATCHED)),
     *((transport, "overlapped") for transport in ("shared_memory", "tcp", "collective")),
@@ -295,6 +298,7 @@ class InGenerations(Run):
         return Node(uid, self.config, parts, seed=1)
 
 
+@pytest.mark.sampled(one=["steps"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("steps", range(4))
 def test_who_comes_back_is_given_what_is_shared_and_keeps_its_own(schedule: str, steps: int) -> None:

@@ -24,6 +24,7 @@ from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.full import Full
 from tests.graph.contract import make
 from tests.node.fakes import Quadratic
+from tests.sharing.contract import by_needs
 
 
 class Run:
@@ -111,6 +112,7 @@ def test_the_others_go_on_from_their_models_whenever_one_is_lost(schedule: str, 
     assert sorted(run.nodes[0].reports) == [0, 1, 2, 4, 5, 6, 7]
 
 
+@pytest.mark.sampled(one=["steps"])
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("steps", range(4, 14))
 def test_no_evaluation_is_lost_to_a_generation_that_begins_when_it_is_due(schedule: str, steps: int) -> None:
@@ -141,6 +143,7 @@ def test_who_comes_back_as_an_evaluation_is_over_does_not_have_it_made_again() -
         ]  # fmt: skip
 
 
+@pytest.mark.sampled(one=["ahead"])
 @pytest.mark.parametrize(("schedule", "rule"), [
     ("sequential", "full"), ("overlapped", "full"), ("sequential", "gradient_tracking"), ("sequential", "choco"),
 ])  # fmt: skip
@@ -275,13 +278,14 @@ def test_training_goes_on_to_the_target_of_the_survivors() -> None:
 ONE_GRAPH = {"relaysgd": "line", "hierarchical": "", "leader": "complete", "moshpit": "complete"}
 
 
+@pytest.mark.sampled(of=by_needs)
 @pytest.mark.parametrize("rule", sorted(set(AMONG_EQUALS) - {"hierarchical"}))
 def test_every_rule_begins_anew_with_the_others(rule: str) -> None:
     """A member is lost, and comes back: models stay finite and come together."""
-    run = Run(make(ONE_GRAPH.get(rule, "ring"), nodes=9 if rule == "moshpit" else 8), rounds=60, lr=0.01, rule=rule)
-    run.step(20)
+    run = Run(make(ONE_GRAPH.get(rule, "ring"), nodes=9 if rule == "moshpit" else 8), rounds=24, lr=0.01, rule=rule)
+    run.step(8)
     run.lose(7)
-    run.step(20)
+    run.step(8)
     run.restart(7)
     run.end()
     models = run.models()

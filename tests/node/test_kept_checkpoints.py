@@ -21,6 +21,7 @@ from tests.sharing.contract import RULES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_old_ones_are_removed_once_all_nodes_have_newer_ones(tmp_path: Path) -> None:
     Fleet(tmp_path / "a", rounds=9, checkpoint={"every": 1, "keep": 2}).run()
     assert on_disk(tmp_path / "a") in ([7, 8, 9], [6, 7, 8, 9])
@@ -28,6 +29,7 @@ def test_old_ones_are_removed_once_all_nodes_have_newer_ones(tmp_path: Path) -> 
     assert on_disk(tmp_path / "b") == [5, 6, 7, 8, 9]
 
 
+@pytest.mark.slow
 def test_while_one_node_cannot_write_the_others_keep_what_it_has(tmp_path: Path) -> None:
     """The newest that all have is there whatever happens, and the others' newer ones have a bound."""
     fleet = Fleet(tmp_path / "a", rounds=15, checkpoint={"every": 1, "keep": 1})
@@ -126,6 +128,7 @@ def timed(folder: Path, per_round: Callable[[int, int], float], rounds: int = 60
         return fleet.run()
 
 
+@pytest.mark.slow
 def test_by_minutes_all_nodes_cut_after_the_same_rounds(tmp_path: Path) -> None:
     fleet = timed(tmp_path / "a", lambda uid, round: 1.0 + uid, minutes=2)  # 10 s per round: 12 rounds
     rounds = on_disk(tmp_path / "a")
@@ -151,12 +154,14 @@ def test_by_minutes_nodes_ask_seldom(tmp_path: Path) -> None:
     assert control < 16 * scale(50, 200)
 
 
+@pytest.mark.slow
 def test_rounds_and_minutes_together(tmp_path: Path) -> None:
     timed(tmp_path / "a", lambda uid, round: 2.5 if round < 20 else 15.0, every=10, minutes=5)
     rounds = on_disk(tmp_path / "a")
     assert set(range(10, 61, 10)) <= set(rounds) and len(rounds) > 8
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["push_sum", "gradient_tracking", "choco"])
 def test_a_run_by_minutes_is_resumed_bit_for_bit(tmp_path: Path, name: str) -> None:
     def run(folder: Path, resume: Path | None = None) -> Fleet:

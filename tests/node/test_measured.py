@@ -62,6 +62,7 @@ def test_parts_of_the_test_set_give_the_figures_of_all_samples() -> None:
     assert bytes_of[0] == bytes_of[1]
 
 
+@pytest.mark.slow
 def test_parts_of_a_sample_give_the_figures_of_the_sample() -> None:
     quick = ["node.rounds=3", "node.evaluate_every=0", "data.sample_test=100"]
     _, nodes, whole = ran(CONFIGS / "quickstart.yaml", *quick)
@@ -125,6 +126,7 @@ def test_a_model_whose_outputs_do_not_suit_the_task_is_refused_before_the_run(tm
         load(tmp_path / "b.yaml")
 
 
+@pytest.mark.slow
 def test_a_text_is_learned_character_by_character(tmp_path: Path) -> None:
     """Far fewer bits than those of the frequencies of its characters, which is the best without looking back."""
     draw = np.random.default_rng(1)

@@ -40,6 +40,7 @@ def recorded(way: str, **options: Any) -> History:
     return history
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_mixed_is_what_its_source_published(way: str) -> None:
     lives = recorded(way).lives
@@ -91,6 +92,7 @@ def test_what_is_mixed_twice_in_a_round_is_a_violation(gossiped: Lives) -> None:
         check_payloads(lives)
 
 
+@pytest.mark.slow
 def test_a_copy_that_changes_while_it_is_kept_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest is of its bytes when they are mixed, not when they came."""
     of = Copies.of

@@ -58,6 +58,7 @@ def reference(graph: Topology, rounds: int, lr: float, elements: int = 40, overl
     return x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("family", ["ring", "regular", "one_peer_exponential", "exponential", "random_matching"])
 def test_rounds_follow_the_formula(schedule: str, family: str) -> None:
@@ -67,17 +68,19 @@ def test_rounds_follow_the_formula(schedule: str, family: str) -> None:
     np.testing.assert_allclose(models(built), expected, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", NETWORKED)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:
     elements = BLOCK_ELEMENTS + 77
-    graph = make("regular", nodes=6, degree=3)
-    twin = run(graph, 5, elements=elements, schedule=schedule)
-    networked = run(graph, 5, transport, elements=elements, schedule=schedule)
+    graph = make("regular", nodes=5, degree=2)
+    twin = run(graph, 3, elements=elements, schedule=schedule)
+    networked = run(graph, 3, transport, elements=elements, schedule=schedule)
     assert np.array_equal(models(twin), models(networked))
     assert all(torch.equal(a.merged, b.merged) for a, b in zip(twin, networked, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", NETWORKED)
 def test_mixing_behind_the_local_steps_gives_the_same_bits(transport: str) -> None:
     elements = 2 * BLOCK_ELEMENTS + 77
@@ -177,6 +180,7 @@ def test_a_stop_ends_all_nodes_with_a_closing_evaluation(transport: str) -> None
     assert all(last[uid]["round"] == built[uid].round and last[uid]["contributors"] == n for uid in range(n))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory"])
 @pytest.mark.parametrize("missing", ["fail", "return_weight"])
 def test_a_neighbor_that_falls_silent(transport: str, missing: str) -> None:

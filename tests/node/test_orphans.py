@@ -146,6 +146,7 @@ STORIES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("partition", ["iid", "{name: dirichlet, alpha: 0.5}"])
 def test_members_train_on_the_samples_of_the_others(story: str, partition: str) -> None:
@@ -190,6 +191,7 @@ def test_without_a_loss_nothing_changes() -> None:
         assert torch.equal(*models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("until", [4, 8, 12])
 def test_resumed_from_checkpoints(tmp_path: Path, until: int) -> None:
     """Of all nodes, before and after one was away, as if nothing had been; of some, all begin an epoch with their own
@@ -221,6 +223,7 @@ def test_resumed_from_checkpoints(tmp_path: Path, until: int) -> None:
     assert kept and len(set(every)) == len(every)
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_in_a_simulated_world(seed: int) -> None:
     config = ZeroMQConfig.model_validate({"name": "zeromq", "checksum": "none", "suspect_seconds": 2,

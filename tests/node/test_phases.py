@@ -118,6 +118,7 @@ def test_two_exchanges_per_round_follow_the_formula(schedule: str, family: str) 
     np.testing.assert_allclose(models(run(Twice, graph, schedule=schedule)), x, atol=1e-6)
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:

@@ -103,6 +103,7 @@ def run(folder: Path, schedule: str, sharing: str) -> Run:
     return made
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 @pytest.mark.parametrize("sharing", ["{name: full}", "{name: topk, fraction: 0.2}"])
 def test_two_runs_leave_the_same_bytes_timestamps_included(tmp_path: Path, schedule: str, sharing: str) -> None:

@@ -39,6 +39,7 @@ def test_every_method(name: str) -> None:
         torch.testing.assert_close(spread[2], expected)
 
 
+@pytest.mark.slow
 def test_pulls_in_between_go_to_the_last_leader() -> None:
     for rank, found in enumerate(run_ranks(2, meeting.elastic, "LSGD", {"local_pulling_strength": 0.3})):
         assert found["met"] == ([3, 4, 5, 6, 7, 8, 9] if rank else [])
@@ -52,6 +53,7 @@ def test_without_torchrun_machines_are_counted(hosts: str, leader: int, wrapper:
         assert found == (leader, wrapper, 4)
 
 
+@pytest.mark.sampled(one=["told", "given", "found"])
 @pytest.mark.parametrize(("told", "given", "found"), [
     (["2", None, "2", None], None, 2), ([None, None, "2", "2"], None, 2),
     (["3", "3", "3", "1"], None, None), (["4", "4", "4", "4"], None, 4),
@@ -72,6 +74,7 @@ def test_a_rank_whose_loss_is_no_number_does_not_lead() -> None:
     assert run_ranks(3, meeting.diverged, "LSGD") == [(1, False), (1, True), (1, True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("period", [1, 3])
 @pytest.mark.parametrize("name", ["EASGD", "EAMSGD", "EASGD+", "LSGD", "LSGD+"])
 def test_exchanges_behind_the_next_steps(name: str, period: int) -> None:

@@ -135,6 +135,7 @@ def test_a_process_that_comes_back_to_its_port_is_who_it_was(jobs: Jobs) -> None
     assert found[1].fresh == {1}
 
 
+@pytest.mark.slow
 def test_a_newcomer_whose_place_only_the_dead_knew_asks_the_others_for_another(jobs: Jobs) -> None:
     zero, one, two = jobs.make(1, 3)
     new = jobs.newcomer(zero)
@@ -159,6 +160,7 @@ def test_another_config_is_refused_by_name_and_ends_nothing(jobs: Jobs) -> None:
     assert not zero.broken and not one.broken
 
 
+@pytest.mark.slow
 def test_too_few_say_whom_they_miss_and_how_many_they_need(jobs: Jobs) -> None:
     zero, one, two = jobs.make(2, 3)
     one.close()
@@ -167,12 +169,14 @@ def test_too_few_say_whom_they_miss_and_how_many_they_need(jobs: Jobs) -> None:
         zero.next_generation(PeerLost("gone"), 1.0, False)
 
 
+@pytest.mark.slow
 def test_where_nobody_is_missed_the_error_is_the_callers(jobs: Jobs) -> None:
     zero, _ = jobs.make(1, 2)
     with pytest.raises(PeerLost, match="took longer"):
         zero.next_generation(PeerLost("the exchange took longer than 1 s"), 20.0, False)
 
 
+@pytest.mark.slow
 def test_after_a_broken_connection_all_go_on_in_another_generation(jobs: Jobs) -> None:
     zero, one = jobs.make(1, 2)
     found = together(lambda: zero.next_generation(None, 10.0, False),
@@ -221,6 +225,7 @@ def job() -> Iterator[Job]:
         yield made
 
 
+@pytest.mark.slow
 def test_a_newcomer_of_a_job_that_is_over_is_told_so(job: Job) -> None:
     job._asked = [f"127.0.0.1:{free_ports(1)}"]
     with pytest.raises(AssemblyError, match="the job is over: nobody listens at 127"):

@@ -20,6 +20,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(of=lambda n, topology, transport: {n, transport, type(topology)})
 @pytest.mark.parametrize("transport", ["collective", "auto"])
 @pytest.mark.parametrize(("n", "topology"), CASES)
 def test_equals_d_psgd(n: int, topology: object, transport: str) -> None:
@@ -32,6 +33,7 @@ def test_equals_d_psgd(n: int, topology: object, transport: str) -> None:
             assert metrics["memory_passes"] == 3, "two snapshots are read to mix and one is written"
 
 
+@pytest.mark.sampled(one=["n", "local", "copies"])
 @pytest.mark.parametrize(("n", "local", "copies"), [(6, 3, 4 * 4 / 3 + 4 * 10 / 6), (8, 2, 4 * 1 + 4 * 6 / 4)])
 def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None:
     """Over machines of 3 ranks: twos of machines and machines by turns; of 2: pairs exchange, fours all-reduce."""
@@ -42,6 +44,7 @@ def test_groups_average_by_all_reduce(n: int, local: int, copies: float) -> None
         assert metrics["bytes_sent"] == pytest.approx(4 * parameters * copies, rel=1e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("transport", "compiled"), [("collective", True), ("auto", True), ("auto", False)])
 @pytest.mark.parametrize("name", training.OPTIMIZERS)
 def test_a_step_by_parts_is_a_step_at_once(name: str, transport: str, compiled: bool) -> None:
@@ -60,12 +63,14 @@ RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(one=["n", "topology", "rule"])
 @pytest.mark.parametrize(("n", "topology", "rule", "transport"), RULES)
 def test_a_rule_does_what_it_does_in_a_simulation(n: int, topology: str, rule: Any, transport: str) -> None:
     for difference, moved in run_ranks(n, training.shared_rule, topology, rule, transport, 3):
         assert difference < 1e-6 < moved
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("topology", "transport"), [
     ("complete", "collective"), ("complete", "auto"), ("ring", "collective"), ("ring", "auto"),
 ])  # fmt: skip
@@ -83,6 +88,7 @@ def test_accumulation() -> None:
     assert max(run_ranks(2, training.accumulation)) < 1e-6
 
 
+@pytest.mark.sampled(one=["clip"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_frozen_tied_unused_reordered_and_channels_last_parameters(clip: float) -> None:
     for spread, moved, frozen in run_ranks(3, training.oddities, clip):
@@ -98,6 +104,7 @@ def test_kinds_of_models(what: str) -> None:
         assert difference < 1e-6 and kept
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["collective", "auto"])
 def test_resume_is_no_interruption(transport: str, tmp_path: Path) -> None:
     assert all(run_ranks(4, training.resume, transport, str(tmp_path)))

@@ -40,6 +40,7 @@ def test_digits() -> None:
     assert accuracy(output, "decent", 2) > 0.9
 
 
+@pytest.mark.sampled(one=["way", "ranks", "least"])
 @pytest.mark.parametrize(("way", "ranks", "least"), [
     ("decent", 4, 0.93), ("easgd", 4, 0.9), ("lsgd", 2, 0.9), ("ddp", 2, 0.9), ("none", 2, 0.7),
 ])  # fmt: skip
@@ -50,6 +51,7 @@ def test_digits_in_every_way(way: str, ranks: int, least: float) -> None:
     assert accuracy(first, way, ranks) > least and not any(others)
 
 
+@pytest.mark.slow
 def test_the_readme_s_script(tmp_path: Path) -> None:
     text = (ROOT / "README.rst").read_text()
     section = text[text.index("In your own script") :]

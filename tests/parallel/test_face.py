@@ -54,6 +54,7 @@ def test_ranks_average_join_and_load(transport: str) -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_state_that_one_rank_alone_loads_is_told() -> None:
     (ok, here), (other_ok, there) = run_ranks_raw(2, face.loads_alone, timeout_seconds=60)
     assert not ok and not other_ok
@@ -131,6 +132,7 @@ def test_another_bucket_size_resumes_a_rule_with_state(size: float, alone: None)
     assert flat(other.module).tolist() == pytest.approx(flat(first.module).tolist(), abs=1e-6)
 
 
+@pytest.mark.sampled(one=["ranks"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_takes_a_run_up(ranks: int, tmp_path: Path) -> None:
     run_ranks(2, face.kept, str(tmp_path))

@@ -237,11 +237,13 @@ def test_a_copy_takes_the_wrapper_s_state() -> None:
     assert torch.equal(flat(target), flat(wrapped.module))
 
 
+@pytest.mark.slow
 def test_distances_of_complex_models() -> None:
     for found, expected, own, moved in run_ranks(2, habits.complex_distances):
         assert found == pytest.approx(expected) and own == pytest.approx(moved) and moved > 0
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_buffers_of_every_kind_are_rank_0_s(transport: str) -> None:
     assert run_ranks(2, habits.buffers, transport) == [[], []]
@@ -252,6 +254,7 @@ def test_buffers_that_differ_are_named() -> None:
         assert not ok and "rank 1 has another list of buffers than rank 0: 'kept (4,)" in told
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["auto", "collective"])
 def test_a_refused_state_leaves_a_training_that_goes_on(transport: str) -> None:
     (first, *one), (other, *two) = run_ranks(2, habits.refused_state, transport, timeout_seconds=60)
@@ -267,6 +270,7 @@ def test_gradients_of_ranks_that_use_different_parts() -> None:
     assert max(run_ranks(3, habits.other_heads)) < 1e-6
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+", "DDP"])
 def test_a_state_that_one_rank_alone_loads_into_its_optimizer_is_told(name: str) -> None:
     for told in run_ranks(2, habits.comm_loads_alone, name, timeout_seconds=60):
@@ -278,6 +282,7 @@ def test_losses_that_only_some_ranks_tell_are_no_leader_s() -> None:
         assert "rank 1 calls step without a loss, rank 0 with one" in told
 
 
+@pytest.mark.sampled(one=["name", "overlap"])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+"])
 def test_another_number_of_ranks_takes_up_a_comm_optimizer(name: str, overlap: bool, tmp_path: Any) -> None:

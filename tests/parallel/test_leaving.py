@@ -14,6 +14,7 @@ from tests.parallel.ranks import run_ranks, run_ranks_raw
 from tests.parallel.work import leaving, training
 
 
+@pytest.mark.sampled(one=["what", "says"])
 @pytest.mark.parametrize(("what", "says"), [
     ("shape", r"rank 1 has another list of parameters than rank 0: 'weight \(5, 4\)"), ("frozen", "rank 1 .*frozen"),
     ("more", "rank 2 .*extra"), ("topology", "rank 1 has another topology"),
@@ -37,6 +38,7 @@ GONE = "the process of rank 1 is gone, after 5 steps"
 ENDED = "rank 1 has ended its training after 5 steps, this one has taken [678]"
 
 
+@pytest.mark.sampled(one=["how", "n", "says"])
 @pytest.mark.parametrize(("how", "n", "says"), [
     ("killed", 3, GONE), ("worker left", 2, GONE), ("done", 4, ENDED),
     ("average", 3, "rank 1 waits in an average over all ranks after 5 steps, this one has taken [678]"),
@@ -49,12 +51,14 @@ def test_a_rank_that_leaves_early_is_named_long_before_the_time_out(how: str, n:
         assert not ok and re.search(f"PeerLost: rank {rank}: the exchange of step . with rank . failed: {says}", text)
 
 
+@pytest.mark.slow
 def test_over_gloo_a_rank_that_is_killed_is_named_by_its_neighbors() -> None:
     results = run_ranks_raw(2, leaving.leave, "killed", "collective")
     ok, text = results[0]
     assert not ok and re.search("PeerLost: rank 0: the exchange of step [56] with rank 1 failed", text)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
     for ok, text in run_ranks_raw(3, leaving.killed_in_average)[:2]:
         assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
@@ -76,6 +80,7 @@ def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) 
         assert re.search("^DiskFull|^ValueError" if rank == 1 else f"AssemblyError: rank 1 {says}", told), told
 
 
+@pytest.mark.sampled(one=["how", "says"])
 @pytest.mark.parametrize(("how", "says"), [
     ("stays", "^$"), ("closed", "rank 1 has ended its training after 4 steps"),
     ("forgotten", "rank 1 has ended its training after 4 steps"), ("forgotten by a child", "^$"),

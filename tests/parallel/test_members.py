@@ -44,6 +44,7 @@ def expected(n: int, victim: int, step: int, topology: Any) -> float:
     return float(np.delete(models, victim).mean())
 
 
+@pytest.mark.sampled(one=["transport", "victim"])
 @pytest.mark.parametrize(("transport", "victim"), [("shared_memory", 0), ("collective", 2), ("sockets", 0)])
 def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, victim: int) -> None:
     with Crowd() as crowd:
@@ -58,6 +59,7 @@ def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, vic
         assert each["level"] == pytest.approx(mean, abs=0.05)
 
 
+@pytest.mark.sampled(one=["transport", "topology", "sharing"])
 @pytest.mark.parametrize(("transport", "topology", "sharing"), [
     ("shared_memory", "complete", "full"), ("collective", "ring", "full"), ("sockets", "one-peer-exp", "full"),
     ("shared_memory", "ring", {"name": "ac", "final": 0.2}),
@@ -67,6 +69,7 @@ def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, to
         assert without == with_regroup
 
 
+@pytest.mark.slow
 def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
     with Crowd() as crowd:
         crowd.found(2, free_ports(1), members.joined, "shared_memory", None)
@@ -82,6 +85,7 @@ def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
         assert each["scale"] == 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", pytest.param("sockets", marks=pytest.mark.slow)])
 def test_ranks_with_keys_die_and_are_joined_by_who_has_them(transport: str, tmp_path: Path) -> None:
     write_secret(tmp_path / "ranks.secret")
@@ -111,6 +115,7 @@ def test_ranks_with_other_keys_are_told_so_at_once(tmp_path: Path) -> None:
     assert "AssemblyError: rank 0 has no keys and rank 1 has keys " in told[1]
 
 
+@pytest.mark.sampled(one=["name", "overlap", "scaled"])
 @pytest.mark.parametrize(("name", "overlap", "scaled"), [
     pytest.param("EASGD", True, True),
     pytest.param("EASGD+", False, False, marks=pytest.mark.slow),
@@ -137,6 +142,7 @@ def test_ranks_that_meet_go_on_without_the_dead_and_with_who_joins(name: str, ov
             assert each["model"] == pytest.approx(found[0]["model"], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [
     "shared_memory", *(pytest.param(each, marks=pytest.mark.slow) for each in ("collective", "sockets")),
 ])  # fmt: skip
@@ -157,11 +163,13 @@ def test_an_average_that_some_had_not_begun_or_were_not_there_to_begin_is_of_all
     assert abs(found[0]["own"] - found[1]["own"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_group_that_is_over_is_given_up_though_messages_are_on_their_way_in_it() -> None:
     """gloo ends the process where a message is longer than what is waited for."""
     assert run_ranks(2, members.given_up) == [True, True]
 
 
+@pytest.mark.slow
 def test_ranks_find_each_other_though_one_has_tried_in_vain_before(tmp_path: Path) -> None:
     assert run_ranks(2, members.tried_in_vain, str(tmp_path / "store")) == [3.0, 3.0]
 
@@ -205,6 +213,7 @@ def test_a_rank_that_is_started_again_where_it_listened_is_who_it_was(transport:
         assert np.mean(each["losses"][-5:]) < 0.8 * np.mean(found[0]["losses"][:5])
 
 
+@pytest.mark.slow
 def test_who_differs_is_told_the_first_line_and_the_members_do_not_notice() -> None:
     with Crowd() as crowd:
         crowd.found(1, free_ports(1), members.alone)

@@ -29,6 +29,7 @@ def test_a_backward_pass_with_others_inside_is_one_step() -> None:
         assert steps == [3, 3] and difference < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_a_script_writes_is_never_lost(n: int) -> None:
     for found in run_ranks(n, scripting.writes):

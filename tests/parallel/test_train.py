@@ -72,6 +72,7 @@ def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
     assert {each["pid"] for each in spans} == {0, 1} and any(each.get("name") == "train" for each in spans)
 
 
+@pytest.mark.sampled(one=["there"])
 @pytest.mark.parametrize("there", [False, True, "faithful"])
 def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_path: Path) -> None:
     """there: with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone."""
@@ -90,6 +91,7 @@ def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_pat
     assert kept == ["00000003", "00000004"]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     """Each from the checkpoint of its rank, and from the newest of all, whatever number of ranks has written it."""
     ends = [end for _, _, end in run_ranks(3, recording.with_other_ranks, str(tmp_path), 2, False)]
@@ -104,6 +106,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> None:
     for trained, told in run_ranks(2, recording.begun_anew, str(tmp_path)):
         assert trained == [0, 1]
@@ -113,17 +116,20 @@ def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> Non
     assert evaluated == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_when_all_ranks_have_the_next(tmp_path: Path) -> None:
     (first, trained), (second, _) = run_ranks(2, recording.uneven_disks, str(tmp_path))
     assert "rank 1 could not write a checkpoint: OSError: disk full" in first[0] and second == ["OSError: disk full"]
     assert trained == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_generators_of_the_process_go_on(tmp_path: Path) -> None:
     for whole, parts in run_ranks(2, recording.drawing, str(tmp_path)):
         assert whole == parts and len(whole) == 5
 
 
+@pytest.mark.slow
 def test_gradients_that_are_added_up_over_the_end_of_an_epoch_are_kept(tmp_path: Path) -> None:
     for whole, parts in run_ranks(2, recording.added_up, str(tmp_path)):
         assert whole == parts and whole[1] == 5
@@ -141,6 +147,7 @@ def test_a_run_that_other_processes_still_record_is_theirs(tmp_path: Path) -> No
     assert run_ranks(2, recording.while_another_does, str(tmp_path), 60.0) == [[1], [1]]
 
 
+@pytest.mark.slow
 def test_a_run_without_its_first_files_begins_anew(tmp_path: Path) -> None:
     """A process was killed while it made the directory."""
     (before, *_), = run_ranks(1, recording.train, str(tmp_path), 1)
@@ -156,6 +163,7 @@ def test_a_run_that_failed_is_not_finished(tmp_path: Path) -> None:
     assert done.exit_code != 0 and "not finished" in done.output
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for metrics, keys, keep, config, state, add in run_ranks(2, recording.refusals, str(tmp_path)):
         assert "state.also.odd.lock must be tensors, numbers" in state
@@ -187,6 +195,7 @@ def test_status_says_what_became_of_the_ranks(runs: Path, tmp_path: Path) -> Non
     assert "gone" in invoke("status", str(tmp_path / "script/latest"), "--once")
 
 
+@pytest.mark.slow
 def test_ranks_that_come_and_go_are_recorded_and_the_run_goes_on_with_others(tmp_path: Path) -> None:
     """Rank 1 dies, another joins; then two ranks go on with what three have saved, and one of them was none of them."""
     runs = str(tmp_path)

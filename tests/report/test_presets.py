@@ -75,6 +75,7 @@ def test_what_a_value_cost_is_a_mean_over_seeds_as_far_as_all_came(tmp_path: Pat
     assert by_bytes.get_ylabel() == "payloads sent by all nodes (kB)"
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_a_form_for_papers_and_words_for_nothing(name: str, tmp_path: Path) -> None:
     run = fake_run(tmp_path / "e" / "r")

@@ -161,6 +161,7 @@ class Kept:
         return len(found)
 
 
+@pytest.mark.sampled(one=["count", "length"])
 @pytest.mark.parametrize(("count", "length"), [(1, 200), (2, 10), (3, 70), (12, 40), (2, 260)])
 @pytest.mark.parametrize("panels", [1, 3])
 def test_legends_and_titles_are_never_cut_off(
@@ -178,6 +179,7 @@ def test_legends_and_titles_are_never_cut_off(
         assert panel.get_window_extent().height > 100, "panels keep their size"
 
 
+@pytest.mark.sampled(one=["rounds"])
 @pytest.mark.parametrize("rounds", [2, 4, 6])
 def test_rounds_have_whole_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
     kept = Kept(monkeypatch)
@@ -214,6 +216,7 @@ def test_a_figure_for_a_paper_is_one_column_wide_without_serifs_or_bitmaps(
         plot(found, ["accuracy", "loss"], ["rounds"], tmp_path / "p.pdf", paper=True)
 
 
+@pytest.mark.slow
 def test_plot_says_what_is_wrong(tmp_path: Path) -> None:
     found, _ = lines([fake_run(tmp_path / "a" / "r")])
     with pytest.raises(UsageError, match=r"must end in \.png, \.pdf, \.svg"):

@@ -20,6 +20,7 @@ def shuffled() -> Population:
     return population
 
 
+@pytest.mark.slow
 def test_every_node_is_known_to_about_as_many(shuffled: Population) -> None:
     """Much more evenly than in random graphs, where the deviation is the root of the mean: 3.5."""
     degrees = shuffled.in_degrees()
@@ -41,6 +42,7 @@ def test_views_do_not_stay_where_they_began(shuffled: Population) -> None:
     assert np.mean(apart) == pytest.approx(50, abs=3)
 
 
+@pytest.mark.slow
 def test_the_dead_are_forgotten_and_the_others_go_on() -> None:
     population = Population(120, CyclonConfig(name="cyclon", view=12, exchange=6))
     population.run(25)
@@ -57,6 +59,7 @@ def test_who_knows_nobody_any_more_asks_its_contacts() -> None:
     assert asked == {3, 4}
 
 
+@pytest.mark.slow
 def test_runs_repeat_and_go_on_from_their_state(shuffled: Population) -> None:
     again = Population(200, shuffled.config)
     again.run(20)

@@ -43,6 +43,7 @@ def test_nodes_find_those_with_their_label(settled: Population) -> None:
     assert connected(settled.targets(10)) and settled.longest == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "low", "high"), [({"prefer": "dissimilar"}, 0, 0.05),
                                                       ({"measure": "distance", "random": 0}, 0.95, 1)])  # fmt: skip
 def test_or_by_other_measures_or_those_without_it(options: dict[str, object], low: float, high: float) -> None:
@@ -66,6 +67,7 @@ def test_the_dead_are_looked_for_no_more() -> None:
     assert population.dead_share() < 0.01 and population.lost > 0
 
 
+@pytest.mark.slow
 def test_the_state_is_all_that_there_is(settled: Population) -> None:
     other = _population()
     other.run(17)

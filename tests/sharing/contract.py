@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -63,6 +63,21 @@ NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "qsgd", "sign", "stc", "deepsq
 """Rules that go in the direction of others without ending among them."""
 
 OWN_MOMENTUM = ("qg_momentum", "momentum_tracking", "decentlam", "slowmo", "diloco", "noloco", "elastic")
+
+
+def by_rule(name: str, **others: object) -> set[tuple[str, str]]:
+    """What a sample of tests of all RULES covers: every rule, every codec, and every value of the other parameters."""
+    made, _, codec = name.partition("+")
+    return {("rule", made.partition(" ")[0]), *({("codec", codec)} if codec else ()),
+            *((key, repr(value)) for key, value in others.items())}  # fmt: skip
+
+
+def by_needs(**params: str) -> set[tuple[str, str]]:
+    """What a sample of tests of nodes covers, which know rules by their requirements alone: every value of each of
+    these, and of the other parameters. params: `name` or `rule` is a key of RULES."""
+    made = RULES[params.pop("name" if "name" in params else "rule")]()
+    needs = {(each.name, repr(getattr(made.requirements, each.name))) for each in fields(made.requirements)}
+    return {*needs, ("codec", str(codec_of(made) is not None)), *((key, repr(value)) for key, value in params.items())}
 
 
 def codec_of(each: Sharing) -> Codec | None:
@@ -244,13 +259,12 @@ def check_missing_neighbors_leave_a_convex_combination(make_rule: Make) -> None:
 
 def check_a_missing_neighbor_does_not_last(make_rule: Make) -> None:
     """Without one node's payloads in one round the others go on, and come as close as without that."""
-    each = make_rule()
-    spreads = []
+    graph, spreads = suited(make_rule(), 6), []
     for missing in (frozenset({2}), frozenset[int]()):
         models = draw(6, 40)
         rules = bound(make_rule, models)
         for r in range(24):
-            one_round(rules, models, suited(each, 6), r, 0.0, missing if r == 3 else frozenset())
+            one_round(rules, models, graph, r, 0.0, missing if r == 3 else frozenset())
         stacked = torch.stack(models)
         assert bool(stacked.isfinite().all())
         spreads.append(float((stacked - stacked.mean(0)).norm()))

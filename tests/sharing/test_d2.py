@@ -42,6 +42,7 @@ def test_rules_that_need_the_round_in_order_refuse_to_overlap() -> None:
         ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_exact_diffusion_with_momentum_is_exact() -> None:
     """EDM: 1.6e-10 after 3000 rounds; the default run is on the way there."""
     rounds = scale(600, 3000)

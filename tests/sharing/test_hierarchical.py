@@ -60,6 +60,7 @@ def mixed(groups: Groups, graph: Topology, models: list[Tensor], rounds: int = 3
     return torch.stack(models).double().numpy()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("count", "size"), [(1, 4), (2, 2), (4, 3), (5, 1), (3, 4), (2, 7)])
 @pytest.mark.parametrize("between", ["ring", "star", "exponential", "directed_one_peer_exponential"])
 @pytest.mark.parametrize("elements", [1, 5, 64, 101])
@@ -164,6 +165,7 @@ def models_of(built: list[Node]) -> Tensor:
     return stacked([node.training for node in built])  # type: ignore[misc]
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: str) -> None:
@@ -275,6 +277,7 @@ def test_what_does_not_suit_is_refused_with_advice() -> None:
         "graph={name: complete, nodes: 8}", EIGHT[0], f"sharing={PAIRS.replace(', [6, 7]', '')}")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_it_trains_and_groups_agree(schedule: str) -> None:
     sets = ["graph={name: grouped, nodes: 8, between: {name: ring, nodes: 4}}", *EIGHT,

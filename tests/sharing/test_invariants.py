@@ -17,7 +17,7 @@ from decentnode.samples import DataSpec
 from decentnode.sharing import WITH_SERVERS
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, bound, draw, name_of, one_round, rule, suited
+from tests.sharing.contract import RULES, bound, by_rule, draw, name_of, one_round, rule, suited
 from tests.sharing.helpers import Quadratics
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +50,7 @@ def test_the_overlapped_form_of_plain_gossip_has_the_larger_bias() -> None:
     assert float((x - quadratics.best).square().sum(1).mean()) == pytest.approx(0.283, abs=5e-4)
 
 
+@pytest.mark.slow
 def test_stated_errors_on_one_peer_graphs() -> None:
     """docs/explanation/algorithms.rst, "Known errors", last column: full 3.5e-2, tracking exact."""
     hypercube, quadratics = make("one_peer_exponential", nodes=16), Quadratics()
@@ -92,6 +93,7 @@ DRAWS_BY_UID = ("noloco", "subsample", "jwins", "moshpit", "powergossip", "leade
 """Rules in which a uid decides something; coded, the owner of a shard knows it better than others."""
 
 
+@pytest.mark.sampled(of=by_rule)
 @pytest.mark.parametrize("name", [n for n in RULES if name_of(RULES[n]) not in DRAWS_BY_UID])
 def test_names_of_nodes_do_not_matter(name: str) -> None:
     """T4: on a line read from its other end everything comes out the other way round."""
@@ -113,6 +115,7 @@ def test_names_of_nodes_do_not_matter(name: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
 
+@pytest.mark.sampled(of=by_rule)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_models(name: str, dtype: torch.dtype) -> None:
@@ -138,6 +141,7 @@ class Normed(Model):
         return nn.Sequential(nn.Flatten(), *layers, nn.Linear(17, outputs_of("normed", data)))
 
 
+@pytest.mark.sampled(one=["sharing"])
 @pytest.mark.parametrize("sharing", ["{name: choco}", "{name: jwins}", "{name: powergossip}", "{name: stc}",
                                      "{name: full, compression: {name: int8}}",
                                      "{name: gradient_tracking}"])  # fmt: skip

@@ -257,6 +257,7 @@ def test_each_random_fragment_has_a_graph_of_its_own_in_every_exchange() -> None
     assert [schema.elements for schema in schemas] == [33, 33, 34]
 
 
+@pytest.mark.slow
 def test_one_random_fragment_is_a_run_on_random_regular_graphs() -> None:
     graph = "graph={name: random_regular, nodes: 4, degree: 2}"
     whole = run(graph)

@@ -22,7 +22,7 @@ from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full
 from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
 from tests.graph.contract import make
-from tests.sharing.contract import bound, draw, one_round, rule
+from tests.sharing.contract import bound, by_rule, draw, one_round, rule
 
 ROOT = Path(__file__).parents[2]
 PERIODIC = {
@@ -74,6 +74,7 @@ def test_only_rules_for_static_graphs_are_left_out() -> None:
         "grouped", "one_peer_exponential", "alternating_exponential_ring"}
 
 
+@pytest.mark.sampled(of=by_rule)
 @pytest.mark.parametrize(("name", "family"), SUITED)
 def test_nodes_agree_however_often_a_rule_exchanges(name: str, family: str) -> None:
     """The number of exchanges alone decides how close nodes come, not the rounds of rest between them."""

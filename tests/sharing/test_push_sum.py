@@ -47,6 +47,7 @@ def test_push_sum_takes_back_what_did_not_arrive() -> None:
     torch.testing.assert_close(total / 4, mean)
 
 
+@pytest.mark.slow
 def test_push_sum_is_not_biased_by_an_irregular_graph() -> None:
     """Updates scaled by the weights would move the optimum, however small the learning rate."""
     star = make("star", nodes=8)
@@ -54,6 +55,7 @@ def test_push_sum_is_not_biased_by_an_irregular_graph() -> None:
     assert errors[1] < errors[0] / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["ring", "directed_one_peer_exponential", "star"])
 def test_overlapped_push_sum_learns(graph: str) -> None:
     sets = ["sharing={name: push_sum}", f"graph={{name: {graph}, nodes: 8}}", "mapping.nodes_per_machine=8",

@@ -91,6 +91,7 @@ CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fall", FALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_its_paper_s_recursion(name: str, fall: str) -> None:

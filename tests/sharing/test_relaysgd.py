@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.conftest import scale
@@ -22,6 +23,7 @@ def test_relays_are_exact_after_the_tree_s_width() -> None:
         torch.testing.assert_close(model, torch.stack(start).mean(0))
 
 
+@pytest.mark.slow
 def test_relays_are_exact_on_a_line() -> None:
     """Delayed by hops but not biased, where gossip on the same line and step is."""
     line, quadratics, rounds = make("line", nodes=8), Quadratics(8), scale(1000, 6000)

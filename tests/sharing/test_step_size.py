@@ -55,7 +55,13 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
 GRAPHS = {"ring of 8": ("ring", 8), "ring of 16": ("ring", 16), "torus": ("torus", 16),
           "star of 8": ("star", 8)}  # fmt: skip
 QUICK = {("choco", "torus"), ("stc", "torus"), ("stc", "ring of 16"), ("choco", "star of 8"), ("stc", "star of 8")}
-"""With 16 nodes the default run takes these; --stress takes all, for all the rounds."""
+"""Of these the default run takes a sample; the others but on the ring of 8 are for --stress, and for all the rounds."""
+
+
+def cases() -> list[Any]:
+    """Every compressor on every graph; but on the ring of 8 and of QUICK all are slow."""
+    return [pytest.param(name, graph, marks=[] if graph == "ring of 8" or (name, graph) in QUICK else pytest.mark.slow)
+            for name in COMPRESSORS for graph in GRAPHS]  # fmt: skip
 
 
 def parts(options: dict[str, Any]) -> tuple[Any, Any, Search]:
@@ -72,17 +78,17 @@ def default_of(name: str, graph: str) -> float:
     return search.default(largest)
 
 
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.sampled(of=lambda name, graph: {COMPRESSORS[name]["name"], graph})
+@pytest.mark.parametrize(("name", "graph"), cases())
 def test_nodes_come_together_at_the_default(name: str, graph: str) -> None:
     """The rules themselves, node by node, from models that began alike and were then driven apart."""
     if graph != "ring of 8" and (name, graph) not in QUICK and not scale(0, 1):
-        pytest.skip("in the default run other compressors are looked at on the ring of 8")
+        pytest.skip("other compressors are looked at on the ring of 8, but for --stress")
     family, n = GRAPHS[graph]
     topology, options = make(family, nodes=n), COMPRESSORS[name]
     step = default_of(name, graph)
     _, _, search = parts(options)
-    rounds = scale(60, 500)
+    rounds = scale(40, 500)
     draws = torch.Generator().manual_seed(5)
     apart = torch.randn(n, 300, generator=draws)
     common = search.common * torch.randn(300, generator=draws)
@@ -104,6 +110,7 @@ def spread(models: list[Tensor]) -> float:
     return float((stacked - stacked.mean(0)).norm())
 
 
+@pytest.mark.sampled(one=["options", "step"])
 @pytest.mark.parametrize(("options", "step"), [({"name": "stc", "fraction": 0.05}, 0.4), ({"name": "choco"}, 0.4),
                                                ({"name": "choco", "choose": "random"}, 0.4)])  # fmt: skip
 def test_a_larger_step_does_not_bring_them_together(options: dict[str, Any], step: float) -> None:
@@ -115,6 +122,7 @@ def test_a_larger_step_does_not_bring_them_together(options: dict[str, Any], ste
     assert distance_left(search, matrices_of(ring), step) > 0.02
 
 
+@pytest.mark.slow
 def test_a_step_is_of_the_compressor_the_fraction_and_the_spectrum_alone() -> None:
     """Finer compression and slower graphs take larger steps; names and order of nodes do not matter."""
     def largest(**options: Any) -> float:
@@ -177,6 +185,7 @@ def test_rules_without_a_graph_take_a_careful_step() -> None:
             assert distance_left(search, matrices_of(make(family, nodes=n)), made.step_size) < 0.3
 
 
+@pytest.mark.sampled(one=["family"])
 @pytest.mark.parametrize("family", ["one_peer_exponential", "random_matching", "directed_one_peer_exponential"])
 def test_graphs_that_change_have_a_step(family: str) -> None:
     found, config, search = parts({"name": "deepsqueeze", "choose": "all", "compression": {"name": "int8"}})

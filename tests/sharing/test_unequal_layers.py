@@ -73,6 +73,7 @@ def after_one_round(options: dict[str, Any]) -> Tensor:
     return torch.stack(models)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", ONCE)
 def test_a_coded_layer_is_off_by_a_part_of_its_own_size(name: str, codec: str) -> None:

@@ -19,7 +19,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.weighed import MOST_TRAINED, TRAINED, Unit, Weighed, why_not
 from tests.graph.contract import make
-from tests.sharing.contract import RULES, bound, one_round, suited
+from tests.sharing.contract import RULES, bound, by_rule, one_round, suited
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 N, SIZE = 6, 40
@@ -53,6 +53,7 @@ def test_a_payload_counts_what_its_sender_has_trained_on(unit: Unit, missing: fr
         torch.testing.assert_close(now[uid].double(), wanted, atol=1e-6, rtol=0)
 
 
+@pytest.mark.sampled(of=by_rule)
 @pytest.mark.parametrize("name", SUITED)
 @pytest.mark.parametrize("count", [0, 5])
 def test_with_one_count_everywhere_a_rule_does_what_it_does(name: str, count: int) -> None:

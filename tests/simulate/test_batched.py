@@ -152,6 +152,7 @@ def test_the_rules_with_a_form_for_all_nodes_at_once() -> None:
     assert config.simulate.engine == "auto"
 
 
+@pytest.mark.sampled(of=lambda rule: {rule.strip("{}").replace("name: ", "").split(",")[0]})
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_with_such_a_form_gives_the_models_of_stepped_nodes(rule: str) -> None:
     keeps_roundings = rule in ("d2", "exact_diffusion")
@@ -159,6 +160,7 @@ def test_every_rule_with_such_a_form_gives_the_models_of_stepped_nodes(rule: str
     assert engine.exchange.name == "stacked"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["d2", "exact_diffusion"])
 def test_rules_that_keep_every_rounding_are_given_no_steps_that_are_filled_up(rule: str) -> None:
     # The mean of these two goes on as it went: the rounding of a step is added in every later round, and 200 rounds
@@ -173,6 +175,7 @@ def test_rules_that_keep_every_rounding_are_given_no_steps_that_are_filled_up(ru
     compare(experiment(f"sharing={rule}", "training.drop_last=true"), "layers")
 
 
+@pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", ["choco", "leader", "topk", "powergossip"])
 def test_other_rules_are_mixed_row_by_row_in_the_same_run(rule: str) -> None:
     # A few rounds: what the largest entries are, or the sign of one, turns the last bit of a model into more.
@@ -185,6 +188,7 @@ def test_options_of_a_run(option: str) -> None:
     compare(experiment(*OPTIONS[option]), "layers")
 
 
+@pytest.mark.sampled(one=["model"])
 @pytest.mark.parametrize(("way", "model"), [
     ("vmap", "{name: mlp, hidden: [6]}"), ("vmap", "{name: lenet}"), ("rows", "{name: gn_lenet}"),
     ("rows", "{name: gn_lenet, norm: batch}"), ("layers", "logistic"),
@@ -196,6 +200,7 @@ def test_ways_to_make_the_steps(way: str, model: str) -> None:
     assert engine.steps.name == way
 
 
+@pytest.mark.slow
 def test_rows_have_the_bits_of_stepped_nodes() -> None:
     config = experiment("node.rounds=3")
     nodes, _ = stepped(config)

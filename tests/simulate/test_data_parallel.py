@@ -63,6 +63,7 @@ def test_where_links_do_not_explain_it(
     assert predicted < 0 and 0.05 < abs(predicted - published) < 0.2
 
 
+@pytest.mark.slow
 def test_the_trend(changes: dict[tuple[str, int], tuple[float, float]]) -> None:
     predicted = {case: each[0] for case, each in changes.items()}
     assert all(each < -0.1 for each in predicted.values())

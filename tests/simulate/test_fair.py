@@ -52,6 +52,7 @@ def in_small_steps(uses: np.ndarray, capacity: np.ndarray, work: np.ndarray, beg
     return ends
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(4))
 def test_flows_that_begin_at_different_times(seed: int) -> None:
     draws = np.random.default_rng(seed)

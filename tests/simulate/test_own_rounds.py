@@ -99,6 +99,7 @@ def test_models_are_those_of_a_loop_over_events() -> None:
     assert closing == [max(now)] * NODES
 
 
+@pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", ["full", "push_sum"])
 def test_a_slow_node_costs_the_others_no_time(rule: str) -> None:
     alone, beside = (simulated(experiment(factor, f"sharing={rule}")) for factor in (1.0, 10.0))

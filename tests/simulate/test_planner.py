@@ -61,6 +61,7 @@ def test_rules_that_mix_agree_with_the_spectrum(text: str) -> None:
     assert found.rounds == pytest.approx(rests * spectral.rounds, rel=0.25)
 
 
+@pytest.mark.slow
 def test_coarse_codecs_agree_slowly_or_never() -> None:
     def measured(text: str) -> consensus.Consensus:
         experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
@@ -74,6 +75,7 @@ def test_coarse_codecs_agree_slowly_or_never() -> None:
     assert error_feedback.rounds is None or error_feedback.rounds > 300
 
 
+@pytest.mark.slow
 def test_a_plan_ranks_by_what_links_cost() -> None:
     plan = Plan(TWO_MACHINES, ["simulate.links={machines: [{machines: [0, 1], mbit_per_second: 10}]}"],
                 step_seconds=0.01)  # fmt: skip

@@ -114,6 +114,7 @@ def test_shared_memory_begins_with_the_values() -> None:
     assert shared_like(torch.zeros(4, 16)).data_ptr() % 4096 == 0
 
 
+@pytest.mark.sampled(one=["option"])
 @pytest.mark.parametrize("option", [
     ["sharing=d2", "training.validation={fraction: 0.2}", "training.evaluate_train=5"],
     ["training={name: supervised, batch_size: 8, sampling: resample, evaluate_train: 20, optimizer: "

@@ -52,6 +52,7 @@ def test_a_simulated_run_is_the_run_with_processes(tmp_path: Path) -> None:
     assert of_data[0] == of_data[1]
 
 
+@pytest.mark.slow
 def test_a_mapping_of_several_machines_is_simulated_on_this_one(tmp_path: Path) -> None:
     outcome = ran(tmp_path, *TWO, in_process=True, simulate=True)
     assert len(outcome.summary["nodes"]) == 4

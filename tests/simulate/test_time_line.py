@@ -73,6 +73,7 @@ def test_in_an_asynchronous_schedule_nobody_waits_for_a_straggler() -> None:
     assert waits.end[-1].min() > 9 * found.end[-1, 0]
 
 
+@pytest.mark.slow
 def test_few_neighbors_suffer_less_from_spread_than_all() -> None:
     """One-peer graphs, complete ones and all-reduce: per-iteration time by the mean of the compute time."""
     n, rounds = 16, 600

@@ -23,6 +23,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_a_run(name: str) -> None:
     text = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -101,6 +101,7 @@ class Notices(Observer):
         self.heard.append(text)
 
 
+@pytest.mark.slow
 def test_a_run_ends_as_ever_whatever_its_trackers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One hangs at its start, one ends its process, one is well; all are gone afterwards."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

@@ -101,6 +101,7 @@ VARIANTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(one=["sets"])
 @pytest.mark.parametrize("sets", VARIANTS, ids=str)
 def test_averages_are_measured_of_every_node_and_merged(sets: list[str]) -> None:
     nodes, records, told = ran("training.ema=0.6", *sets)

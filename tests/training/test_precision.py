@@ -208,6 +208,7 @@ def recompile_limit() -> Iterator[Callable[[int], object]]:
     assert torch._dynamo.config.recompile_limit >= 8
 
 
+@pytest.mark.slow
 def test_other_models_of_a_process_do_not_use_up_the_shapes_of_one(recompile_limit: Callable[[int], object]) -> None:
     """All are of the class nn.Sequential; each has two shapes of batches. Nodes with one model share its code."""
     recompile_limit(2)
@@ -258,6 +259,7 @@ def test_channels_last_is_another_order_of_the_same_numbers() -> None:
 PRODUCTS = list(itertools.product([None, "bf16", "fp16"], ["full", "gradient_tracking", "choco", "qg_momentum"]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("amp", "rule"), PRODUCTS)
 def test_products_repeat_bit_for_bit_in_a_run(amp: str | None, rule: str) -> None:
     """Accumulation, clipping and a schedule with rules that keep a state, with mixed precision or without."""

@@ -39,6 +39,7 @@ def test_no_word_does_more_than_break_the_protocol(heard: list[Message]) -> None
 STAGES = [Suspect, Prepare, Promise, Commit, Ready, Go]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 @pytest.mark.parametrize("stage", STAGES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("victim", [1, 2, 5])
@@ -82,6 +83,7 @@ def test_whatever_happens_all_that_live_agree_in_the_end(
     _survive([(fault, mortal if fault in ("kill", "restart") else uid, s) for fault, uid, s in plan], seed, loss, True)
 
 
+@pytest.mark.slow
 @settings(max_examples=scale(30, 1000), deadline=None, derandomize=not scale(0, 1))
 @given(plan=faults, seed=st.integers(0, 1 << 20), loss=st.sampled_from([0.0, 0.05]))
 def test_whoever_dies_all_that_live_agree_in_the_end(

@@ -45,6 +45,7 @@ def reference(n: int, elements: int, dtype: torch.dtype, rounds: int) -> list[to
         return gossip(made, elements, dtype, rounds)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("elements", SIZES)
 def test_all_transports_give_the_same_bits(transport: str, elements: int) -> None:
@@ -53,6 +54,7 @@ def test_all_transports_give_the_same_bits(transport: str, elements: int) -> Non
     assert all(torch.equal(a, b) for a, b in zip(models, reference(4, elements, torch.float32, 3), strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(transport: str, dtype: torch.dtype) -> None:
@@ -81,6 +83,7 @@ SPARSE = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 3), (400, 0), (123, 400)])
 def test_named_tensors_of_any_size_and_scalars(transport: str, sizes: tuple[int, int]) -> None:
@@ -266,6 +269,7 @@ def test_a_receiver_that_never_reads_holds_one_window() -> None:
         assert window >= 4 * ((1 << 21) + MESSAGE_COST)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", [*NETWORKED, BATCHED])
 @pytest.mark.parametrize("late", [True, False])
 def test_payloads_for_rounds_that_a_node_leaves_out_do_not_hold_up_closing_means(transport: str, late: bool) -> None:

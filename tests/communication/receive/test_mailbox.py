@@ -99,6 +99,7 @@ def test_a_wait_ends_with_the_deadline_and_says_for_whom_it_waited() -> None:
         assert made[1].counters.edges[2].wait_seconds > 0 and made[1].waiting is None
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp", "hybrid"])
 def test_a_mailbox_that_nobody_looks_into_holds_up_no_exchange(transport: str) -> None:
     schemas = (Schema(ELEMENTS, {"x": TensorSpec(torch.float32, ELEMENTS)}, True), mailbox(2)[1])

@@ -214,6 +214,7 @@ def test_rounds_have_all_payloads_bit_for_bit(first: int) -> None:
     assert all(happened[what] for what in ("lost", "refused", "cut"))
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(scale(10, 500)))
 def test_a_node_that_dies_costs_a_round_one_time_out(seed: int) -> None:
     breaks = seed % 2 == 1

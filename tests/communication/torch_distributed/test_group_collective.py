@@ -114,6 +114,7 @@ RULES: list[tuple[dict[str, object], set[str]]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["collective", BATCHED])
 @pytest.mark.parametrize(("sharing", "calls"), RULES, ids=lambda v: v.get("name") if isinstance(v, dict) else "")
 def test_models_are_those_of_point_to_point(
@@ -139,6 +140,7 @@ def test_both_schedules_take_sums(schedule: str, called: list[str]) -> None:
     torch.testing.assert_close(at_once, apart, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["collective", BATCHED])
 @pytest.mark.parametrize(("sharing", "at_once", "apart"), [
     ({"name": "full"}, 2 * 3 / 4, 3), ({"name": "hierarchical", "groups": [[0, 1, 2, 3]]}, 2 * 3 / 4, 2 * 3 / 4),
@@ -203,6 +205,7 @@ def test_who_is_missed_one_by_one_travels_point_to_point(options: dict[str, obje
     assert not called
 
 
+@pytest.mark.slow
 def test_a_clique_is_called_and_its_neighbors_are_not(called: list[str]) -> None:
     """Of two cliques on a complete graph neither is an averaging group; of the groups of `hierarchical` each is."""
     cliques = [[0, 1, 2], [3, 4, 5]]

@@ -72,6 +72,7 @@ def test_hidden_nodes_take_part_with_the_same_bits(tmp_path: Path, bulk: str) ->
     assert sum(relayed[:2]) > 3 * 4 * 4 * ELEMENTS and min(relayed[:2]) > 0 and relayed[2:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_where_a_relay_gives_up_another_takes_its_place(tmp_path: Path) -> None:
     run, rounds = made(tmp_path, "curve"), 30
     with started(run):

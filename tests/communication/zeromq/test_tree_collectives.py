@@ -40,6 +40,7 @@ from tests.communication.contract import (
 from tests.conftest import free_ports, wait_until
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("n", [1, 2, 5, 12])
 def test_means_are_means_and_alike_everywhere(transport: str, n: int) -> None:
@@ -229,6 +230,7 @@ def lone(uid: int, n: int, machine_of: dict[int, int] | None = None, digest: str
     ))
 
 
+@pytest.mark.slow
 def test_a_peer_that_never_comes_is_named_with_its_machine() -> None:
     first, second = (lone(uid, 3, {0: 0, 1: 0, 2: 1}) for uid in (0, 1))
     table = {0: first.bind(), 1: second.bind(), 2: ("tcp://127.0.0.1:1", "tcp://127.0.0.1:1")}

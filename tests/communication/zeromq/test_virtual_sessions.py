@@ -101,6 +101,7 @@ def strike(draw: random.Random, victim: SessionEnd, phase: str, seconds: float) 
     return struck
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("seed", range(scale(8, 300)))
 def test_a_dead_node_ends_every_wait_in_time(seed: int, phase: str) -> None:
@@ -125,6 +126,7 @@ def test_a_dead_node_ends_every_wait_in_time(seed: int, phase: str) -> None:
             assert end.error is not None and end.turns <= victim.turn + 1
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("seed", sorted({*range(scale(4, 300)), 29, 98, 294}))
 def test_a_node_that_freezes_for_a_while_costs_that_while(seed: int, phase: str) -> None:
@@ -143,6 +145,7 @@ def test_a_node_that_freezes_for_a_while_costs_that_while(seed: int, phase: str)
     assert set(range(len(ends))) - ends[0].reports.keys() <= below
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "join"])
 @pytest.mark.parametrize("seed", range(scale(5, 300)))
 def test_the_others_go_on_without_a_node_that_died(seed: int, phase: str) -> None:
@@ -173,6 +176,7 @@ def test_the_others_go_on_without_a_node_that_died(seed: int, phase: str) -> Non
         assert isinstance(error, PeerLost | AssemblyError) and named, error
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", [3, 14])
 def test_a_seed_runs_alike_every_time(seed: int) -> None:
     def story() -> list[tuple[float, int, str, int]]:

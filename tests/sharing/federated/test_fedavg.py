@@ -14,6 +14,7 @@ from tests.sharing.federated.runs import CLIENTS, ByHand, drawn, experiment, fla
 ROUNDS = 6
 
 
+@pytest.mark.sampled(one=["clients"])
 @pytest.mark.parametrize(("clients", "server_lr"), [(4, 1.0), (3, 0.5), (CLIENTS, 1.0)])
 def test_the_models_are_those_of_a_loop_by_hand_bit_for_bit(clients: int, server_lr: float) -> None:
     of = experiment({"name": "fedavg", "clients": clients, "server_lr": server_lr, "weighted_by": "equal"})

@@ -89,6 +89,7 @@ LOSSLESS = ("zlib", "zstd", "lz4")
 DENSE = [name for name in WITH_SERVERS if name != "fedstc"]
 
 
+@pytest.mark.sampled(one=["codec"])
 @pytest.mark.parametrize(("codec", "rule"), [(codec, DENSE[i % len(DENSE)]) for i, codec in enumerate(CODECS)])
 def test_rules_within_a_codec(codec: str, rule: str) -> None:
     pytest.importorskip({"zstd": "zstandard", "lz4": "lz4"}.get(codec, "torch"))

@@ -67,6 +67,7 @@ def test_server_steps_are_those_of_the_papers(rule: str, keys: dict[str, float])
     torch.testing.assert_close(flat(nodes[0]).double(), torch.from_numpy(x), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_fedprox_pulls_every_local_step_to_the_servers_model() -> None:
     of = experiment({"name": "fedprox", "clients": CHOSEN, "proximal": 0.5})
     nodes, hand = ran(of), ByHand(of)
@@ -102,6 +103,7 @@ def test_scaffold_is_option_two_of_the_paper() -> None:
     torch.testing.assert_close(nodes[0].sharing.control, c, atol=1e-5, rtol=0)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lossy", [False, True])
 def test_stc_loses_nothing_at_either_end(lossy: bool) -> None:
     """h + (x - h) is x, whatever went down; what came up and the residual are the change of a client, and all of it is
@@ -217,6 +219,7 @@ def test_too_few_answers_end_the_run_and_say_whose_are_missing() -> None:
     assert caught.value.missing == (silent,)
 
 
+@pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", WITH_SERVERS)
 def test_lost_answers_and_models_do_no_lasting_harm(rule: str) -> None:
     """Models that never come down among them: such a client does not train, and says so."""
@@ -228,6 +231,7 @@ def test_lost_answers_and_models_do_no_lasting_harm(rule: str) -> None:
         ran_with_losses(of, down)
 
 
+@pytest.mark.slow
 def test_the_servers_control_variate_is_the_mean_of_the_clients_also_after_losses() -> None:
     of = experiment({"name": "scaffold", "clients": CHOSEN}, node={**GOES_ON, "rounds": 30})
     nodes = ran_with_losses(of, answers_lost())
@@ -251,6 +255,7 @@ def test_every_rule_trains_the_shipped_experiment(name: str) -> None:
     assert float(nodes[0].figures()["accuracy_merged"]) > 0.8
 
 
+@pytest.mark.slow
 def test_clients_drift_and_control_variates_take_it_out() -> None:
     """Ten local steps on quadratics with unequal curvature: fedavg ends beside the optimum, fedprox nearer to it, and
     scaffold in it."""

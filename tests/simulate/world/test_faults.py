@@ -67,6 +67,7 @@ def test_a_death_ends_a_run_that_needs_everybody_and_is_told() -> None:
     assert any(isinstance(process.error, PeerLost) and process.error.missing == (3,) for process in failed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("fault", [
     Pause(nodes=(1,), at_seconds=1.2, seconds=1.5), Slow(nodes=(1,), at_round=1, factor=5, seconds=1.0),
     Cut(sides=((0, 1), (2, 3, 4)), at_seconds=1.2, seconds=1.5), Break(source=0, to=1, plane="bulk", at_round=1),
@@ -166,6 +167,7 @@ def test_a_closing_mean_that_takes_longer_than_the_time_out_ends_nothing(pieces:
     assert not members_of(made)
 
 
+@pytest.mark.sampled(one=["slow"])
 @pytest.mark.parametrize("slow", [0.0, 5.0])
 def test_links_that_are_full_for_longer_than_a_silence_may_last_make_nobody_a_suspect(slow: float) -> None:
     """A model takes ten seconds, in which answers wait for two and a half each way, behind what the line holds. They
@@ -180,6 +182,7 @@ def test_links_that_are_full_for_longer_than_a_silence_may_last_make_nobody_a_su
     assert all(node.round == 3 for node in made.nodes.values())
 
 
+@pytest.mark.slow
 def test_who_thaws_late_mixes_what_was_sent_to_it_long_before() -> None:
     """The others go on without it, and are dozens of rounds ahead by then."""
     made = Made(make("ring", nodes=NODES), RULES["full"], rounds=60, missing="return_weight", evaluate_every=0)
@@ -292,6 +295,7 @@ def test_a_frozen_node_is_left_out_soon_where_the_others_answer_fast() -> None:
     assert left_out and 4.0 < left_out[0] < 8.0, left_out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitter_seconds", [0.05, 0.4])
 def test_on_a_busy_machine_nobody_is_suspected(jitter_seconds: float) -> None:
     """Somebody gets no core for most of a second, again and again; messages take their time."""
@@ -300,6 +304,7 @@ def test_on_a_busy_machine_nobody_is_suspected(jitter_seconds: float) -> None:
     assert world.happened["pause"] > 15 and not history.events["suspected"] and not history.events["generation_over"]
 
 
+@pytest.mark.slow
 def test_nobody_is_suspected_whose_answers_wait_behind_models_in_a_full_link() -> None:
     """A model takes four seconds on its way, and what is said meanwhile waits behind it."""
     made = Made(make("complete", nodes=NODES), RULES["full"], rounds=8, missing="regroup", elements=6000)
@@ -312,6 +317,7 @@ def test_nobody_is_suspected_whose_answers_wait_behind_models_in_a_full_link() -
     assert not history.events["suspected"] and not history.events["generation_over"]
 
 
+@pytest.mark.slow
 def test_of_two_faults_that_slow_a_node_down_each_counts_for_its_own_time() -> None:
     """As on machines (node/faults.py)."""
     _, world = world_with(Slow(nodes=(1,), at_seconds=1.0, factor=3, seconds=10.0),

@@ -71,6 +71,7 @@ def test_the_server_waits_for_a_late_client_no_longer_than_to_the_deadline(name:
         assert all(torch.equal(each, copies[0]) for each in copies)
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedstc"])
 def test_a_client_that_is_always_late_holds_up_no_evaluation(name: str) -> None:
     """It leaves out the steps of rounds that its server has finished: with those of all it would be a minute behind
@@ -170,6 +171,7 @@ CLIENT_DIES = Kill(nodes=(2,), at_round=3), Restart(nodes=(2,), at_seconds=5.0)
 SERVER_DIES = Kill(nodes=(0,), at_round=4), Restart(nodes=(0,), at_seconds=15.0)
 
 
+@pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", STATE)
 def test_what_the_server_has_learned_of_its_steps_outlives_the_death_of_a_client(name: str, tmp_path: Path) -> None:
     made, _, _, began = regrouped(name, tmp_path, *CLIENT_DIES)
@@ -178,6 +180,7 @@ def test_what_the_server_has_learned_of_its_steps_outlives_the_death_of_a_client
         check_control(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATE)
 def test_a_server_that_is_back_from_its_checkpoint_has_what_it_had(name: str, tmp_path: Path) -> None:
     made, _, history, began = regrouped(name, tmp_path, *SERVER_DIES, recent=9)

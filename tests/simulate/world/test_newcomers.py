@@ -67,6 +67,7 @@ def test_two_at_once_and_one_too_many() -> None:
     assert world.turned_away == ["the run is over"]  # it was told to ask again until then
 
 
+@pytest.mark.slow
 def test_a_newcomer_that_dies_and_asks_again_from_its_place_gets_its_uid() -> None:
     made, world = begun(rounds=120, faults=Faults(links=Link(), plan=()))
     asks(world, 1.0, 0, "10.0.0.9")
@@ -90,6 +91,7 @@ def test_newcomers_do_not_make_up_for_members_of_the_mapping() -> None:
     assert members(made)[-1] == [0, 1, 2, 3, 4, 5] and made.nodes[5].round == 300
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_newcomers_come_over_links_that_lose_and_repeat(seed: int) -> None:
     faults = Faults(links=Link(loss=0.05, duplication=0.05, reordering=0.05), lossy_seconds=20.0)
@@ -100,6 +102,7 @@ def test_newcomers_come_over_links_that_lose_and_repeat(seed: int) -> None:
     assert members(made)[-1] == [0, 1, 2, 3, 4, 5] and made.nodes[5].round == 80
 
 
+@pytest.mark.slow
 def test_who_was_granted_a_uid_by_a_leader_that_died_ends_and_may_ask_again() -> None:
     """Nobody else knows of the first newcomer. The second, which the next leader admits, has the same uid."""
     config = CONFIG.model_copy(update={"start_timeout_seconds": 5.0})

@@ -111,6 +111,7 @@ def test_both_sides_train_on_and_become_one_model(rule: str) -> None:
         torch.testing.assert_close(own, other, rtol=0, atol=0.1)
 
 
+@pytest.mark.sampled(one=["by"])
 @pytest.mark.parametrize("by", ["samples", "rounds"])
 def test_a_model_counts_by_what_was_trained_since_the_sides_parted(by: str) -> None:
     """Nodes 3 and 4 make a round in the time of four; what all trained before the cut counts for nobody."""
@@ -122,6 +123,7 @@ def test_a_model_counts_by_what_was_trained_since_the_sides_parted(by: str) -> N
     assert weight[0] < run.brought[0][1] - 5, "those of before are not counted"
 
 
+@pytest.mark.slow
 def test_who_was_frozen_counts_for_what_it_trained_alone() -> None:
     run = Sides(Pause(nodes=(2,), at_seconds=4.0, seconds=4.0)).run()
     assert not any(process.error for process in run.world.lives)
@@ -130,6 +132,7 @@ def test_who_was_frozen_counts_for_what_it_trained_alone() -> None:
     assert 0 < merged[2]["merged"]["weight"] < merged[0]["merged"]["weight"]
 
 
+@pytest.mark.slow
 def test_a_node_that_died_on_one_side_is_let_in_with_the_model_of_all() -> None:
     run = Sides(CUT, Kill(nodes=(4,), at_seconds=8.0), Restart(nodes=(4,), at_seconds=10.0)).run()
     assert not any(process.error for process in run.world.lives if not process.dead)

@@ -82,6 +82,7 @@ def same_models(one: World, other: World, without: Collection[int] = ()) -> bool
     return all(map(torch.equal, *found))
 
 
+@pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_world_with_faults_is_repeated_record_by_record(seed: int) -> None:
     run = recorded(seed)
@@ -152,6 +153,7 @@ def test_records_are_checked_without_a_replay() -> None:
         check_generations(lives, min_nodes=2, rounds=ROUNDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("missing", "rule"), [("return_weight", "full"), ("regroup", "ac")])
 def test_an_exchange_of_which_a_part_came_is_mixed_as_far_again(missing: str, rule: str) -> None:
     """A node is killed between the two chunks of its payload."""
@@ -180,6 +182,7 @@ def test_an_exchange_of_which_a_part_came_is_mixed_as_far_again(missing: str, ru
         assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(one=["missing", "plan", "stopped_at"])
 @pytest.mark.parametrize(("missing", "plan", "stopped_at"), [
     ("fail", (), 3.2), ("regroup", (), 3.2), ("regroup", (Kill(nodes=(3,), at_seconds=3.1),), 3.2),
     ("regroup", (Kill(nodes=(3,), at_seconds=3.1),), 5.8), ("regroup", (Kill(nodes=(2, 3), at_seconds=3.1),), 9.0),
@@ -208,6 +211,7 @@ def test_a_run_that_is_stopped_is_stopped_again(missing: str, plan: tuple[Kill, 
     assert same_models(world, again, {uid for fault in plan for uid in fault.nodes})
 
 
+@pytest.mark.slow
 def test_a_member_that_dies_before_it_enters_is_no_member_that_enters() -> None:
     """Started again, node 3 gets ready for a generation that the others enter, and dies before it hears so. Its record
     has nothing of that generation, which needs its promise all the same; its third process comes back."""
@@ -260,6 +264,7 @@ def comes_back(folder: Path, recent: int) -> tuple[Made, World, Lives]:
     return Made(graph, RULES["full"], **options), world, history.lives
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recent", [20, 0])
 def test_a_node_that_comes_back_to_its_checkpoint_does_so_again(tmp_path: Path, recent: int) -> None:
     """Without the files: it takes what its earlier process had in the replay."""
@@ -271,6 +276,7 @@ def test_a_node_that_comes_back_to_its_checkpoint_does_so_again(tmp_path: Path, 
     assert not again.replay().skipped and same_models(world, again)
 
 
+@pytest.mark.sampled(one=["fields", "said"])
 @pytest.mark.parametrize(("fields", "said"), [
     ({"digest": "0" * 16}, "came back to its own checkpoint with digest 0000"),
     ({"round": 3}, "came back to its own checkpoint with digest"),
@@ -301,6 +307,7 @@ def in_process(made: Made, folder: Path, resume: Path | None = None) -> Lives:
     return lives
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("without", [(), (2,)])
 @pytest.mark.parametrize("rule", ["full", "push_sum"])
 def test_a_run_that_went_on_is_repeated_from_its_files(tmp_path: Path, rule: str, without: tuple[int, ...]) -> None:

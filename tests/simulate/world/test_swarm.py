@@ -190,6 +190,7 @@ FOUND: dict[Callable[[pytest.MonkeyPatch], None], tuple[range, str]] = {
 """Faults, worlds that show them, and what is said of them then."""
 
 
+@pytest.mark.sampled(one=["fault"])
 @pytest.mark.parametrize("fault", FOUND, ids=lambda fault: fault.__name__)
 def test_a_fault_of_the_past_is_found(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     seeds, said = FOUND[fault]

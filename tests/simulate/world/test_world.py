@@ -32,6 +32,7 @@ def state_of(node: Node) -> torch.Tensor:
     return torch.cat([model.parameters, model.buffers, node.merged])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("schedule", ["sequential", "overlapped"])
 def test_every_rule_has_the_bits_of_the_twin(name: str, schedule: str) -> None:

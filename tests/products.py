@@ -1,0 +1,52 @@
+"""Tests of products (rule x graph x transport x setting): the default run takes a sample of them, --all takes all."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+
+import pytest
+
+Traits = Callable[..., Iterable[Hashable]]
+
+
+def mark_left_out(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow the cases that tests marked `sampled(one=(), of=None)` leave out of the default run.
+
+    Of every such test few cases stay, in which every value of every parameter occurs; the choice is the same in every
+    run. one: parameters of which any one value is enough, as seeds are. of: called with a case's parameters by name, it
+    returns what the sample must cover instead. Cases that are slow by themselves do not count as covered.
+    """
+    tests = collections.defaultdict[Hashable, list[pytest.Function]](list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled") and hasattr(item, "callspec") \
+                and not item.get_closest_marker("slow"):  # fmt: skip
+            tests[item.path, item.cls, item.originalname].append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("sampled")
+        assert mark is not None and not mark.args, "sampled takes one= and of="
+        kept = sample([traits(case.callspec.params, **mark.kwargs) for case in cases])
+        for index, case in enumerate(cases):
+            if index not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
+def traits(params: Mapping[str, object], one: Collection[str] = (), of: Traits | None = None) -> set[Hashable]:
+    """What a case covers: by default the value of each of its parameters."""
+    if of is not None:
+        return set(of(**params))
+    assert not isinstance(one, str) and set(one) <= params.keys(), f"one: {one} is not among {list(params)}"
+    return {(name, repr(value)) for name, value in params.items() if name not in one}
+
+
+def sample(cases: Sequence[set[Hashable]]) -> set[int]:
+    """Indices of few cases, at least one, that cover all that any covers: again and again the case that adds most; of
+    several the one whose traits occur least so far, then the first."""
+    missing, occur = set[Hashable]().union(*cases), collections.Counter[Hashable]()
+    kept = set[int]()
+    while missing or not kept:
+        best = max(range(len(cases)), key=lambda k: (len(cases[k] & missing), -sum(occur[each] for each in cases[k])))
+        kept.add(best)
+        missing -= cases[best]
+        occur.update(cases[best])
+    return kept

@@ -1,0 +1,38 @@
+"""The sample that the default run takes of a product of parameters."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.products import sample, traits
+
+RULES, GRAPHS, SEEDS = "abcde", (1, 2, 3), range(4)
+CASES = [{"rule": rule, "graph": graph, "seed": seed} for rule, graph, seed in itertools.product(RULES, GRAPHS, SEEDS)]
+
+
+def test_every_value_of_every_parameter_occurs_in_few_cases() -> None:
+    kept = [CASES[index] for index in sample([traits(case) for case in CASES])]
+    assert len(kept) == len(RULES)
+    for name in ("rule", "graph", "seed"):
+        assert {case[name] for case in kept} == {case[name] for case in CASES}
+
+
+def test_of_seeds_one_is_enough() -> None:
+    kept = sample([traits(case, one=["seed"]) for case in CASES])
+    assert len(kept) == len(RULES) and {CASES[index]["graph"] for index in kept} == set(GRAPHS)
+    assert sample([traits(case, one=list(case)) for case in CASES]) == {0}
+    with pytest.raises(AssertionError, match="is not among"):
+        traits(CASES[0], one=["sed"])
+
+
+def test_what_must_be_covered_may_be_told() -> None:
+    kept = sample([traits(case, of=lambda rule, graph, seed: {(rule < "c", graph)}) for case in CASES])
+    assert {(str(CASES[index]["rule"]) < "c", CASES[index]["graph"]) for index in kept} == set(
+        itertools.product([True, False], GRAPHS))  # fmt: skip
+
+
+def test_the_choice_is_the_same_in_every_run() -> None:
+    wanted = [traits(case) for case in CASES]
+    assert all(sample(wanted) == sample(wanted[:]) for _ in range(3))
