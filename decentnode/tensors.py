@@ -36,6 +36,20 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns the tensor on `device`. A copy to a GPU leaves from pinned memory in the queue of the current stream: the
+    host does not wait for it, and the tensor may change as soon as this returns. Tensors that are pinned must not."""
+    if device.type != "cuda" or not tensor.is_cpu:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def surely(flags: Tensor) -> bool:
+    """Whether all flags are set, as far as the host knows without waiting for a GPU: never on one. For leaving out work
+    that changes nothing where they are."""
+    return flags.device.type == "cpu" and bool(flags.all())
+
+
 def _dense(tensor: Tensor) -> Tensor:
     """Returns the tensor, or a contiguous copy where its elements overlap or leave gaps in memory."""
     return tensor if torch._debug_has_internal_overlap(tensor) == 0 and _fills(tensor) else tensor.contiguous()

@@ -16,6 +16,7 @@ from decentnode.compression import CODECS
 from decentnode.config.component import Component, Config, load_class
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
+from decentnode.tensors import surely
 
 
 class Codec(Component, abc.ABC):
@@ -91,7 +92,7 @@ def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     limit = largest_shared(values.dtype, dtype)
     if values.numel() and limit < torch.finfo(values.dtype).max:
         low, high = torch.aminmax(values)
-        if not -limit <= float(low) <= float(high) <= limit:  # NaN and infinity stay what they are
+        if not surely((low >= -limit) & (high <= limit)):  # NaN and infinity stay what they are
             values = values.clamp(-limit, limit).where(values.isfinite(), values)
     return values.to(dtype)
 

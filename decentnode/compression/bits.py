@@ -32,8 +32,7 @@ def ones_at(positions: Tensor, count: int) -> Tensor:
     """Packs `count` flags of which those at `positions` [K] int64, ascending, are one: [ceil(count / 8)] uint8."""
     if positions.device.type != "cpu":
         flags = torch.zeros(count, dtype=torch.bool, device=positions.device)
-        flags[positions] = True
-        return pack(flags)
+        return pack(flags.index_fill_(0, positions, True))  # as an item, the one would come from the host
     at, packed = positions.numpy(), np.empty(packed_bytes(count, 1), np.uint8)
     starts = range(0, count, BLOCK)
     edges = np.searchsorted(at, [*starts, count])
@@ -47,17 +46,22 @@ def ones_at(positions: Tensor, count: int) -> Tensor:
     return torch.from_numpy(packed)
 
 
-def set_bits(packed: Tensor, count: int) -> Tensor:
-    """The positions below `count` of the bits that are one: [K] int64, ascending."""
-    flags = unpack(packed, count)
+def positions(flags: Tensor, known: int | None = None) -> Tensor:
+    """The positions of the flags [N] bool that are set: [K] int64, ascending. known: K; without it the host waits for a
+    GPU."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    return flags.nonzero().view(-1)
+    return (flags.nonzero() if known is None else flags.nonzero_static(size=known)).view(-1)
 
 
-def zeros_in(packed: Tensor, count: int) -> Tensor:
-    """The positions below `count` of the bits that are zero: [K] int64, ascending."""
-    return set_bits(packed.bitwise_not(), count)
+def set_bits(packed: Tensor, count: int) -> Tensor:
+    """The positions below `count` of the bits that are one: [K] int64, ascending. The host waits for a GPU."""
+    return positions(unpack(packed, count))
+
+
+def zeros_in(packed: Tensor, count: int, known: int) -> Tensor:
+    """The positions below `count` of the bits that are zero: [known] int64, ascending. known: how many there are."""
+    return positions(unpack(packed.bitwise_not(), count), known)
 
 
 def packed_bytes(count: int, width: int) -> int:

@@ -90,7 +90,7 @@ class Blockwise(Codec):
             inverse = scale.reciprocal()
             inverse = inverse.where(inverse.isfinite() & (scale > 0), 0.0)
             relative = blocks.times(piece, inverse)
-            if not bool(scale.isfinite().all()):
+            if not tensors.surely(scale.isfinite()):
                 relative.nan_to_num_(0.0, 0.0, 0.0)
                 scale = scale.where(scale.isfinite(), torch.nan)
             scales.append(scale)
@@ -113,7 +113,7 @@ class Blockwise(Codec):
             blocks = division.blocks(start, stop)
             scale, scales = scales[: len(blocks)], scales[len(blocks) :]
             relative = blocks.times(relative, scale)
-            if not bool((scale.abs() <= limit).all()):  # rounded up, the largest number of a block may be too large
+            if not tensors.surely(scale.abs() <= limit):  # rounded up, the largest number of a block may be too large
                 relative.clamp_(-largest, largest)  # NaN stays
             out[start:stop] = relative
         return out
@@ -193,7 +193,7 @@ class QSGD(Counted):
 
     def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
         norms = blocks.sums(values.square()).sqrt_()
-        if not bool(norms.isfinite().all()):  # squares beyond float32's range, from values of 1e19 on, NaN or infinity
+        if not tensors.surely(norms.isfinite()):  # squares beyond float32's range (values of 1e19), NaN or infinity
             exact = blocks.sums(values.double().square_()).sqrt_()
             norms = exact.clamp(max=torch.finfo(torch.float32).max).where(exact.isfinite(), torch.nan).to(torch.float32)
         return norms.div_(self.levels)
@@ -211,7 +211,7 @@ class Sign(Blockwise):
         # Divided by the block size first, a power of two, because the sum of a block may be beyond float32's range;
         # after that, means that rounding has put there become the largest float32, and NaN and infinity stay.
         means = blocks.sums(values.abs().mul_(1.0 / self.block))
-        share = torch.from_numpy(self.block / blocks.sizes()).to(means)
+        share = tensors.moved(torch.from_numpy(self.block / blocks.sizes()).to(means.dtype), means.device)
         return (means * share).clamp_(max=torch.finfo(torch.float32).max).where(means.isfinite(), torch.nan)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:  # noqa: ARG002

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from decentnode.compression import bits
 from decentnode.errors import PeerFault
+from decentnode.tensors import moved
 
 HEADER_BYTES = 8
 """Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
@@ -32,18 +33,21 @@ def largest_bytes(elements: int) -> int:
 
 def _header(kind: int, parameter: int, count: int, device: torch.device) -> Tensor:
     raw = bytes((kind, parameter)) + count.to_bytes(6, "little")
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+    return moved(torch.frombuffer(bytearray(raw), dtype=torch.uint8), device)
 
 
 def encode(indices: Tensor, elements: int) -> Tensor:
-    """Codes indices [K] int64, strictly ascending, in [0, elements), as uint8 [at most `largest_bytes`]."""
+    """Codes indices [K] int64, strictly ascending, in [0, elements), as uint8 [at most `largest_bytes`].
+
+    The host waits for a GPU twice: for the last index, from which the parameter follows, and for the code's length. It
+    does not for all of the indices, or none."""
     count, device = indices.numel(), indices.device
     if count == elements:
         return _header(ALL, 0, count, device)
     if count == 0:
         return _header(RICE, 0, 0, device)
     if 2 * count > elements:
-        kind, coded = LEFT_OUT, bits.zeros_in(bits.ones_at(indices, elements), elements)
+        kind, coded = LEFT_OUT, bits.zeros_in(bits.ones_at(indices, elements), elements, elements - count)
     else:
         kind, coded = RICE, indices
     parameter = _parameter(coded.numel(), int(coded[-1]) + 1 - coded.numel())
@@ -91,7 +95,8 @@ def _parameter(count: int, total: int) -> int:
 def decode(stream: Tensor, elements: int) -> Tensor:
     """The indices [K] int64 that `encode` coded. Raises PeerFault("malformed_payload") for bytes that it never returns.
 
-    Memory is bounded by `elements` and the length of the stream, whatever the bytes say.
+    Memory is bounded by `elements` and the length of the stream, whatever the bytes say. The host waits for a GPU
+    twice: for the header, and to learn whether the bytes are valid. It waits once for all of the indices.
     """
     if stream.dtype != torch.uint8 or stream.numel() < HEADER_BYTES:
         raise PeerFault("malformed_payload", f"indices of {stream.numel()} bytes")
@@ -108,7 +113,7 @@ def decode(stream: Tensor, elements: int) -> Tensor:
         found = _rice(body, parameter, count, elements)
     elif kind == LEFT_OUT:
         left_out = _rice(body, parameter, elements - count, elements)
-        found = bits.zeros_in(bits.ones_at(left_out, elements), elements)
+        found = bits.zeros_in(bits.ones_at(left_out, elements), elements, count)
     else:
         raise PeerFault("malformed_payload", f"indices of kind {kind} in {body.numel()} bytes")
     if found.numel() != count:
@@ -128,24 +133,31 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     unary_bytes = body.numel() - low_bytes
     if unary_bytes < -(-count // 8) or unary_bytes > -(-((elements >> parameter) + count) // 8):
         raise PeerFault("malformed_payload", f"{body.numel()} bytes for {count} indices")
-    found = _from_rice_parts(body[:unary_bytes], body[unary_bytes:], parameter, count)
-    if found.numel() != count or (count and not 0 <= int(found[-1]) < elements):
-        raise PeerFault("malformed_payload", f"{found.numel()} indices instead of {count}")
+    flags = bits.unpack(body[:unary_bytes], 8 * unary_bytes)
+    ends = bits.positions(flags, count)
+    if ends.numel() != count:
+        raise PeerFault("malformed_payload", f"{ends.numel()} indices instead of {count}")
+    found = _from_rice_parts(ends, body[unary_bytes:], parameter)
+    ones = flags.sum() if flags.is_cuda else torch.tensor(count)  # a GPU gave `count` positions, whatever there are
+    gaps, *last = torch.stack([ones, *found[-1:]]).tolist()
+    if gaps != count or not all(0 <= each < elements for each in last):
+        raise PeerFault("malformed_payload", f"{gaps} indices instead of {count}, below {elements}")
     return found
 
 
-def _from_rice_parts(unary: Tensor, packed_low: Tensor, parameter: int, count: int) -> Tensor:
-    """The inverse of `_rice_parts` after packing: [count] int64, or another length for another number of gaps."""
-    ends = bits.set_bits(unary, 8 * unary.numel())
-    if parameter == 0 or not count or ends.numel() != count:
+def _from_rice_parts(ends: Tensor, packed_low: Tensor, parameter: int) -> Tensor:
+    """The inverse of `_rice_parts`, with packed low bits: [K] int64. ends: [K], which may be overwritten."""
+    count = ends.numel()
+    if parameter == 0 or not count:
         return ends
     # end of gap i = sum of quotients up to i, plus i; index i = sum of gaps up to i, plus i, where a gap is its
     # quotient and low bits: (end << parameter) - i (2^parameter - 1) + sum of low bits up to i
-    low, step, total = bits.unpack_numbers(packed_low, parameter, count), (1 << parameter) - 1, 0
-    size = BLOCK if unary.device.type == "cpu" else count
-    ramp = torch.arange(0, step * min(size, count), step, device=unary.device)
+    low, step = bits.unpack_numbers(packed_low, parameter, count), (1 << parameter) - 1
+    total: int | Tensor = 0
+    size = BLOCK if ends.device.type == "cpu" else count
+    ramp = torch.arange(0, step * min(size, count), step, device=ends.device)
     for start, where, rest in zip(range(0, count, size), ends.split(size), low.split(size), strict=True):
         sums = rest.cumsum(0, dtype=torch.int64)
         where.bitwise_left_shift_(parameter).sub_(ramp[: where.numel()]).add_(sums).add_(total - step * start)
-        total += int(sums[-1])
+        total = total + sums[-1]
     return ends

@@ -20,7 +20,7 @@ from decentnode.config import component
 from decentnode.config.component import section
 from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import TensorSpec
-from decentnode.tensors import as_bytes
+from decentnode.tensors import as_bytes, moved
 
 RAW, SQUEEZED = 0, 1
 PIECE = 1 << 16
@@ -91,7 +91,7 @@ class Lossless(Codec):
         kind, body = (RAW, flat) if len(squeezed) >= len(flat) else (SQUEEZED, squeezed)
         stream = np.empty(1 + len(body), np.uint8)
         stream[0], stream[1:] = kind, body
-        return torch.from_numpy(stream).to(device)
+        return moved(torch.from_numpy(stream), device)
 
     def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         self.check(coded, count, dtype)
@@ -106,7 +106,7 @@ class Lossless(Codec):
         raw = stream.cpu()
         kind = int(raw[0]) if raw.numel() else -1
         if kind == RAW and (raw.numel() - 1 == size or not spec.exact):
-            return raw[1:].clone().view(spec.dtype).to(device)
+            return moved(raw[1:].clone().view(spec.dtype), device)
         if kind != SQUEEZED:
             raise PeerFault("malformed_payload", f"a stream of {raw.numel()} bytes for {size}")
         try:
@@ -115,7 +115,7 @@ class Lossless(Codec):
             raise PeerFault("malformed_payload", f"squeezed bytes: {error}") from error
         if len(found) != size if spec.exact else (len(found) > size or len(found) % width):
             raise PeerFault("malformed_payload", f"squeezed bytes gave {len(found)} instead of {size}")
-        return torch.from_numpy(_together(np.frombuffer(found, np.uint8), width)).view(spec.dtype).to(device)
+        return moved(torch.from_numpy(_together(np.frombuffer(found, np.uint8), width)).view(spec.dtype), device)
 
 
 def _streams_of(schema: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decentnode.compression import bits
+
 SAMPLE = 1 << 16
 """Scores in the sample. Its bounds are about 3 % of `count` apart, and it costs little beside a pass over the model."""
 BLOCK = 1 << 17
@@ -28,9 +30,20 @@ def largest(scores: Tensor, count: int) -> Tensor:
         return torch.arange(elements, device=scores.device)
     if count <= 0:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
+    if scores.device.type != "cpu":
+        return _largest_on_device(scores, count)
     bounds = _bounds(scores, count)
     kept = None if bounds is None else _within(scores, count, *bounds)
     return _largest_of(scores, count) if kept is None else kept
+
+
+def _largest_on_device(scores: Tensor, count: int) -> Tensor:
+    """The result of `largest` in tensors of known sizes alone, so that the host does not wait for the device."""
+    values = scores.nan_to_num(float("inf"), float("inf"))
+    bound = values.topk(count, sorted=False).values.amin()
+    above, equal = values > bound, values == bound
+    nth = equal.cumsum(0, dtype=torch.int32 if values.numel() < 1 << 31 else torch.int64)
+    return bits.positions(above | (equal & (nth <= count - above.sum())), count)
 
 
 def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
@@ -40,12 +53,12 @@ def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | Non
     if not 0 < missing <= near.numel():
         return None
     bound = _kth_largest(near, missing)
-    less, equal = _nonzero(near < bound), _nonzero(near == bound)
+    less, equal = bits.positions(near < bound), bits.positions(near == bound)
     surplus = near.numel() - missing - less.numel()
     keep = torch.ones_like(at, dtype=torch.bool)
     keep[below[less]] = False
     keep[below[equal[equal.numel() - surplus :]]] = False
-    return torch.from_numpy(at.numpy()[keep.numpy()]) if at.device.type == "cpu" else at[keep]
+    return torch.from_numpy(at.numpy()[keep.numpy()])
 
 
 def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,16 +66,16 @@ def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple
 
     expected: about how many scores are at least `low`, which room is made for.
     """
-    found = torch.empty(min(scores.numel(), expected + BLOCK), dtype=torch.int64, device=scores.device)
+    found = torch.empty(min(scores.numel(), expected + BLOCK), dtype=torch.int64)
     all_below, all_near, start, end = [], [], 0, 0
-    for block in scores.split(BLOCK) if scores.device.type == "cpu" else (scores,):
-        at = _nonzero((block < low).logical_not_())
+    for block in scores.split(BLOCK):
+        at = bits.positions((block < low).logical_not_())
         values = block.index_select(0, at)
-        below = _nonzero(values < high)
+        below = bits.positions(values < high)
         all_near.append(values.index_select(0, below))
         all_below.append(below.add_(end))
         if end + at.numel() > found.numel():
-            found = torch.cat([found[:end], torch.empty(scores.numel() - end, dtype=torch.int64, device=at.device)])
+            found = torch.cat([found[:end], torch.empty(scores.numel() - end, dtype=torch.int64)])
         torch.add(at, start, out=found[end : end + at.numel()])
         start, end = start + block.numel(), end + at.numel()
     return found[:end], torch.cat(all_below), torch.cat(all_near)
@@ -73,21 +86,21 @@ def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Ten
     if kept.numel() == count or bound == float("inf"):
         return kept[:count]
     keep = torch.ones_like(kept, dtype=torch.bool)
-    keep[_nonzero(values == bound)[count - kept.numel() :]] = False
-    return kept[_nonzero(keep)]
+    keep[bits.positions(values == bound)[count - kept.numel() :]] = False
+    return kept[bits.positions(keep)]
 
 
 def _largest_of(values: Tensor, count: int) -> Tensor:
     """The positions of the `count` largest values, ascending, of equal ones the first; by partition."""
     values = values.nan_to_num(float("inf"), float("inf"))
     bound = float(_kth_largest(values, count))
-    kept = _nonzero(values >= bound)
+    kept = bits.positions(values >= bound)
     return _without_last(kept, values[kept], bound, count)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
     at = values.numel() - k
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+    if values.dtype in (torch.float32, torch.float64):
         return torch.tensor(np.partition(values.numpy(), at)[at])  # several times faster than kthvalue
     return values.kthvalue(at + 1).values
 
@@ -106,12 +119,6 @@ def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
         return None
     low = float(_kth_largest(sample, more))
     return (low, float(_kth_largest(sample, fewer)) if fewer > 0 else float("inf")) if low > 0 else None
-
-
-def _nonzero(flags: Tensor) -> Tensor:
-    if flags.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    return flags.nonzero().view(-1)
 
 
 def at_random(fraction: float, elements: int, draws: np.random.Generator) -> Tensor:

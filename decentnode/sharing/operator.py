@@ -14,6 +14,7 @@ from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import TensorSpec
 from decentnode.sharing.compressed import draws_of
+from decentnode.tensors import moved
 
 
 class Operator:
@@ -54,7 +55,7 @@ class Operator:
         """Returns (coded tensors, positions [K] int64, the values [K] at these positions as receivers decode them)."""
         elements = vector.numel()
         if self.choose == "random":
-            at = select.at_random(self.fraction, elements, view.rng("compression")).to(vector.device)
+            at = moved(select.at_random(self.fraction, elements, view.rng("compression")), vector.device)
         elif self.fraction < 1:
             at = select.largest(vector.abs(), select.count_of(self.fraction, elements))
         else:
@@ -122,7 +123,9 @@ class Operator:
 
 def sizes_at(at: Tensor, sizes: Sequence[int]) -> list[int]:
     """Returns how many of the positions lie in each tensor of a model. at: [K] int64, ascending. sizes: of tensors."""
-    ends = torch.tensor(sizes, dtype=torch.int64, device=at.device).cumsum(0)
+    if at.numel() == sum(sizes):
+        return list(sizes)
+    ends = moved(torch.tensor(sizes, dtype=torch.int64).cumsum(0), at.device)
     found: list[int] = torch.searchsorted(at, ends).diff(prepend=ends.new_zeros(1)).tolist()
     return found
 

@@ -133,24 +133,28 @@ class PowerGossip(Sharing):
         if payload.scalars["turn"] != edge.turn:  # one end lost a payload that the other received: both start again
             del self.edges[uid]
             return
-        fresh: list[Tensor] = []
-        drawn: list[Tensor] | None = None
-        for index, (matrix, factor, product) in enumerate(zip(self.matrices, edge.factors, own, strict=True)):
+        fresh, shares = list[Tensor](), list[Tensor]()
+        for matrix, factor, product in zip(self.matrices, edge.factors, own, strict=True):
             found = theirs[offset : offset + product.numel()].view(product.shape) - product
             offset += product.numel()
             change = factor @ found.t() if edge.turn % 2 else found @ factor.t()
             matrix.of(model).add_(change, alpha=view.weights[uid])
             # The ends see differences of opposite sign: both take that of the higher uid's model minus the lower's, so
-            # that QR gives both the same next factor. Where the difference has a lower rank, its directions would be
-            # rounding noise, which the ends do not share: those factors are drawn from the common stream again.
+            # that QR gives both the same next factor.
             canonical = found if uid > view.uid else -found
             q, r = torch.linalg.qr(canonical.double())
-            if float(r.diagonal().abs().min()) <= 1e-12 * max(1e-300, float(r.diagonal().abs().max())):
-                drawn = self._factors(uid, view, edge.turn + 1) if drawn is None else drawn
-                q = drawn[index].to(q)
-            # In rows, as a checkpoint gives it back: last bits of a product may depend on how factors lie in memory.
-            fresh.append(q.to(model.dtype).contiguous())
-        self.edges[uid] = EdgeFactors(edge.turn + 1, fresh)
+            fresh.append(q)
+            shares.append(torch.stack(r.diagonal().abs().aminmax()))
+        # Where the difference has a lower rank, its directions would be rounding noise, which the ends do not share:
+        # those factors are drawn from the common stream again. The host waits for a GPU here, once.
+        spans = torch.stack(shares).tolist() if shares else []
+        lacking = [index for index, (least, most) in enumerate(spans) if least <= 1e-12 * max(1e-300, most)]
+        if lacking:
+            drawn = self._factors(uid, view, edge.turn + 1)
+            for index in lacking:
+                fresh[index] = drawn[index].to(fresh[index])
+        # In rows, as a checkpoint gives it back: last bits of a product may depend on how factors lie in memory.
+        self.edges[uid] = EdgeFactors(edge.turn + 1, [q.to(model.dtype).contiguous() for q in fresh])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         products = self.rank * sum(max(m.rows, m.columns) for m in self.matrices)

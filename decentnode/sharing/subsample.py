@@ -21,6 +21,7 @@ from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.operator import sizes_at
 from decentnode.sharing.topk import mix_filled
+from decentnode.tensors import moved
 
 
 class SubsampleConfig(SharingConfig):
@@ -85,7 +86,7 @@ class Subsample(Sharing):
 
     def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
         self._elements = model.numel()
-        at = self._chosen(view.uid, view).to(model.device)
+        at = moved(self._chosen(view.uid, view), model.device)
         self._sent = at
         return dict.fromkeys(view.neighbors, Payload({"values": model.index_select(0, at)}))
 
@@ -94,7 +95,7 @@ class Subsample(Sharing):
 
     def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
         values = payload.tensors["values"]
-        at = self._chosen(uid, view).to(values.device)
+        at = moved(self._chosen(uid, view), values.device)
         if at.numel() != values.numel():
             raise PeerFault("malformed_payload", f"{values.numel()} values instead of {at.numel()} from {uid}")
         return Payload({"at": at, "values": values})

@@ -213,7 +213,7 @@ class TopK(Tensors, Sharing):
     def _note_sent(self, own: Tensor) -> None:
         """After mixing, with coefficients `own` [C]: what was sent begins to change anew."""
         if self.changes is not None:
-            self.changes[self._sent] = 0
+            self.changes.index_fill_(0, self._sent, 0)
         if self.config.scored == "value":
             return
         if self.accumulate == "all":

@@ -14,7 +14,7 @@ from decentnode.communication.parts import ExchangeKey, Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.receive.inbox_state import WHOLE, InboxState
-from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload, is_finite
+from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload, not_finite
 from decentnode.communication.run_state import GuardedWait, Wait
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
@@ -143,7 +143,7 @@ class InboxExchange(Exchange):
         """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
         changed meanwhile."""
         if self._state.reject_non_finite:
-            for source in [source for source, payload in received.items() if not is_finite(payload)]:
+            for source in not_finite(received):
                 del received[source]
                 self._missing |= {source}
                 self._rejected |= {source}

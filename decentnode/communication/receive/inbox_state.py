@@ -27,7 +27,7 @@ from decentnode.communication.receive.partial_payload import (
     MappedPayload,
     PartialPayload,
     SlotPayload,
-    is_finite,
+    not_finite,
 )
 from decentnode.communication.receive.payload_shapes import PayloadShapes
 from decentnode.communication.receive.placement import DevicePlacement
@@ -337,7 +337,7 @@ class InboxState:
         found = []
         for source, round, incoming in taken:
             payload, wrong = owned(incoming, self.placement.placed, self.placement.copied), "overwritten"
-            if payload is not None and self.reject_non_finite and not is_finite(payload):
+            if payload is not None and self.reject_non_finite and not_finite({source: payload}):
                 payload, wrong = None, "non_finite"
             if payload is None:
                 self.counters.fault(wrong, source, f"round {round}, phase {channel}")

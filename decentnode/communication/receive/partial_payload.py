@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -45,13 +45,16 @@ def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
 
-def is_finite(payload: Payload) -> bool:
-    """Whether a payload has no NaN or infinity: the sum of a tensor is finite unless an element is not (or all are
-    huge, which is no better)."""
-    return all(
-        math.isfinite(float(tensor.sum(dtype=torch.float64)))
-        for tensor in payload.tensors.values() if tensor.is_floating_point()
-    ) and all(math.isfinite(value) for value in payload.scalars.values())
+def not_finite(received: Mapping[int, Payload]) -> list[int]:
+    """Returns the sources whose payloads have NaN or infinity: the sum of a tensor is finite unless an element is not
+    (or all are huge, which is no better). The host waits for a GPU, once for all payloads."""
+    found = {uid for uid, each in received.items() if not all(map(math.isfinite, each.scalars.values()))}
+    sums = [(uid, tensor.sum(dtype=torch.float64)) for uid, each in received.items()
+            for tensor in each.tensors.values() if tensor.is_floating_point()]  # fmt: skip
+    if sums:
+        totals = torch.stack([total for _, total in sums]).tolist()
+        found |= {uid for (uid, _), total in zip(sums, totals, strict=True) if not math.isfinite(total)}
+    return [uid for uid in received if uid in found]
 
 
 class PartialPayload(abc.ABC):

@@ -45,6 +45,7 @@ from decentnode.communication.torch_distributed.communicator import Communicator
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload
+from decentnode.tensors import moved
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,7 @@ class BatchedPath(CliquePath):
     def _sending(self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey) -> _Sending:
         tensors = [payload.tensors[plan.name] for plan in plans]
         totals = [tensor.numel() for tensor in tensors]
-        header = pack(*key, totals, payload.scalars).to(self._device) if self._has_header(key[1]) else None
+        header = moved(pack(*key, totals, payload.scalars), self._device) if self._has_header(key[1]) else None
         holding: list[object] = [self._lease_of(tensors[0]) if len(tensors) == 1 else None]
         buffers = None
         if holding[0] is None or tensors[0].device != self._device:

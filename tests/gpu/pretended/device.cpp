@@ -81,7 +81,23 @@ void wait_for(const std::string& why) {
 const std::set<std::string> WAITS = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero",
     "aten::_unique", "aten::_unique2", "aten::unique_consecutive", "aten::unique_dim", "aten::bincount",
-    "aten::repeat_interleave.Tensor", "aten::masked_scatter", "aten::argwhere", "aten::multinomial"};
+    "aten::argwhere", "aten::multinomial"};
+
+// The same of operators that need not wait, by what they are given.
+bool given_to_wait(const std::string& name, const torch::jit::Stack& stack, size_t first) {
+  if (name == "aten::repeat_interleave") return stack[first + 1].isNone();  // the size of the result
+  if (name == "aten::segment_reduce") return !stack[first + 6].toBool();    // unsafe: lengths are not checked
+  if (name != "aten::index_put_" && name != "aten::_index_put_impl_" && name != "aten::index_put") return false;
+  int masks = 0, given = 0;
+  for (const std::optional<at::Tensor>& each : stack[first + 1].toOptionalTensorVector()) {
+    if (!each || !each->defined()) continue;
+    if (each->is_cpu()) return true;
+    given++;
+    masks += each->scalar_type() == at::kBool || each->scalar_type() == at::kByte;
+  }
+  bool from_host = stack[first + 2].toTensor().is_cpu();       // x[i] = 1: torch makes a CPU tensor of the 1
+  return from_host ? !(masks == 1 && given == 1) : masks > 0;  // x[mask] = 1 becomes masked_fill
+}
 
 // ---- memory
 
@@ -387,8 +403,7 @@ void by_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (inside == 0) arrive(last_copy, true);
   if (inside == 0) check(op, *stack, first);
   std::string name = schema.name();
-  std::string full = schema.overload_name().empty() ? name : name + "." + schema.overload_name();
-  if (inside == 0 && (WAITS.count(name) || WAITS.count(full))) wait_for(name);
+  if (inside == 0 && (WAITS.count(name) || given_to_wait(name, *stack, first))) wait_for(name);
   std::optional<c10::Device> device;
   for (size_t n = first; n < stack->size() && !device; n++) {
     const auto& value = (*stack)[n];

@@ -47,6 +47,16 @@ def waits(x: torch.Tensor) -> None:
     y[0].item(), y.cpu(), torch.nonzero(y)
     y.to("cpu", non_blocking=True)  # into pinned memory
     assert host_waits() == {"aten::_local_scalar_dense": 1, "copy to the host": 1, "aten::nonzero": 1}
+    at, mask, lengths = torch.zeros(1, dtype=torch.int64, device="cuda"), y > 0, torch.full((5,), 1, device="cuda")
+    y[at], y.index_fill_(0, at, 1.0), mask.nonzero_static(size=2), y.repeat_interleave(lengths, output_size=5)
+    y[at] = y[at]
+    y[mask] = 1.0
+    torch.segment_reduce(y, "sum", lengths=lengths, unsafe=True)
+    assert host_waits() == {}
+    y[at] = 1.0  # the number comes from the host, and its memory is not pinned
+    y[mask], y.repeat_interleave(lengths), torch.segment_reduce(y, "sum", lengths=lengths)
+    assert host_waits() == {"aten::_index_put_impl_": 1, "aten::nonzero": 1, "aten::repeat_interleave": 1,
+                            "aten::segment_reduce": 1}  # fmt: skip
 
 
 def late_copies() -> None:
