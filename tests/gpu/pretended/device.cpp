@@ -336,6 +336,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef given, std::optional<at::MemoryFormat> format) {
   auto size = C10_AS_INTARRAYREF_SLOW(given);
+  if (self.sizes() == size && !format) return self;  // strides stay as they are
   auto* made = self.unsafeGetTensorImpl();
   made->set_sizes_contiguous(size);
   auto needed = made->storage_offset() * self.itemsize() + self.numel() * self.itemsize();
@@ -466,6 +467,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_source);
   m.impl("record_stream", &record_stream);
   m.impl("is_pinned", &is_pinned);
+  // These choose a kernel by the device, and a GPU has some that the CPU lacks
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&by_the_cpu>());
 }
 
 // Memory of another process that `lend` made a file of; CUDA's interprocess memory has no other form here.

@@ -113,6 +113,8 @@ def training() -> None:
         loss.backward()
         expected.append((loss.item(), [p.grad.cpu() for p in own.parameters() if p.grad is not None]))
     torch.testing.assert_close(*expected)  # other kernels of a convolution: not the same bits
+    weight = torch.randn(2, 3, 4, 5, device="cuda").contiguous(memory_format=torch.channels_last)
+    assert torch.zeros_like(weight).mul_(2).stride() == weight.stride()
 
 
 if __name__ == "__main__":
