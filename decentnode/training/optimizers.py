@@ -8,7 +8,7 @@ from typing import Any
 
 import pydantic
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
 from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen, problem_at
@@ -87,10 +87,58 @@ def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) 
         if "fused" in supported:
             try:
                 optimizer = found(parameters, fused=True, **arguments)
-                return optimizer
-            except (RuntimeError, ValueError):  # no fused kernel for this device, dtype or option
+                if _steps_fused(found, parameters[0], arguments):
+                    return optimizer
+            except (RuntimeError, ValueError):  # no fused kernel for this option
                 pass
         if "foreach" in supported:
             arguments["foreach"] = True
     optimizer = found(parameters, **arguments)
     return optimizer
+
+
+_fused: dict[tuple[Any, torch.device, torch.dtype], bool] = {}
+"""By class, device and dtype, what `_steps_fused` has found."""
+
+
+def _steps_fused(of: Any, like: Tensor, arguments: dict[str, Any]) -> bool:
+    """Whether optimizers of a class have a fused step for parameters of such a device and dtype. Some say so at the
+    first step alone, as Adagrad on a GPU in versions of torch that have its kernel for CPUs only."""
+    key = of, like.device, like.dtype
+    if key not in _fused:
+        number = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+        number.grad = torch.zeros_like(number)
+        try:
+            of([number], fused=True, **arguments).step()
+            _fused[key] = True
+        except (RuntimeError, ValueError):
+            _fused[key] = False
+    return _fused[key]
+
+
+OF_THE_DEVICE = ("fused", "foreach", "capturable")
+"""Options that say how a step is computed, not what: those of the optimizer at hand stay when a state is loaded."""
+ON_HOST = ("mu_product",)
+"""Entries of a state that torch makes in the host's memory and reads in every step, but loads to the device."""
+
+
+def load_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimizer of such parameters on any device. Its tensors come to lie where the optimizer
+    would have made them: on its device, in memory in the order of the parameters (a file has rows, and fused steps take
+    parameter and state in the order in which they lie). Raises what torch raises for the state of another.
+    """
+    groups = [
+        {key: own[key] if key in OF_THE_DEVICE and key in own else value for key, value in group.items()}
+        for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({**state, "param_groups": groups})
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            known = optimizer.state.get(p, {})
+            for name, value in known.items():
+                if not isinstance(value, Tensor):
+                    continue
+                if name in ON_HOST and not group.get("capturable"):
+                    known[name] = value.cpu()
+                elif value.shape == p.shape and value.stride() != p.stride():
+                    known[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)

@@ -15,7 +15,7 @@ from torch import nn
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.training.lr_schedules import LR_SCHEDULES, LearningRateSchedule, ScheduleConfig
-from decentnode.training.optimizers import OptimizerConfig, make_optimizer
+from decentnode.training.optimizers import OptimizerConfig, load_state, make_optimizer
 from decentnode.training.supervised_config import SupervisedConfig
 
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -45,6 +45,39 @@ def test_fused_unless_the_config_chooses(name: str) -> None:
     assert optimizer_of({"name": name}).defaults["fused"] is True
     assert optimizer_of({"name": name, "foreach": False}).defaults["fused"] is None
     assert optimizer_of({"name": name, "fused": False}).defaults["fused"] is False
+
+
+class LateRefusal(torch.optim.Adagrad):
+    """Says only at the first step that it has no fused kernel, as torch's did on GPUs in earlier versions."""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["fused"]:
+            raise RuntimeError("`fused=True` requires all the params to be of supported devices")
+        return super().step(closure)
+
+
+def test_not_fused_where_only_the_first_step_says_that_it_cannot_be() -> None:
+    optimizer = optimizer_of({"name": f"{__name__}:LateRefusal"})
+    assert optimizer.defaults["fused"] is None and optimizer.defaults["foreach"] is True
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("saved", "own"), [({}, {"fused": False}), ({"fused": False}, {}), ({"foreach": True}, {})])
+def test_a_loaded_state_is_stepped_by_the_kernel_of_the_optimizer_at_hand(saved: Any, own: Any) -> None:
+    """A GPU may have another one than the device that the state was saved on."""
+    made, given = optimizer_of({"name": "adam", **own}), optimizer_of({"name": "adam", "lr": 0.5, **saved})
+    before = dict(made.param_groups[0])
+    for optimizer in (given, made):
+        (parameter,) = optimizer.param_groups[0]["params"]
+        parameter.grad = torch.ones(2, 2)
+    given.step()
+    load_state(made, given.state_dict())
+    made.step()
+    (state,) = made.state.values()
+    assert made.param_groups[0]["lr"] == 0.5 and float(state["step"]) == 2
+    assert all(made.param_groups[0][key] == before[key] for key in ("fused", "foreach", "capturable"))
+    with pytest.raises(ValueError):
+        load_state(made, {"state": {}, "param_groups": []})
 
 
 def test_arguments_reach_the_optimizer() -> None:
