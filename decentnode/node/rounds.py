@@ -22,6 +22,7 @@ from decentnode.node.rules import NodeRules
 from decentnode.node.sampling import Sampling
 from decentnode.node.totals import RoundTotals
 from decentnode.node.trace import NodeTrace
+from decentnode.sharing.hooks import Hooks
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation
 from decentnode.words import names
@@ -52,6 +53,7 @@ class NodeRounds:
         """Whether a round is begun and not finished."""
         self._uid, self._config, self._training, self._communication = uid, config, training, communication
         self._rules, self._record = rules, record
+        training.keep_sum = config.check_finite
         self._buffers = BufferExchange(averaged=config.buffers == "average" and not rules.schedule.asynchronous)
         self._buffer_view: RoundView
         self._started = self._idle = 0.0
@@ -131,8 +133,17 @@ class NodeRounds:
         self.trained.add(schedule.update.samples)
         if self.faults is not None:
             schedule.times.train += self.faults.slow_down(schedule.times.train)
-        if self._config.check_finite and not math.isfinite(float(self._training.model.parameters.sum())):
+        if self._config.check_finite and not math.isfinite(self._sum_of_model()):
             raise Diverged(f"node {self._uid}: the model holds NaN or infinity after the local steps of round {round}")
+
+    def _sum_of_model(self) -> float:
+        """Returns the sum that the training told together with its loss, unless rules have changed the model since: one
+        of its own makes the host wait for a GPU once more."""
+        schedule = self._rules.schedule
+        told = schedule.update.parameters_sum
+        if told is None or any(type(each.rule).adjust is not Hooks.adjust for each in schedule.fragments):
+            return float(self._training.model.parameters.sum())
+        return told
 
     def _account_missing(self, round: int, phase: int, mixed: Sequence[Mixed]) -> None:
         """Note the nodes of which nothing came in one phase. Raises PeerLost with `node.missing: fail`."""

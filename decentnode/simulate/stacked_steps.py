@@ -13,6 +13,7 @@ from decentnode.simulate.forward import Forward, Unsuitable
 from decentnode.simulate.population import Population
 from decentnode.simulate.sampling import StackedSampler
 from decentnode.simulate.steps import Local, Steps, block_rows, raise_if_diverged, saved_bytes
+from decentnode.tensors import moved
 from decentnode.training.base import Direction
 from decentnode.training.losses import LOSSES
 from decentnode.training.lr_schedules import LearningRateSchedule
@@ -47,7 +48,7 @@ class StackedSteps(Steps):
             reduction="none",
         )  # fmt: skip
         self._source, members = joined_samples(trainings)
-        inputs, targets = self._source.take(torch.from_numpy(members[0][:2]).to(population.device))
+        inputs, targets = self._source.take(torch.from_numpy(members[0][:2]))
         if not isinstance(population.task.units(targets), int):
             raise Unsuitable(f"task {population.task.config.name} counts parts of samples")
         forward.check(inputs)
@@ -79,7 +80,7 @@ class StackedSteps(Steps):
         for a, leaf in zip(self._starts, self._leaves, strict=True):
             leaf.data = population.rows[a : a + self._block]
         lr, count = self.learning_rate, population.num_nodes
-        totals = torch.zeros(count, dtype=torch.float64)
+        totals = torch.zeros(count, dtype=torch.float64, device=population.device)
         norms = torch.zeros(count, device=population.device)
         samples = np.zeros(count, np.int64)
         for _ in range(self._steps):
@@ -92,16 +93,18 @@ class StackedSteps(Steps):
                 self._schedule.tick()
         if config.lr_schedule.every == "round":
             self._schedule.tick()
-        losses = totals.numpy() / np.maximum(samples, 1)
+        norms /= max(self._steps, 1)
+        found = torch.stack([totals, norms.double()]).cpu()  # the only point where the host waits for the device
+        losses = found[0].numpy() / np.maximum(samples, 1)
         raise_if_diverged(losses, round)
-        norm = (norms / max(self._steps, 1)).tolist() if config.clip_norm is not None else []
+        norm = found[1].tolist() if config.clip_norm is not None else []
         return Local(losses, np.full(count, self._steps), samples, lr, [{"gradient_norm": each} for each in norm])
 
     def _step(
         self, leaf: Tensor, chosen: np.ndarray, counts: np.ndarray, norms: Tensor,
         directions: list[Direction] | None, first: int,
     ) -> Tensor:
-        """Make one step of a block. Returns the summed losses [n] of its nodes, float64 on the CPU."""
+        """Make one step of a block. Returns the summed losses [n] of its nodes, float64."""
         chosen = chosen[:, : counts.max()]  # where all are short, none is filled up, and the bits are those of a node
         rows = leaf.detach()
         parts = [view.detach().requires_grad_() for view in self.population.views(rows)]
@@ -120,7 +123,7 @@ class StackedSteps(Steps):
         leaf.grad = gradient
         self._optimizer.step()
         leaf.grad = None
-        return losses.detach().to("cpu", torch.float64)
+        return losses.detach().double()
 
     def _losses(self, rows: Tensor, chosen: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
         return self._losses_of(self.population.views(rows), chosen.reshape(count, -1), np.full(count, len(chosen)))
@@ -130,15 +133,15 @@ class StackedSteps(Steps):
         `counts` [n] count, and the sum over the nodes of their mean losses, whose gradient is that of each."""
         nodes, batch = chosen.shape
         device, task = self.population.device, self.population.task
-        inputs, targets = self._source.take(torch.from_numpy(chosen.reshape(-1)).to(device))
+        inputs, targets = self._source.take(torch.from_numpy(chosen.reshape(-1)))
         outputs = self.forward(parts, inputs.unflatten(0, (nodes, batch)))
         each = self._loss(*task.align(outputs.flatten(0, 1), targets)).reshape(nodes, batch, -1).mean(2)
         if counts.min() == batch:
             losses = each.sum(1)
             return losses, losses.sum() / batch
-        there = torch.from_numpy(np.arange(batch) < counts[:, None]).to(device)
+        there = moved(torch.from_numpy(np.arange(batch) < counts[:, None]), device)
         losses = (each * there).sum(1)
-        return losses, (losses / torch.from_numpy(counts).to(device)).sum()
+        return losses, (losses / moved(torch.from_numpy(counts), device)).sum()
 
 
 def plain_config(population: Population) -> SupervisedConfig:
@@ -180,4 +183,4 @@ def joined_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
     if joined is None:
         raise Unsuitable("samples are no arrays of one shape")
     starts = np.cumsum([0, *(len(source) for source, _ in pairs)])
-    return joined, [start + members.cpu().numpy() for start, (_, members) in zip(starts, pairs, strict=False)]
+    return joined, [start + members.numpy() for start, (_, members) in zip(starts, pairs, strict=False)]

@@ -33,6 +33,8 @@ class Update:
     """[P] gradient of the last step, only when `keep_gradient` was asked for."""
     units: int | None = None
     """Parts that the mean loss is over: tokens, where the task has such. None: as many as samples."""
+    parameters_sum: float | None = None
+    """The sum of the parameters after the steps, only when `keep_sum` was asked for."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Training(Component, abc.ABC):
     evaluated: tuple[EvaluatedSplit, ...] = (EvaluatedSplit(),)
     """The first are the test samples."""
     keep_gradient: bool = False
+    keep_sum: bool = False
+    """Whether the sum of the parameters is wanted, which a GPU gives together with the loss."""
     members: tuple[int, ...] | None = None
     """The nodes among which all samples are dealt now; None: those of the run, as they were at its beginning."""
     dealt: Sequence[Dealt] = ()

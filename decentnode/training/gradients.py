@@ -47,8 +47,7 @@ class Gradients:
             loss = torch.zeros_like(total)
             units = self._compute(inputs, targets, loss, self._scale.scale)
             gradients = [p.grad for p in self._parameters if p.grad is not None]
-            # A loss that is not finite by itself is no matter of the scale: the round ends with it.
-            if not bool(loss.isfinite()) or self._scale.takes(gradients):
+            if self._scale.takes(gradients, loss):
                 total.add_(loss)
                 return units
             self._repeated += 1

@@ -51,11 +51,19 @@ class LossScale:
         self._good = 0
         """Steps since the scale last changed."""
 
-    def takes(self, gradients: list[Tensor]) -> bool:
+    def takes(self, gradients: list[Tensor], loss: Tensor) -> bool:
         """Divide the gradients by the scale, in place. Returns whether all are finite; where not, the scale is halved,
-        and the step is to be made again. Waits for the device. Raises Diverged where the scale is 1 already."""
+        and the step is to be made again. Waits for the device, once, as GradScaler does. Raises Diverged where the
+        scale is 1 already.
+
+        loss: of the step. One that is not finite by itself is no matter of the scale: the step counts as taken, and the
+        round ends with it.
+        """
         torch._foreach_mul_(gradients, 1.0 / self.scale)
-        if bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all()):
+        told, *finite = torch.stack([loss, *torch._foreach_norm(gradients)]).isfinite().tolist()
+        if not told:
+            return True
+        if all(finite):
             self._good += 1
             if self._good >= GROWTH_STEPS and self.scale < LARGEST_SCALE:
                 self.scale, self._good = 2.0 * self.scale, 0

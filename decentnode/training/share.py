@@ -12,7 +12,7 @@ from torch import Tensor
 from decentnode import rng
 from decentnode.errors import DataError
 from decentnode.samples import NodeSamples
-from decentnode.tensors import FlatModel
+from decentnode.tensors import FlatModel, moved
 from decentnode.training import statistics
 from decentnode.training.augment import Augmentation
 from decentnode.training.sampler import Sampler
@@ -34,7 +34,7 @@ class NodeShare:
         config says."""
         self._config, self._model, self._seed, self._uid = config, model, seed, uid
         self.splits = self._split(data)
-        """Per split its source and the indices [M] into it."""
+        """Per split its source and the indices [M] into it, on the CPU."""
         self.num_samples = len(self.splits["train"][1])
         self._sampler = self._make_sampler() if data.trains else None
         self._deal_among = data.deal_among
@@ -63,7 +63,7 @@ class NodeShare:
                 )
             kept["validation"], kept[wanted.source] = np.sort(order[:aside]), np.sort(order[aside:])
             sources["validation"] = sources[wanted.source]
-        return {name: (sources[name], torch.from_numpy(kept[name]).to(device)) for name in kept}
+        return {name: (sources[name], torch.from_numpy(kept[name])) for name in kept}
 
     # -- the order of the training samples --------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class NodeShare:
         return adopted
 
     def _take(self, source: Source) -> None:
-        self.splits["train"] = (source, torch.arange(len(source), device=self._model.device))
+        self.splits["train"] = (source, torch.arange(len(source)))
         self.num_samples = len(source)
 
     # -- batches ----------------------------------------------------------------------------------------------
@@ -176,8 +176,7 @@ class NodeShare:
         """Yields inputs and targets of each step, augmented by the draws of the epoch. Those of several steps are
         gathered at once, which costs less."""
         source, members = self.splits["train"]
-        # CUDA has copied pageable memory when this returns; only a blocking copy also waits for the stream
-        picked = members[torch.from_numpy(indices).to(members.device, non_blocking=True)]
+        picked = members[torch.from_numpy(indices)]
         group = max(1, GATHER_ELEMENTS // (source.sample_elements * self.sampler.batch))
         start = 0
         for first in range(0, len(sizes), group):
@@ -185,6 +184,6 @@ class NodeShare:
             chosen = picked[start : start + sum(some)]
             inputs, targets = source.take(chosen)
             if self._augment is not None:
-                inputs = self._augment(inputs, chosen, epoch, source.zero)
+                inputs = self._augment(inputs, moved(chosen, inputs.device), epoch, source.zero)
             start += sum(some)
             yield from zip(inputs.split(some), targets.split(some), strict=True)

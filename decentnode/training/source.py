@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from decentnode.samples import AnySamples, LazySamples, Rows, Samples
+from decentnode.tensors import moved
 
 CONVERT_ONCE_BYTES = 1 << 20
 """Inputs that take up to this as float32 are converted at once; larger 8-bit ones stay as they are (a quarter of the
@@ -40,8 +41,11 @@ def source_of(samples: AnySamples, device: torch.device) -> Source:
 class Source:
     """The samples of a split; any of them as a batch of tensors."""
 
-    def __init__(self, samples: AnySamples, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, samples: AnySamples, device: torch.device, move: Callable[[Tensor, torch.device], Tensor] = Tensor.to
+    ) -> None:
+        """move: brings the arrays to the device."""
+        self._device, self._move = device, move
         self.zero = 0.0
         """What the normalization makes of 0; of samples that are made when they are taken, 0."""
         self.kept: AnySamples | None = None
@@ -52,8 +56,8 @@ class Source:
             self._open(samples)
 
     def _open(self, samples: Samples) -> None:
-        self._targets = _Array(samples.targets, self._device)
-        self._inputs = _Array(samples.inputs, self._device)
+        self._targets = _Array(samples.targets, self._device, self._move)
+        self._inputs = _Array(samples.inputs, self._device, self._move)
         self._scale, self._offset, self._ids = samples.scale, samples.offset, samples.ids
         self.zero = samples.offset
         if not self._ids and isinstance(samples.inputs, np.ndarray) and samples.inputs.size * 4 <= CONVERT_ONCE_BYTES:
@@ -103,11 +107,12 @@ class Source:
         return max(1, self._inputs.elements)
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Model-ready copies of the samples at `indices` [M] int64: inputs [M, *input_shape] float32, or int64 where
-        they are ids, and targets [M, *target_shape] float32 or int64. Rows are padded to the longest of them."""
+        """Model-ready copies of the samples at `indices` [M] int64, which are on the CPU: inputs [M, *input_shape]
+        float32, or int64 where they are ids, and targets [M, *target_shape] float32 or int64. Rows are padded to the
+        longest of them. Not blocking on a GPU."""
         if self._lazy is not None:
-            made = Source(self._lazy.fetch(indices.cpu().numpy()), self._device)
-            return made.take(torch.arange(len(indices), device=self._device))
+            made = Source(self._lazy.fetch(indices.numpy()), self._device, moved)
+            return made.take(torch.arange(len(indices)))
         targets = self._targets.take(indices)
         kind = torch.float32 if targets.is_floating_point() else torch.int64
         return self._normalize(self._inputs.take(indices)), targets.to(kind)
@@ -125,16 +130,19 @@ class Source:
 class _Array:
     """An array or rows, of which a batch is taken."""
 
-    def __init__(self, values: np.ndarray | Rows, device: torch.device) -> None:
+    def __init__(
+        self, values: np.ndarray | Rows, device: torch.device, move: Callable[[Tensor, torch.device], Tensor]
+    ) -> None:
         array = values.values if isinstance(values, Rows) else values
         array = array.astype(NARROW.get(array.dtype, array.dtype), copy=False)
-        self.tensor = torch.from_numpy(array).to(device)
+        self._device = device
+        self.tensor = move(torch.from_numpy(array), device)
         self.elements = math.prod(values.shape[1:])
         self._rows = values if isinstance(values, Rows) else None
         if self._rows is not None:
-            self._starts = torch.from_numpy(np.asarray(self._rows.starts, np.int64)).to(device)
+            self._starts = torch.from_numpy(np.asarray(self._rows.starts, np.int64))
             fixed = isinstance(self._rows.lengths, int)
-            self._lengths = None if fixed else torch.from_numpy(np.asarray(self._rows.lengths, np.int64)).to(device)
+            self._lengths = None if fixed else torch.from_numpy(np.asarray(self._rows.lengths, np.int64))
 
     @property
     def plain(self) -> bool:
@@ -148,14 +156,15 @@ class _Array:
         return found
 
     def take(self, indices: Tensor) -> Tensor:
+        """As `Source.take`, of this array or these rows as they are."""
         if self._rows is None:
-            return self.tensor.index_select(0, indices)
-        starts = self._starts.index_select(0, indices)
+            return self.tensor.index_select(0, moved(indices, self._device))
+        starts = moved(self._starts.index_select(0, indices), self._device)
         if self._lengths is None:
-            return self.tensor[starts[:, None] + torch.arange(self._rows.longest, device=starts.device)]
+            return self.tensor[starts[:, None] + torch.arange(self._rows.longest, device=self._device)]
         lengths = self._lengths.index_select(0, indices)
-        width = torch.arange(int(lengths.max()) if len(lengths) else 0, device=starts.device)
-        there = width < lengths[:, None]
+        width = torch.arange(int(lengths.max()) if len(lengths) else 0, device=self._device)
+        there = width < moved(lengths, self._device)[:, None]
         found = self.tensor[torch.where(there, starts[:, None] + width, 0)]
         if not found.is_floating_point():
             found = found.to(torch.int64)  # the padding of targets is negative

@@ -25,7 +25,7 @@ from decentnode.training.base import Direction, EvaluatedSplit, Evaluation, Trai
 from decentnode.training.gradients import Gradients
 from decentnode.training.losses import Loss
 from decentnode.training.lr_schedules import LearningRateSchedule
-from decentnode.training.optimizers import make_optimizer
+from decentnode.training.optimizers import load_state, make_optimizer
 from decentnode.training.pace import Pace
 from decentnode.training.sampler import Sampler
 from decentnode.training.share import NodeShare
@@ -102,7 +102,7 @@ class Supervised(Training):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def samples_of(self, split: str) -> tuple[Source, Tensor]:
-        """Returns a split's source and the indices [M] into it. Raises KeyError."""
+        """Returns a split's source and the indices [M] into it, on the CPU. Raises KeyError."""
         return self.share.splits[split]
 
     # -- local steps ------------------------------------------------------------------------------------------
@@ -141,7 +141,8 @@ class Supervised(Training):
         self.dealt[-1].trained += samples
         if config.lr_schedule.every == "round":
             self._schedule.tick()
-        mean = float(loss) / max(float(units), 1)  # the only point of a round where the host waits for the device
+        loss_sum, norm_sum, unit_sum, parameters_sum = self._on_host(loss, norms, units)
+        mean = loss_sum / max(unit_sum, 1)
         if not math.isfinite(mean):
             raise Diverged(
                 f"node {self._uid}: the training loss is {mean} in round {round}; "
@@ -149,8 +150,17 @@ class Supervised(Training):
             )
         report = {"lr": learning_rate, **self._gradients.report()}
         if config.clip_norm is not None:
-            report["gradient_norm"] = float(norms) / max(steps, 1)
-        return Update(steps, samples, mean, report, last_gradient, int(units))
+            report["gradient_norm"] = norm_sum / max(steps, 1)
+        return Update(steps, samples, mean, report, last_gradient, int(unit_sum),
+                      parameters_sum if self.keep_sum else None)  # fmt: skip
+
+    def _on_host(self, loss: Tensor, norms: Tensor, units: int | Tensor) -> list[float]:
+        """Returns the values of these, and the sum of the parameters where it is wanted: the only point of a round
+        where the host waits for the device, but in fp16."""
+        total = self.model.parameters.detach().sum() if self.keep_sum else 0.0
+        every = [as_scalar(value, loss.device) for value in (loss, norms, units, total)]
+        found: list[float] = torch.stack(every).tolist()
+        return found
 
     def took(self, seconds: float) -> None:
         if self._pace is not None and self._pace_steps:
@@ -208,8 +218,7 @@ class Supervised(Training):
         units = self.task.units(targets)
         found = self.task.measure(outputs, wanted)
         every = dict(zip(LOSS_SUMS, (self._loss.summed(outputs, wanted, units), units), strict=True)) | found
-        return torch.stack([torch.as_tensor(every[name], dtype=torch.float64, device=self.model.device)
-                            for name in self.task.all_sums])  # fmt: skip
+        return torch.stack([as_scalar(every[name], self.model.device) for name in self.task.all_sums])
 
     def measure_statistics(self) -> Tensor:
         """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
@@ -250,8 +259,7 @@ class Supervised(Training):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError when the state is not that of such a training."""
         try:
-            self._optimizer.load_state_dict(state["optimizer"])
-            self._keep_memory_formats()
+            load_state(self._optimizer, state["optimizer"])
             self._gradients.load_state_dict(state)
             if self._average is not None:
                 self._average.load_state_dict(state["ema"])
@@ -265,14 +273,12 @@ class Supervised(Training):
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
 
-    def _keep_memory_formats(self) -> None:
-        """Let the optimizer's state lie in memory as its parameters do: a file has it in rows, and fused steps take
-        parameter and state in the order in which they lie."""
-        for p in self._parameters:
-            state = self._optimizer.state.get(p, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == p.shape and value.stride() != p.stride():
-                    state[name] = torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+
+def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """Returns a float64 scalar on the device. Not blocking but for a tensor of another device."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

@@ -115,7 +115,7 @@ def compare(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) 
     nodes, records = stepped(config)
     engine, kept = batched(config, way, workers)
     for node, row in zip(nodes, engine.population.parameters, strict=True):
-        np.testing.assert_allclose(row, node.training.model.parameters.detach(), rtol=0, atol=atol)
+        torch.testing.assert_close(row, node.training.model.parameters.detach(), rtol=0, atol=atol)
     for node in nodes:
         close(engine.figures(node.uid), node.figures())
         own = [record for uid, record in kept.records if uid == node.uid]
@@ -211,8 +211,9 @@ def test_rows_have_the_bits_of_stepped_nodes() -> None:
 
 def test_blocks_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = batched(experiment("node.rounds=3"), "layers")
-    monkeypatch.setattr("decentnode.simulate.stacked_steps.CPU_BLOCK_BYTES", 60000)
-    monkeypatch.setattr("decentnode.simulate.evaluation.CPU_BYTES", 1)
+    for kind in ("CPU", "GPU"):
+        monkeypatch.setattr(f"decentnode.simulate.stacked_steps.{kind}_BLOCK_BYTES", 60000)
+        monkeypatch.setattr(f"decentnode.simulate.evaluation.{kind}_BYTES", 1)
     blocks, _ = batched(experiment("node.rounds=3"), "layers")
     assert len(blocks.steps._leaves) > 1  # type: ignore[attr-defined]
     torch.testing.assert_close(blocks.population.parameters, whole.population.parameters, rtol=0, atol=1e-6)

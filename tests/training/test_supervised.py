@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,12 +8,16 @@ import pytest
 import torch
 from torch.nn import functional
 
+from decentnode.build import build_in_process, step_all
 from decentnode.data.base import Samples
 from decentnode.errors import CheckpointError, DataError, Diverged
+from decentnode.experiment import load
+from decentnode.sharing.full import Full
 
 from .contract import check_training
 from .small import linear, make, noisy, samples
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ALL = [
     {"batch_size": 4, "local_steps": 3, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
     {"batch_size": 5, "local_epochs": 1, "optimizer": {"name": "adam", "lr": 0.01}, "clip_norm": 0.5},
@@ -249,3 +254,28 @@ def test_who_comes_in_a_round_has_the_samples_and_the_learning_rate_of_that_roun
     names = ("ticks", "epoch", "cursor")
     assert [skipped.state_dict()[name] for name in names] == [trained.state_dict()[name] for name in names]
     assert skipped.learning_rate == trained.learning_rate
+
+
+class Spoils(Full):
+    """A rule that leaves no number in the model after the local steps of round 1."""
+
+    def adjust(self, model: torch.Tensor, view: Any, loss: float) -> None:
+        if view.round == 1:
+            model.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(("sharing", "lr", "round"), [("full", 3e38, 0), (f"{__name__}:Spoils", 0.1, 1)])
+def test_a_model_that_is_not_finite_is_found_before_it_is_sent(sharing: str, lr: float, round: int) -> None:
+    """By the sum that comes with the loss, which is finite, or by another one where the rule has changed the model."""
+    made = make(optimizer={"name": "sgd", "lr": 0.1})
+    assert made.local_update(0).parameters_sum is None
+    made.keep_sum = True
+    assert made.local_update(1).parameters_sum == pytest.approx(float(made.model.parameters.sum()))
+    nodes = build_in_process(load(QUICKSTART, [
+        "graph={name: ring, nodes: 3}", "mapping={nodes_per_machine: 3}", "node={rounds: 3, evaluate_every: 0}",
+        f"sharing={sharing}", "model={name: mlp, hidden: [4]}",
+        f"training={{batch_size: 4, optimizer: {{name: sgd, lr: {lr}}}}}",
+    ], check=False))  # fmt: skip
+    assert nodes[0].training.keep_sum
+    with pytest.raises(Diverged, match=f"NaN or infinity.* round {round}"):
+        step_all(nodes)
