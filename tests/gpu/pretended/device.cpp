@@ -25,6 +25,7 @@
 #include <torch/library.h>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -99,6 +100,16 @@ bool given_to_wait(const std::string& name, const torch::jit::Stack& stack, size
   return from_host ? !(masks == 1 && given == 1) : masks > 0;  // x[mask] = 1 becomes masked_fill
 }
 
+// ---- what a fork of a process that used the GPU cannot do
+
+std::atomic<bool> asked{false}, used{false}, forked{false};
+
+void use() {
+  TORCH_CHECK(!forked, "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use "
+                       "the 'spawn' start method");
+  used = asked = true;
+}
+
 // ---- memory
 
 constexpr size_t PAGE = 4096;
@@ -121,6 +132,7 @@ void given_back(void* data) {  // what other processes may have mapped is never 
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
+    use();
     void* data = bytes == 0 ? nullptr : taken(bytes);
     return {data, data, &given_back, here()};
   }
@@ -449,7 +461,24 @@ at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
+// Its schema does not say that the running statistics change, so that the CPU's would be changed in copies.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& given, const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& variance, bool training, double momentum,
+    double eps) {
+  auto host = [](const std::optional<at::Tensor>& each) { return each ? std::optional(on_host(*each)) : std::nullopt; };
+  if (inside == 0) arrive(last_copy, true);
+  inside++;
+  auto [out, saved_mean, saved_deviation] = at::native_batch_norm(
+      on_host(given), host(weight), host(bias), host(mean), host(variance), training, momentum, eps);
+  std::tuple<at::Tensor, at::Tensor, at::Tensor> found{
+      out.to(given.device()), saved_mean.to(given.device()), saved_deviation.to(given.device())};
+  inside--;
+  return found;
+}
+
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("native_batch_norm", &batch_norm);
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("as_strided", &as_strided);
@@ -532,8 +561,20 @@ int install() {  // 1 where this torch has a CUDA of its own
   if (c10::impl::hasDeviceGuardImpl(c10::DeviceType::CUDA)) return 1;
   c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, &guard);
   c10::SetAllocator(c10::DeviceType::CUDA, &memory);
+  pthread_atfork(nullptr, nullptr, [] {
+    if (asked) forked = true;
+    used = false;
+  });
   return 0;
 }
+
+// Whether there is a GPU was asked by what initializes the driver; the GPU is used; it is not; whether it is; whether it
+// cannot be.
+void ask() { asked = true; }
+void begin() { used = asked = true; }
+void end() { used = asked = false; }
+int is_used() { return used; }
+int is_forked() { return forked; }
 
 // The number of the last copy so far, and: all copies up to a number have been made.
 uint64_t copies_so_far() { return last_copy; }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import traceback
 from collections.abc import Callable, Iterator
 
 import torch
@@ -96,6 +98,37 @@ def communication(x: torch.Tensor) -> None:
     dist.destroy_process_group()
 
 
+def in_a_fork(target: Callable[[], None]) -> None:
+    pid = os.fork()
+    if not pid:
+        try:
+            target()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def uses_it() -> None:
+    assert not torch.cuda._is_in_bad_fork() and torch.ones(2, device="cuda").is_cuda and torch.cuda.is_initialized()
+
+
+def cannot_use_it() -> None:
+    assert torch.cuda._is_in_bad_fork() and not torch.cuda.is_available() and torch.cuda.device_count() > 0
+    for use in (lambda: torch.ones(2, device="cuda"), torch.cuda.get_device_name):
+        with refused(RuntimeError, "Cannot re-initialize CUDA in forked subprocess"):
+            use()
+
+
+def forks() -> None:
+    """Whoever has asked whether there is a GPU, otherwise than by counting them, has forks that cannot use it."""
+    assert torch.cuda.device_count() > 0
+    in_a_fork(uses_it)
+    assert torch.cuda.is_available() and not torch.cuda.is_initialized()
+    in_a_fork(cannot_use_it)
+
+
 def training() -> None:
     generator = torch.Generator("cuda").manual_seed(3)
     assert generator.device.type == "cuda" and torch.randperm(9, device="cuda", generator=generator).is_cuda
@@ -111,13 +144,15 @@ def training() -> None:
         own = copy.deepcopy(model).to(device)
         loss = torch.nn.functional.cross_entropy(own(inputs.to(device)), torch.tensor([0, 1, 0], device=device))
         loss.backward()
-        expected.append((loss.item(), [p.grad.cpu() for p in own.parameters() if p.grad is not None]))
+        found = [*(p.grad for p in own.parameters() if p.grad is not None), *own.buffers()]
+        expected.append((loss.item(), [each.cpu() for each in found]))
     torch.testing.assert_close(*expected)  # other kernels of a convolution: not the same bits
     weight = torch.randn(2, 3, 4, 5, device="cuda").contiguous(memory_format=torch.channels_last)
     assert torch.zeros_like(weight).mul_(2).stride() == weight.stride()
 
 
 if __name__ == "__main__":
+    forks()
     refusals(torch.arange(5.0, device="cuda"))
     waits(torch.arange(5.0, device="cuda"))
     late_copies()

@@ -80,8 +80,23 @@ class Event:
         return 1.0
 
 
+def begun() -> None:
+    """The process uses the GPU from now on: its forks cannot."""
+    if _device.is_forked():
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+    _device.begin()
+
+
+def is_available() -> bool:
+    if os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1":
+        return True
+    _device.ask()
+    return not _device.is_forked()
+
+
 def index_of(device: Any = None) -> int:
     """The number of a device, the current one's for None and for "cuda". Raises as CUDA does where there is none."""
+    begun()
     index = None if device is None else device if isinstance(device, int) else torch.device(device).index
     if index is None or index < 0:
         return int(_device.current_device())
@@ -188,9 +203,11 @@ def install(device: Any) -> None:
                              uuid=f"00000000-0000-0000-0000-{n:012x}", warp_size=32) for n in range(count)]  # fmt: skip
     streams = [Stream(device=n) for n in range(count)]
     cuda._initialized = True
-    cuda._lazy_init = cuda.init = lambda: None
+    cuda._lazy_init = cuda.init = begun
+    cuda._is_in_bad_fork = lambda: bool(device.is_forked())
+    torch.backends.cuda.is_built = lambda: True
     replaced: dict[str, Any] = {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: count,
+        "is_available": is_available, "is_initialized": lambda: bool(device.is_used()), "device_count": lambda: count,
         "current_device": index_of, "host_waits": waits, "set_device": set_device,
         "get_device_properties": lambda device=None: found[index_of(device)],
         "get_device_name": lambda device=None: found[index_of(device)].name,
@@ -211,7 +228,7 @@ def install(device: Any) -> None:
     generators = cuda.default_generators = tuple(torch.Generator(device=f"cuda:{n}") for n in range(count))
 
     def seed(value: int) -> None:
-        generators[index_of()].manual_seed(int(value))
+        generators[_device.current_device()].manual_seed(int(value))
 
     def seed_all(value: int) -> None:
         for each in generators:
@@ -232,3 +249,4 @@ def install(device: Any) -> None:
     pretended_torch_distributed.install()
     # torch would warn that it was built without cuDNN
     torch.backends.cudnn.is_acceptable = lambda tensor: False
+    device.end()  # what was done here is no use of it
