@@ -67,28 +67,29 @@ def _number_or_text(value: Any, name: str) -> Any:
                           f"got {type(value).__name__}")  # fmt: skip
 
 
-def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the state that `encode` took; its tensors are those of `tensors`. Raises CheckpointError."""
+def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
+    """Returns the state that `encode` took; its tensors are those of `tensors`, or lie on `device`. Raises
+    CheckpointError."""
     if isinstance(tree, list):
-        return [decode(value, tensors) for value in tree]
+        return [decode(value, tensors, device) for value in tree]
     if not isinstance(tree, dict):
         return tree
     if MARK not in tree:
-        return {key: decode(value, tensors) for key, value in tree.items()}
+        return {key: decode(value, tensors, device) for key, value in tree.items()}
     try:
         kind, value = tree[MARK]
         if kind == "tensor":
-            return tensors[value]
+            return tensors[value].to(device)
         if kind == "complex":
-            return torch.view_as_complex(tensors[value])
+            return torch.view_as_complex(tensors[value].to(device))
         if kind == "array":
             return tensors[value].numpy()
         if kind == "tuple":
-            return tuple(decode(value, tensors))
+            return tuple(decode(value, tensors, device))
         if kind == "float":
             return float(value)
         if kind == "dict":
-            return {decode(key, tensors): decode(each, tensors) for key, each in value}
+            return {decode(key, tensors): decode(each, tensors, device) for key, each in value}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"a checkpoint's state must be what was encoded, got {tree[MARK]!r}") from error
     raise CheckpointError(f"a checkpoint's state has a value of the unknown kind {kind!r}")

@@ -60,9 +60,9 @@ class Restored:
                     found.add(self._tensors[name])
         return found.value
 
-    def _part(self, name: str) -> Any:
+    def _part(self, name: str, device: torch.device | None = None) -> Any:
         try:
-            return decode(self._tree[name], self._tensors)
+            return decode(self._tree[name], self._tensors, device)
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{self._source} lacks {name!r}") from error
 
@@ -74,7 +74,7 @@ class Restored:
     def put_rule(self, node: Resumable) -> None:
         """Put back what the sharing rule keeps between rounds. Raises CheckpointError."""
         try:
-            node.load_sharing_state(self._part("sharing"))
+            node.load_sharing_state(self._part("sharing", node.training.model.device))
         except (KeyError, ValueError, TypeError) as error:
             rule = type(node.sharing).__name__
             raise CheckpointError(
