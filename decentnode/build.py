@@ -14,10 +14,11 @@ from decentnode.communication.base import Communication
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.communication.parts import Schema
 from decentnode.config.component import load_class
-from decentnode.errors import DataError, EnvironmentFault
+from decentnode.errors import DataError, EnvironmentFault, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
+from decentnode.mapping.base import Mapping, checked_device
 from decentnode.node.node import Node, NodeParts
 from decentnode.node.rounds import Record
 from decentnode.node.rules import Rules
@@ -62,7 +63,7 @@ def _nodes_per_process(experiment: Experiment, local: Sequence[int]) -> int:
     mapping, cores = experiment.make_mapping(), _cores()
     if len(local) <= NODES_PER_CORE * cores or not experiment.communication.steps_nodes:
         return 1
-    if any(device_of(mapping.place(uid).device, mapping.place(uid).rank).type != "cpu" for uid in local):
+    if any(device.type != "cpu" for device in devices_of(mapping, local)):
         return 1
     module = module_without_values(experiment, experiment.open_data().spec)
     size = sum(each.numel() * each.element_size() for each in module.parameters())
@@ -78,22 +79,36 @@ def threads_of(experiment: Experiment, uid: int) -> int:
     return max(1, _cores() // len(processes_of(experiment, place.machine)))
 
 
-def device_of(wanted: str, rank: int = 0) -> torch.device:
+def device_of(wanted: str, rank: int = 0, key: str = "mapping.device") -> torch.device:
     """The torch device behind auto, cpu, cuda or cuda:N for the rank-th node of a machine; a GPU with its number.
 
-    Raises EnvironmentFault when it is not there.
+    key: what named it, for errors. Raises UsageError for another word, EnvironmentFault when the device is not there.
     """
+    try:
+        checked_device(wanted)
+    except ValueError as error:
+        raise UsageError(f"{key} {error}") from None
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
+        raise EnvironmentFault(
+            f"{key} is {wanted}, but forks of a process that has asked for its GPUs (torch.cuda.is_available() is "
+            "enough) cannot use them: give processes=False or device: cpu, or begin it with "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment"
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto" or (wanted == "cuda" and count):
         return torch.device("cuda", rank % count) if count else torch.device("cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError as error:
-        raise EnvironmentFault(f"mapping.device must be auto, cpu, cuda or cuda:N, got {wanted!r}") from error
-    if device.type == "cuda" and (device.index or 0) >= count:
-        here = f"only {count} GPUs are" if count else "no GPU is"
-        raise EnvironmentFault(f"mapping.device is {wanted}, but {here} usable here; use auto or cpu")
+    device = torch.device(wanted)
+    if (device.index or 0) >= count:
+        here = "no GPU is" if not count else "only one GPU is" if count == 1 else f"only {count} GPUs are"
+        raise EnvironmentFault(f"{key} is {wanted}, but {here} usable here; use auto or cpu")
     return device
+
+
+def devices_of(mapping: Mapping, uids: Sequence[int]) -> list[torch.device]:
+    """The devices of some nodes of this machine, in their order. Raises EnvironmentFault where one is not there."""
+    return [device_of(place.device, place.rank) for place in map(mapping.place, uids)]
 
 
 def schemas_of(
@@ -237,8 +252,7 @@ def build_in_process(
     config = experiment.communication
     if not isinstance(config, InprocConfig):
         config = InprocConfig.model_validate({"name": "inproc"})
-    places = map(experiment.make_mapping().place, range(hub.num_nodes))
-    devices = [device_of(place.device, place.rank) for place in places]
+    devices = devices_of(experiment.make_mapping(), range(hub.num_nodes))
     return [
         build(
             experiment, uid,

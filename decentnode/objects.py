@@ -153,9 +153,17 @@ def samples_of(given: Any, where: str) -> LazySamples:
 
 
 def make_loss(given: Any) -> tuple[type[Any], dict[str, Any]]:
-    """The class whose instances call a function or a module of outputs and targets. Raises UsageError."""
+    """The class whose instances call a function of outputs and targets, or are copies of a module of them. Raises
+    UsageError."""
     if not callable(given):
         raise UsageError(f"loss must be a function of outputs and targets, got {type(given).__name__}")
+    if isinstance(given, nn.Module):
+
+        class GivenModule:
+            def __new__(cls) -> Any:
+                return copy.deepcopy(given)
+
+        return GivenModule, {}
 
     class GivenLoss:
         def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> Any:

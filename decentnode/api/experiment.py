@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
@@ -252,8 +253,9 @@ class Experiment:
         if "fork" not in multiprocessing.get_all_start_methods():
             raise UsageError(f"{_named(self._objects)} can be given to processes only where the system forks them; "
                              "processes=False runs all nodes in this one")  # fmt: skip
-        if torch.cuda.is_initialized():
-            raise UsageError(f"{_named(self._objects)} cannot be given to processes, because this one uses CUDA "
+        used = "uses CUDA" if torch.cuda.is_initialized() else "has computed gradients" if _autograd_threads() else ""
+        if used:
+            raise UsageError(f"{_named(self._objects)} cannot be given to processes, because this one {used} "
                              "already and forks of it cannot; processes=False runs all nodes in this one")  # fmt: skip
         return self._request(resume=request.resume, forked=True)
 
@@ -273,6 +275,16 @@ def _bound(given: Mapping[str, type[Any]]) -> contextlib.AbstractContextManager[
     from decentnode import objects
 
     return objects.bound(given)
+
+
+def _autograd_threads() -> bool:
+    """Whether torch has begun threads that compute gradients on devices. It does so where there is a GPU, for the first
+    gradient, even on the CPU (`Experiment.check` computes one), and no fork has them."""
+    found = []
+    for task in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found.append((task / "comm").read_text())
+    return any(name.startswith("pt_autograd") for name in found)
 
 
 def _named(given: Mapping[str, Any]) -> str:

@@ -16,16 +16,15 @@ if TYPE_CHECKING:
 
 def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
-    from decentnode.build import device_of
+    from decentnode.build import devices_of
     from decentnode.communication.zeromq.sockets.security import load_keyring, read_secret
     from decentnode.launch.prepare import check_memory, choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication
     here = mapping.local(choose_machine(mapping, machine, config))
+    devices_of(mapping, here)
     check_memory(experiment, here)
     for uid in here:
-        place = mapping.place(uid)
-        device_of(place.device, place.rank)
         if chosen.key_folder is not None:
             load_keyring(experiment.base_dir / chosen.key_folder, uid, mapping.num_nodes)
     if (invitations := getattr(chosen, "invitations", None)) is not None:

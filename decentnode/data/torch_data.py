@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from pydantic import Field
 
 from decentnode import rng
@@ -207,7 +208,7 @@ def batch(inputs: list[Any] | np.ndarray, targets: list[Any] | np.ndarray, where
     """Inputs and targets as arrays: whole numbers other than 8-bit ones are ids. Raises DataError where samples have
     unequal shapes."""
     try:
-        x, y = (each if isinstance(each, np.ndarray) else np.stack([np.asarray(one) for one in each])
+        x, y = (each if isinstance(each, np.ndarray) else np.stack([_array(one) for one in each])
                 for each in (inputs, targets))  # fmt: skip
     except (ValueError, TypeError) as error:
         raise DataError(f"{where}: the inputs, and the targets, of all samples must have one shape: {error}") from error
@@ -230,8 +231,8 @@ def as_lazy(made: Any, where: str) -> LazySamples:
     for number, (x, y) in enumerate(_batches(made, where)):
         if len(x) != len(y):
             raise DataError(f"{where}: batch {number} has {len(x)} inputs and {len(y)} targets")
-        inputs.append(np.asarray(x))
-        targets.append(np.asarray(y))
+        inputs.append(_array(x))
+        targets.append(_array(y))
     if not inputs:
         raise DataError(f"{where} gave no batch")
     return Held(batch(np.concatenate(inputs), np.concatenate(targets), where), made)
@@ -244,6 +245,11 @@ def _batches(made: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:
         yield each[0], each[1]
 
 
+def _array(given: Any) -> np.ndarray:
+    """What a Dataset gives; a tensor may lie on a GPU."""
+    return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+
+
 def _arrays(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
     assert isinstance(samples.inputs, np.ndarray) and isinstance(samples.targets, np.ndarray)
     return samples.inputs, samples.targets
@@ -254,7 +260,7 @@ def _targets_of(samples: LazySamples) -> np.ndarray:
         for name in ("targets", "labels"):
             told = getattr(samples.dataset, name, None)
             if told is not None and len(told) == len(samples.dataset):
-                return np.asarray(told).astype(np.int64)[samples.indices]
+                return _array(told).astype(np.int64)[samples.indices]
     if isinstance(samples, Held):
         return _arrays(samples.samples)[1]
     blocks = (np.arange(start, min(start + 1024, len(samples))) for start in range(0, len(samples), 1024))

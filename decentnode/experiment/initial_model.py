@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import nn
 
@@ -16,8 +18,8 @@ from decentnode.samples import DataSpec
 
 
 def make_module(experiment: Experiment, data: DataSpec) -> nn.Module:
-    """A module of the experiment's model, on torch's default device, with values from its global generator. Raises
-    UsageError, whatever the model raises."""
+    """A module of the experiment's model, on the CPU, or on the meta device where that is torch's default, with values
+    from torch's global generators. Raises UsageError, whatever the model raises."""
     name = experiment.model.name
     try:
         module = load_class(name, MODELS, "model")(experiment.model).make(data)
@@ -29,18 +31,21 @@ def make_module(experiment: Experiment, data: DataSpec) -> nn.Module:
         raise UsageError(f"{name} must make a torch.nn.Module, got {type(module).__name__}")
     if (lora := getattr(experiment.model, "lora", None)) is not None:
         add_adapters(module, lora)
+    if any(each.device.type not in ("cpu", "meta") for each in (*module.parameters(), *module.buffers())):
+        module = module.cpu()  # where a model of one's own put itself, and `mapping.device` may say another place
     return module
 
 
 def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:
-    """The initial model: the same on every node. Torch's global generator is left as it was.
+    """The initial model: the same on every node. Torch's global generators are left as they were.
 
     Raises UsageError where the weights to start from are not those of this model.
     """
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         seed = rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model")
-        # where there is no other device, torch.manual_seed takes a millisecond to note that for each kind of device
-        (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
+        # Where torch has no CUDA, its manual_seed takes a millisecond to note that for each kind of device. Whether
+        # there is a GPU is not asked: no fork of a process that has asked could use it.
+        (torch.manual_seed if torch.backends.cuda.is_built() else torch.default_generator.manual_seed)(seed)
         module = make_module(experiment, data)
     init = getattr(experiment.model, "init", None)
     if init is not None:
@@ -57,5 +62,11 @@ def module_without_values(experiment: Experiment, data: DataSpec) -> nn.Module:
     except UsageError:
         if ":" not in experiment.model.name:
             raise
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
         return make_module(experiment, data)
+
+
+def generators_kept() -> AbstractContextManager[None]:
+    """A block behind which torch's global generators are what they were before, also those of GPUs that this process
+    uses already."""
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())

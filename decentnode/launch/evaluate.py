@@ -113,7 +113,7 @@ class _Evaluation:
             )
         self.data = experiment.open_data()
         self.task: Task = experiment.make_task()
-        self.device = device_of(device)
+        self.device = device_of(device, key="device")
         module = make_model(experiment, self.data.spec).to(self.device)
         self.model = shared_model(experiment, module).model
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +14,7 @@ import zmq
 from torch import nn
 
 from decentnode import __version__
-from decentnode.build import device_of, shared_model, threads_of
+from decentnode.build import devices_of, shared_model, threads_of
 from decentnode.data.opened import OpenedData
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
@@ -32,9 +34,9 @@ LOOKED_AT = 64
 """How many exchanges are searched for the first one in which node 0 has neighbors."""
 
 
-def header(experiment: Experiment) -> list[list[str]]:
+def header(experiment: Experiment, local: Sequence[int]) -> list[list[str]]:
     """Returns (label, text) lines that describe the experiment. Makes one model, without values, and divides the
-    data, as every node does."""
+    data, as every node does. local: the nodes of this machine."""
     graph = experiment.make_graph()
     data = experiment.open_data()
     module = module_without_values(experiment, data.spec)
@@ -43,7 +45,7 @@ def header(experiment: Experiment) -> list[list[str]]:
     neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
     partition = getattr(experiment.data, "partition", None)
     return [
-        ["versions", _versions(experiment)],
+        ["versions", _versions(experiment, local)],
         ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
         ["data", f"{experiment.data.name}, {_owned(data, len(sizes))}{sum(sizes):,} training samples, "
                  f"{_section(partition)}: smallest node {min(sizes):,}, largest {max(sizes):,}"],
@@ -119,12 +121,20 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" if known is None else known.is_loopback
 
 
-def _versions(experiment: Experiment) -> str:
-    device = device_of(experiment.make_mapping().place(0).device)
-    threads = threads_of(experiment, 0)
-    where = f"GPU {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "CPU"
+def _versions(experiment: Experiment, local: Sequence[int]) -> str:
+    threads = threads_of(experiment, local[0])
+    where = " and ".join(_devices(devices_of(experiment.make_mapping(), local)))
     per_node = f"{threads} thread{'s' if threads != 1 else ''} per node"
     return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {where}, {per_node}"
+
+
+def _devices(found: Sequence[torch.device]) -> Iterator[str]:
+    """"2 GPUs NVIDIA H200", "CPU"."""
+    names = Counter(torch.cuda.get_device_name(device) for device in {*found} if device.type == "cuda")
+    for name, count in sorted(names.items()):
+        yield f"{count} GPUs {name}" if count > 1 else f"GPU {name}"
+    if any(device.type == "cpu" for device in found):
+        yield "CPU"
 
 
 def _degrees(neighbors: list[int]) -> str:

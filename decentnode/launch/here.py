@@ -3,9 +3,8 @@ started. Its nodes are stepped in turn; what it writes and returns is that of a 
 
 from __future__ import annotations
 
-import contextlib
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -14,6 +13,7 @@ import torch
 
 from decentnode import clock, entropy, logs
 from decentnode.errors import EnvironmentFault, Interrupted, UsageError
+from decentnode.experiment.initial_model import generators_kept
 from decentnode.launch.checked import check_run
 from decentnode.launch.header import header, other_code
 from decentnode.launch.in_process import run_nodes
@@ -72,21 +72,15 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
             return done
         records = Records(found, request.shown, command)
         observer.facts(found, records.directory)
-        observer.header([*resumed(experiment, request), *header(experiment), *other_code(experiment)])
+        here = found.local[:1] if request.simulate else found.local
+        observer.header([*resumed(experiment, request), *header(experiment, here), *other_code(experiment)])
         run = _Run(found, records, observer, signals, started)
         beside = Path(request.config or "x").absolute().parent
         run.trackers = Trackers(found.trackers, records.directory, found.machine, beside, observer.notice)
         log = node_dir(records.directory, found.local[0]) / "log.txt"
-        with logs.into(log, f"node {found.local[0]:03d}"), _generators_kept():
+        with logs.into(log, f"node {found.local[0]:03d}"), generators_kept():
             run.run(request, lambda task: run_nodes(task, experiment, run.on_message, run.begin, run.tick))
         return run.conclude()
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield
 
 
 class _Run:

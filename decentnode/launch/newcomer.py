@@ -37,7 +37,7 @@ def check(
                 *(key for key, value in environ.items() if found([], {key: value}).digest() != digest),
             ])  # fmt: skip
         check_samples_of(samples_of, experiment.make_mapping())
-        device_of(device, 0)
+        device_of(device, key="--device")
         experiment.measured()
 
 

@@ -10,7 +10,7 @@ import psutil
 import torch
 import yaml
 
-from decentnode.build import device_of, limits_of, processes_of, threads_of
+from decentnode.build import devices_of, limits_of, processes_of, threads_of
 from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
@@ -38,8 +38,10 @@ def answer(request: Request, channel: Pipe) -> int:
     try:
         experiment = load_request(request)
         torch.set_num_threads(1)
-        channel.send(facts(experiment, request))
-        lines = [*resumed(experiment, request), *header(experiment), *other_code(experiment),
+        found = facts(experiment, request)
+        channel.send(found)
+        here = found.local[:1] if request.simulate else found.local
+        lines = [*resumed(experiment, request), *header(experiment, here), *other_code(experiment),
                  *doubts(experiment, request)]  # fmt: skip
         channel.send(Header(lines, local_modules()))
     except DecentnodeError as error:
@@ -119,6 +121,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     if request.resume is not None and found is None and len(machines) == 1:
         raise CheckpointError(f"{request.shown}: no checkpoint of a run named {experiment.name} in "
                               f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
+    if not request.simulate:
+        devices_of(mapping, machines[machine])
     check_memory(experiment, machines[machine])
     inputs, kept = keep(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
@@ -166,9 +170,7 @@ def check_memory(experiment: Experiment, uids: Sequence[int]) -> None:
     memory = psutil.virtual_memory().total
     if len(uids) * each <= memory:
         return
-    mapping = experiment.make_mapping()
-    places = [mapping.place(uid) for uid in uids]
-    count = sum(device_of(place.device, place.rank).type == "cpu" for place in places)
+    count = sum(device.type == "cpu" for device in devices_of(experiment.make_mapping(), uids))
     if count * each > memory:
         nodes = f"{count} node{'s' if count > 1 else ''}"
         raise EnvironmentFault(

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import abc
 import functools
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import pydantic
 from pydantic import Field
 
 from decentnode.config.component import Component, Config
+
+
+def checked_device(wanted: str) -> str:
+    """Returns `wanted`. Raises ValueError unless it names a device."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", wanted):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, got {wanted!r}")
+    return wanted
+
+
+Device = Annotated[str, pydantic.AfterValidator(checked_device)]
 
 
 class MappingConfig(Config):

@@ -11,7 +11,7 @@ from decentnode.config import component
 from decentnode.config.component import ADDED
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import Addresses, hosts
-from decentnode.mapping.base import MappingConfig
+from decentnode.mapping.base import Device, MappingConfig
 from decentnode.mapping.table import MachineConfig, Table
 
 
@@ -29,7 +29,7 @@ class LinearConfig(MappingConfig):
     bind: str | None = None
     """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; a machine's own host
     when there are several, loopback otherwise. A name means all of its addresses that this machine has."""
-    device: str | list[str] = "auto"
+    device: Device | list[Device] = "auto"
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn. With
     auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)

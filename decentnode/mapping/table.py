@@ -12,7 +12,7 @@ from decentnode.config import component
 from decentnode.config.component import ADDED
 from decentnode.errors import MappingError
 from decentnode.mapping.addresses import find
-from decentnode.mapping.base import Mapping, MappingConfig, Place
+from decentnode.mapping.base import Device, Mapping, MappingConfig, Place
 from decentnode.mapping.hosts import address, checked
 
 PORTS_PER_NODE = 2
@@ -34,7 +34,7 @@ class MachineConfig(pydantic.BaseModel):
     bind: str | None = None
     """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; `host` when there are
     several machines, loopback otherwise. A name means all of its addresses that this machine has."""
-    device: str | list[str] = "auto"
+    device: Device | list[Device] = "auto"
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that its nodes take in turn. With auto and cuda
     node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)

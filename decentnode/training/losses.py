@@ -6,10 +6,12 @@ import inspect
 from typing import Any
 
 import pydantic
+import torch
 from torch import Tensor, nn
 
 from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
 
+CPU = torch.device("cpu")
 LOSSES: dict[str, type[Any]] = {
     "cross_entropy": nn.CrossEntropyLoss,
     "nll": nn.NLLLoss,
@@ -39,13 +41,18 @@ class LossConfig(ArgumentsConfig):
 class Loss:
     """The mean loss of a batch to train with, and the summed one to evaluate with."""
 
-    def __init__(self, config: LossConfig, label_smoothing: float = 0.0) -> None:
-        """label_smoothing: of the cross entropy in training; evaluation has what the config itself says."""
-        made = chosen(config.name, LOSSES, "loss")
-        smoothed = {"label_smoothing": label_smoothing} if label_smoothing else {}
-        self.mean = made(**{**config.arguments(), **smoothed})
-        self._plain = made(**config.arguments())
-        self._summed = made(**config.arguments(), reduction="sum") if _sums(made) else None
+    def __init__(self, config: LossConfig, label_smoothing: float = 0.0, device: torch.device = CPU) -> None:
+        """label_smoothing: of the cross entropy in training; evaluation has what the config itself says. device: of the
+        outputs and targets."""
+        kind = chosen(config.name, LOSSES, "loss")
+
+        def made(**more: Any) -> Any:
+            found = kind(**{**config.arguments(), **more})
+            return found.to(device) if isinstance(found, nn.Module) else found  # it may have tensors of its own
+
+        self.mean = made(**({"label_smoothing": label_smoothing} if label_smoothing else {}))
+        self._plain = made()
+        self._summed = made(reduction="sum") if _sums(kind) else None
 
     def summed(self, outputs: Tensor, targets: Tensor, units: int | Tensor) -> Tensor:
         """Returns the loss of a batch of so many units, summed over them; a scalar."""

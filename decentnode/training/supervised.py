@@ -59,7 +59,7 @@ class Supervised(Training):
         self.config = config
         self.model = model
         self.task = task
-        self._loss = Loss(config.loss_for(task.loss), config.label_smoothing)
+        self._loss = Loss(config.loss_for(task.loss), config.label_smoothing, model.device)
         self._gradients = Gradients(config, model, task, self._loss, uid)
         self._seed, self._uid = seed, uid
         self.share = NodeShare(config, model, data, seed=seed, uid=uid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from decentnode.build import build_in_process, step_all
 from decentnode.experiment import load
@@ -34,5 +35,18 @@ def test_what_is_told_is_what_is_sent(sharing: str, exact: bool) -> None:
     rounds = 1 if "every" in sharing else 2
     assert found.exact is exact and found.first == (1 if "every" in sharing else 0)
     assert sent == rounds * found.sent if exact else 0 < sent <= rounds * found.sent
-    text = dict(map(tuple, header(experiment)))["sharing"]  # type: ignore[arg-type]
+    text = dict(map(tuple, header(experiment, range(4))))["sharing"]  # type: ignore[arg-type]
     assert ("at most" in text) is not exact and ("per exchange" in text) is (rounds == 1)
+
+
+def test_the_devices_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another machine need not be here."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Zeta")
+    machines = [{"nodes": 1, "host": "127.0.0.1", "device": "cuda:7"},
+                {"nodes": 4, "host": "127.0.0.2", "device": ["cuda:0", "cuda:1", "cuda:0", "cpu"]}]  # fmt: skip
+    experiment = load(QUICKSTART, [
+        "graph={name: ring, nodes: 5}", "node.rounds=1", f"mapping={{name: table, machines: {machines}}}"])
+    told = [header(experiment, local)[0][1] for local in ([1, 2, 3, 4], [1, 3], [4])]
+    assert ["2 GPUs Zeta and CPU, " in told[0], "GPU Zeta, " in told[1], " CPU, " in told[2]] == [True] * 3

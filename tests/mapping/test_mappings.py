@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from decentnode.build import device_of
-from decentnode.errors import EnvironmentFault, MappingError
+from decentnode.errors import EnvironmentFault, MappingError, UsageError
 from decentnode.mapping import addresses
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.linear import Linear, LinearConfig
@@ -125,7 +125,8 @@ def test_devices_are_dealt_to_nodes_in_turn() -> None:
 @pytest.mark.parametrize(("wanted", "rank", "gpus", "found"), [
     ("auto", 0, 0, "cpu"), ("auto", 3, 2, "cuda:1"), ("cuda", 1, 4, "cuda:1"), ("cuda", 5, 4, "cuda:1"),
     ("cuda:2", 0, 4, "cuda:2"), ("cpu", 1, 4, "cpu"), ("cuda:2", 0, 2, "only 2 GPUs are usable"),
-    ("cuda", 0, 0, "no GPU is usable"), ("gpu", 0, 0, "must be auto, cpu, cuda or cuda:N"),
+    ("cuda", 0, 0, "no GPU is usable"), ("cuda:1", 0, 1, "mapping.device is cuda:1, but only one GPU is usable here"),
+    ("gpu", 0, 0, "mapping.device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
 ])  # fmt: skip
 def test_a_device_is_found_or_missed_by_name(
     monkeypatch: pytest.MonkeyPatch, wanted: str, rank: int, gpus: int, found: str
@@ -133,10 +134,24 @@ def test_a_device_is_found_or_missed_by_name(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     if " " in found:
-        with pytest.raises(EnvironmentFault, match=found):
+        with pytest.raises((EnvironmentFault, UsageError), match=found):
             device_of(wanted, rank)
     else:
         assert device_of(wanted, rank) == torch.device(found)
+
+
+def test_a_fork_that_can_use_no_gpu_says_so_instead_of_taking_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(EnvironmentFault, match="device is auto, but forks of a process"):
+        device_of("auto")
+    assert device_of("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", ["cuda:0", ""]])
+def test_a_device_is_one_of_four_words(device: object) -> None:
+    with pytest.raises(ValidationError, match="must be auto, cpu, cuda or cuda:N, got"):
+        linear(nodes_per_machine=2, device=device)
 
 
 def test_machines_behind_nat_are_said_so_and_not_all_of_them() -> None:

@@ -228,7 +228,7 @@ def test_personal_layers_never_leave_a_node() -> None:
     assert nodes[0].figures()["bytes_data"] == 4 * 2 * 4 * BODY
     traffic = estimate_traffic(chosen, nodes[0].training.model.module)
     assert (traffic.message, traffic.sent) == (4 * BODY, 2 * 4 * BODY)
-    assert ["parameters", f"{BODY} shared, {HEAD} kept by each node"] in header(chosen)
+    assert ["parameters", f"{BODY} shared, {HEAD} kept by each node"] in header(chosen, [0])
 
 
 def test_only_adapters_are_shared() -> None:

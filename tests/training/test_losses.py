@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from decentnode.data.base import Samples
 from decentnode.errors import UsageError
+from decentnode.objects import bound, make_loss
 from decentnode.samples import PADDING, DataSpec, NodeSamples
 from decentnode.tasks.next_token import NextToken, NextTokenConfig
 from decentnode.tensors import FlatModel
@@ -75,3 +76,19 @@ def test_every_token_of_a_step_counts_alike(accumulate: int) -> None:
     update = training.local_update(0)
     assert update.loss == pytest.approx(float(expected.detach()), rel=1e-6) == loss
     assert torch.allclose(module.table.weight, before - gradient, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_tensors_of_a_loss_lie_where_the_model_does(given: bool) -> None:
+    weighted = nn.CrossEntropyLoss(weight=torch.ones(3))
+    made, _ = make_loss(weighted)
+    with bound({"loss": made if given else Weighted}):
+        config = LossConfig.model_validate({"name": "decentnode.objects:loss"})
+        found = Loss(config, device=torch.device("meta"))
+    assert found.mean(torch.ones(2, 3, device="meta"), torch.ones(2, dtype=torch.int64, device="meta")).is_meta
+    assert weighted.weight is not None and weighted.weight.is_cpu
+
+
+class Weighted(nn.CrossEntropyLoss):
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(weight=torch.ones(3), reduction=reduction)
