@@ -72,17 +72,21 @@ def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
 def test_the_report_is_json_at_any_moment(gpu: ModuleType, tmp_path: Path) -> None:
     report = gpu.Report(tmp_path / "gpu.json", [])
     for n in range(3):
-        assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == n
-        report.add(gpu.Row("mixing", "4 arrivals", 3.0, "GB/s", 4.0, ">= .85"))
+        text = (tmp_path / "gpu.json").read_text()
+        assert len(json.loads(text)["rows"]) == n and "NaN" not in text
+        report.add(gpu.Row("mixing", "4 arrivals", float("nan") if n else 3.0, "GB/s", 4.0, ">= .85"))
+    assert [row.failed for row in report.rows] == [False, True, True]
 
 
 @pytest.mark.parametrize(("text", "ended", "expected"), [
     (PYTEST + SUMMARY, 1, ["test_x.py: passed 1.0 of 2", "test_x.py: 1 skipped absent: needs two GPUs",
                            "test_x.py::test_b failed: RuntimeError: CUDA error"]),
     (PYTEST + "tests/gpu/test_x.py::test_d[1] ", None,
-     ["test_x.py: passed 1.0 of 2", "test_x.py: the file stopped at its limit, in test_x.py::test_d[1]"]),
+     ["test_x.py: passed 1.0 of 2", "test_x.py::test_b failed: FAILED",
+      "test_x.py: the file stopped at its limit, in test_x.py::test_d[1]"]),
     (PYTEST + "tests/gpu/test_x.py::test_d[1] ", -11,
-     ["test_x.py: passed 1.0 of 2", "test_x.py: the file failed: pytest ended with -11, in test_x.py::test_d[1]"]),
+     ["test_x.py: passed 1.0 of 2", "test_x.py::test_b failed: FAILED",
+      "test_x.py: the file failed: pytest ended with -11, in test_x.py::test_d[1]"]),
     ("ImportError", 2, ["test_x.py: passed 0.0 of 0",
                         "test_x.py: the file failed: pytest ended with 2, in before a test began"]),
 ])  # fmt: skip

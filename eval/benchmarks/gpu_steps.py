@@ -133,9 +133,10 @@ COMPILED = "gn_lenet"
 def training(tiny: bool) -> Iterator[Row]:
     """Local steps of one node beside bare steps of plain SGD of the same model and batch in float32."""
     gpu = on_gpu()
-    for model, batch in ((COMPILED, 8),) if tiny else ((COMPILED, 8), ("resnet, depth: 18", 128)):
-        variants = {"float32": [], "amp: bf16": VARIANTS["amp: bf16"]} if tiny else VARIANTS
-        for name, extra in variants.items():
+    models = ((COMPILED, 8),) if tiny else ((COMPILED, 8), ("resnet, depth: 18", 128))
+    variants = {"float32": [], "amp: bf16": VARIANTS["amp: bf16"]} if tiny else VARIANTS
+    for name, extra in variants.items():
+        for model, batch in models:
             what = f"{model}, batch {batch}, {name}: local step"
             if "compile" in name and model != COMPILED:
                 continue

@@ -18,7 +18,8 @@ from gpu_rows import Row, failure
 
 ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 4
-FILE_SECONDS = 140.0
+ALL_SECONDS = 140.0
+"""A file that is not over by then is stopped, with what it has done: before gpu.py stops the case."""
 SLOWEST = ("test_cuda_ipc.py", "test_nccl.py", "test_devices.py")
 """Begun first: they start processes, or wait."""
 _DONE = re.compile(r"^(\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -33,8 +34,8 @@ def tests(_tiny: bool) -> Iterator[Row]:
     """Rows: what passed of each file, and each test that failed, with why. All that pytest says goes to the file that
     the environment variable GPU_TESTS_LOG names."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        limit = FILE_SECONDS * float(os.environ.get("GPU_PATIENCE", 1))
-        running = {pool.submit(run_file, path, limit): path for path in files()}
+        until = time.monotonic() + ALL_SECONDS * float(os.environ.get("GPU_PATIENCE", 1))
+        running = {pool.submit(run_file, path, until): path for path in files()}
         for done in as_completed(running):
             try:
                 text, rows = done.result()
@@ -47,11 +48,13 @@ def tests(_tiny: bool) -> Iterator[Row]:
             yield from rows
 
 
-def run_file(path: Path, limit_seconds: float) -> tuple[str, list[Row]]:
-    """(all that pytest said, rows) of the GPU tests of one file; they end at the limit, with what was done by then."""
+def run_file(path: Path, until: float) -> tuple[str, list[Row]]:
+    """(all that pytest said, rows) of the GPU tests of one file. until: of time.monotonic(), when they are stopped;
+    what was done by then counts."""
+    began = time.monotonic()
+    limit_seconds = max(until - began, 1.0)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", str(path), "-p", "no:cacheprovider", "-o", "addopts=", "-v",
                "-rfEs", "--tb=short", "--color=no", f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
-    began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
                                    env={**os.environ, "COLUMNS": "250", "PYTHONUNBUFFERED": "1"})  # fmt: skip
@@ -74,13 +77,18 @@ def rows_of(name: str, text: str, ended: int | None, seconds: float) -> Iterator
     skipped, passed = outcomes.count("SKIPPED"), outcomes.count("PASSED")
     note = f"{seconds:.0f} s" + (f", {skipped} skipped" if skipped else "")
     yield Row("tests", f"{name}: passed", passed, "", asked=f"= {len(outcomes) - skipped}", note=note)
+    told = False
     for line in lines:
         if match := re.match(r"(FAILED|ERROR) (\S+?::.+?)(?: - (.*))?$", line):
+            told = True
             yield Row("tests", match[2].rpartition("/")[2][:58], None, note=f"failed: {(match[3] or match[1])[:300]}")
         elif match := re.match(r"SKIPPED \[(\d+)\] (\S+?):? (.*)$", line):
             yield Row("tests", f"{name}: {match[1]} skipped", None, note=f"absent: {match[3]}")
     if ended in (0, 1, 5):  # all passed; some did not; none of them is marked gpu
         return
+    for match in filter(None, map(_DONE.match, lines)):
+        if match[2] in ("FAILED", "ERROR") and not told:  # there is no summary
+            yield Row("tests", match[1].rpartition("/")[2][:58], None, note=f"failed: {match[2]}")
     last = next((line for line in reversed(lines) if "::" in line and not _DONE.match(line)), "before a test began")
     how = "stopped at its limit" if ended is None else f"failed: pytest ended with {ended}"
     yield Row("tests", f"{name}: the file", None, note=f"{how}, in {last.rpartition('/')[2].strip()[:200]}")

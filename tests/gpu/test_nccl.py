@@ -5,6 +5,7 @@ None of this has run so far: it was written where there is no GPU. Several GPUs 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -18,11 +19,17 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.communication.torch_distributed.batched_p2p import BatchedPath
-from decentnode.communication.torch_distributed.clique_path import NodeSide
-from decentnode.communication.torch_distributed.communicator import NcclCommunicator, describe_gpu, refusal
+from decentnode.communication.torch_distributed.clique_path import CLOSE_SECONDS, NodeSide
+from decentnode.communication.torch_distributed.communicator import (
+    ABORT_SECONDS,
+    NcclCommunicator,
+    describe_gpu,
+    refusal,
+)
 from decentnode.communication.torch_distributed.gloo import connect, listen
 from decentnode.communication.torch_distributed.group_collective import CollectiveKind, SumExchange
 from decentnode.payload import Payload, TensorSpec
+from tests.gpu.pretended import needs_a_real_gpu
 
 pytestmark = pytest.mark.gpu
 DENSE = Schema(3_000_000, {"x": TensorSpec(torch.float32, 3_000_000)}, True)
@@ -41,7 +48,9 @@ def path() -> Iterator[BatchedPath]:
     made = BatchedPath(communicator, NodeSide(inbox, status, counters, 30.0, lambda tensor: None), peers=frozenset({0}),
                        start_seconds=30)  # fmt: skip
     yield made
+    began = time.monotonic()
     made.close()
+    assert time.monotonic() - began < CLOSE_SECONDS + ABORT_SECONDS + 5
 
 
 def test_a_model_comes_back_bit_for_bit_round_after_round(path: BatchedPath) -> None:
@@ -56,6 +65,17 @@ def test_a_model_comes_back_bit_for_bit_round_after_round(path: BatchedPath) -> 
             assert not arrival.missing
             got[arrival.start : arrival.stop] = arrival.received[0].tensors["x"]
         assert torch.equal(got, sent)
+
+
+@needs_a_real_gpu
+def test_a_batch_that_hangs_is_given_up_at_its_deadline_and_its_node_is_named(path: BatchedPath) -> None:
+    """The GPU is busy for seconds: to the host that looks like a peer that launches nothing. `path` then closes."""
+    path._inbox.advance(0)
+    torch.cuda._sleep(10_000_000_000)  # cycles
+    began = time.monotonic()
+    path.begin((0, 0), [(Payload({"x": torch.zeros(DENSE.elements, device="cuda")}), [0])], [0])
+    arrival = next(iter(InboxExchange(path._inbox, (0, 0), (0,), frozenset({0})).arrivals(1.0)))
+    assert arrival.missing == {0} and not arrival.received and time.monotonic() - began < 3
 
 
 def test_sizes_that_only_the_header_tells(path: BatchedPath) -> None:
