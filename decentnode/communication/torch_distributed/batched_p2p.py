@@ -188,7 +188,7 @@ class BatchedPath(CliquePath):
         if holding[0] is None or tensors[0].device != self._device:
             buffers = Buffers(self._pool, plans, 1)
             for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
+                copy.copy_(tensor, non_blocking=copy.is_cuda)  # gloo reads the host's memory without an event
             tensors = buffers.cut(totals)
         parts = pieces(plans, tensors)
         for uid in uids:
