@@ -116,6 +116,31 @@ def test_the_kernel_by_tritons_interpreter() -> None:
     assert done.returncode == 0, done.stderr
 
 
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from decentnode.mixing.kernel import _weighted_sum
+names = _weighted_sum.arg_names
+tensors = {"out", "x", *(f"r{k}" for k in range(8))}
+kinds = {name: "*fp32" if name in tensors else "fp32" for name in names}
+kinds |= {"n": "i64", "ARRIVALS": "constexpr", "BLOCK_SIZE": "constexpr"}
+constants = {(names.index("ARRIVALS"),): 3, (names.index("BLOCK_SIZE"),): 4096}
+aligned = {(k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if name in tensors}
+made = compile(ASTSource(_weighted_sum, kinds, constants, aligned), target=GPUTarget("cuda", 90, 32))
+assert "ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not here (torch for CUDA brings it)")
+def test_the_compiled_kernel_reads_16_bytes_at_a_time_whatever_the_size(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    path = f"{root}:{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=root, capture_output=True, text=True, timeout=200,
+                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("nodes", "width"), [(1, 5), (3, 64), (5, 1000), (7, 4099)])
 def test_rows_of_all_nodes_have_the_bits_of_each(nodes: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(nodes, width)
