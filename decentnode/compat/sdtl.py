@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from decentnode import parallel
 from decentnode.parallel.methods.base import DistOptimizer
-from decentnode.parallel.process_group import num_ranks, wait
+from decentnode.parallel.process_group import device_of_group, num_ranks, wait
 
 SMALLEST = 1e-8
 """Added to running squares of gradients, by which EASGD+ weighs."""
@@ -120,8 +120,9 @@ class LSGD(SDTLMethod):
         """[P] the leaders' parameters. Blocking."""
         model = self.before.clone()
         if self.world_size > 1:
-            scores = [torch.empty_like(self.decreases) for _ in range(self.world_size)]
-            wait(dist.all_gather(scores, self.decreases, async_op=True))
+            own = self.decreases.to(device_of_group())
+            scores = [torch.empty_like(own) for _ in range(self.world_size)]
+            wait(dist.all_gather(scores, own, async_op=True))
             leaders = torch.stack(scores).argmin(0).tolist()
             for leader, part in zip(leaders, model.split(self.sizes), strict=True):
                 wait(dist.broadcast(part, leader, async_op=True))

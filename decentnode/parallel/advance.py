@@ -244,16 +244,17 @@ def vector() -> int | None:
 def _exact(lanes: int) -> bool:
     compiled = loops()
     assert compiled is not None
-    draw = torch.Generator().manual_seed(0)
+    draw = torch.Generator("cpu").manual_seed(0)
     marks = np.zeros((1, 2), np.uint64)
     size = 64 * max(VECTORS) + 15
     for kind, decay, maximize in ((Adam, 0.0, False), (Adam, 0.1, True), (AdamW, 0.1, False)):
-        start = torch.randn(size, generator=draw)
+        start = torch.randn(size, generator=draw, device="cpu")
         theirs, x = Parameter(start.clone()), start.clone()
         optimizer = kind([theirs], lr=0.01, weight_decay=decay, maximize=maximize, fused=True)
-        moments = torch.zeros(2, size)
+        moments = torch.zeros(2, size, device="cpu")
         for step in range(1, 9):
-            theirs.grad = torch.randn(size, generator=draw) * 10.0 ** torch.randint(-9, 3, x.shape, generator=draw)
+            draws = torch.randn(size, generator=draw, device="cpu")
+            theirs.grad = draws * 10.0 ** torch.randint(-9, 3, x.shape, generator=draw, device="cpu")
             optimizer.step()
             row = (size, size - size % lanes, theirs.grad.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(),
                    *_constants(optimizer.param_groups[0], step, kind is AdamW))  # fmt: skip

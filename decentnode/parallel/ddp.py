@@ -31,7 +31,7 @@ from decentnode.parallel.exchange import BucketExchange
 from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
 from decentnode.parallel.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
-from decentnode.parallel.process_group import broadcast_all, device_of_group, ranks_per_machine, together
+from decentnode.parallel.process_group import broadcast_all, check_device, device_of_group, ranks_per_machine, together
 from decentnode.parallel.refusals import (
     check_frozen,
     check_makers,
@@ -188,10 +188,14 @@ class DecentralizedDataParallel(Module, Joinable):
             self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
+            for name, p in model.named_parameters():
+                check_device(f"parameter {name}", p)
+            for name, buffer in model.named_buffers():
+                check_device(f"buffer {name}", buffer)
             graph = self._make_topology(topology, local_world_size)
             plan = Plan(graph, sharing_named(sharing), self.rank)
         if dist.is_initialized():
-            check_all_alike(model, plan, options, self._named[0][1].device)
+            check_all_alike(model, plan, options, device_of_group())
             broadcast_all([*model.parameters(), *model.buffers()])
         tag_parameters(model)
         return plan

@@ -22,8 +22,9 @@ from decentnode.errors import PeerLost
 from decentnode.graph.base import RoundView
 from decentnode.parallel.advance import Rows
 from decentnode.parallel.buckets import Bucket, BucketPart
+from decentnode.parallel.host_memory import HostCopies
 from decentnode.parallel.plan import Plan
-from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, wait
+from decentnode.parallel.process_group import backend_of, device_of_group, gather_texts, num_ranks, wait
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ class Flight:
     step: int
     works: list[tuple[Any, list[int]]] = field(default_factory=list)
     """Operations, each with the ranks that it waits for."""
+    landings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Slots of a bucket, and where in host memory their content arrives."""
     use: int = 0
     """The number of the exchange, in shared memory."""
 
@@ -61,6 +64,8 @@ class BucketExchange:
         self._step = -1
         self._flights: dict[int, Flight] = {}
         self._groups: dict[tuple[int, ...], Any] = {}
+        self._copies: dict[int, HostCopies] = {}
+        """Of the buckets that the process group cannot send from where they lie."""
         self._open_groups()
 
     def _open_groups(self) -> None:
@@ -122,27 +127,58 @@ class BucketExchange:
         flight = self._flights[bucket.index] = Flight(self._step)
         members = self._mean_group(self._step)
         if members is not None:
-            others = [peer for peer in members if peer != self.rank]
+            others, total = [peer for peer in members if peer != self.rank], self._leaving(bucket, bucket.slot(0))
+            if total is not bucket.slot(0):
+                flight.landings.append((bucket.slot(0), total))
             with self._blamed(self._step, others):
-                work = dist.all_reduce(bucket.slot(0), group=self._groups[members], async_op=True)
+                work = dist.all_reduce(total, group=self._groups[members], async_op=True)
             flight.works.append((work, others))
             self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
             return
         operations, whom = [], []
-        for number, peer in enumerate(view.sources):
-            bucket.received[peer] = bucket.slot(number)
+        sent, landing = self._leaving(bucket, bucket.sent), self._landing(bucket, flight, view.sources)
         for peer in sorted({*view.neighbors, *view.sources}):
             if peer in view.neighbors:
-                operations.append(dist.P2POp(dist.isend, bucket.sent, peer))
+                operations.append(dist.P2POp(dist.isend, sent, peer))
                 whom.append([peer])
                 self.bytes_sent += bucket.size_bytes
             if peer in view.sources:
-                operations.append(dist.P2POp(dist.irecv, bucket.received[peer], peer))
+                operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
                 whom.append([peer])
         everybody = sorted({*view.neighbors, *view.sources})
         with self._blamed(self._step, everybody):  # torch raises here already for a connection that it knows is broken
             works = dist.batch_isend_irecv(operations)
         flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
+
+    def _host_copies(self, bucket: Bucket) -> HostCopies | None:
+        """None where the process group sends a bucket from where it lies. gloo sums what lies on a GPU, but does not
+        send it from rank to rank; of all that passes, the copies are made here."""
+        device = bucket.flat.device
+        if device.type == "cpu" or backend_of(device) == "nccl":
+            return None
+        return self._copies.setdefault(bucket.index, HostCopies(bucket))
+
+    def _leaving(self, bucket: Bucket, tensor: Tensor) -> Tensor:
+        """A tensor [S] of a bucket, or its copy, where the process group can send it. Blocking for a copy."""
+        copies = self._host_copies(bucket)
+        return tensor if copies is None else copies.of_sent(tensor)
+
+    def _landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
+        """Gives a bucket its slots for what comes from these ranks. By rank: the tensor [S] that the process group
+        receives into, the slot or one that `_land` copies there."""
+        copies, found = self._host_copies(bucket), {}
+        for number, peer in enumerate(sources):
+            found[peer] = bucket.received[peer] = bucket.slot(number)
+            if copies is not None:
+                found[peer] = copies.of_slot(number)
+                flight.landings.append((bucket.received[peer], found[peer]))
+        return found
+
+    @staticmethod
+    def _land(flight: Flight) -> None:
+        """Blocking: copies what has arrived in host memory to where it belongs."""
+        for slot, arrived in flight.landings:
+            slot.copy_(arrived)
 
     def _mean_group(self, step: int) -> tuple[int, ...] | None:
         """The ranks that average with one all_reduce in a step; None if payloads are sent from rank to rank."""
@@ -211,6 +247,7 @@ class BucketExchange:
                     work.wait()
                 else:
                     work.wait(timedelta(seconds=self.timeout_seconds))
+        self._land(flight)
         self.wait_seconds += clock.now() - started
 
     def _look_for(self, peer: int, started: float, now: float, step: int, waiting: str = "") -> None:

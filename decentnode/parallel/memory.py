@@ -58,7 +58,7 @@ def _dense(tensor: Tensor) -> bool:
 
 def _places(tensor: Tensor) -> Tensor:
     """[elements] where the elements begin, in elements from the first."""
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         places = (places[..., None] + torch.arange(size, device="cpu") * stride).reshape(-1)
     return places.reshape(-1)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decentnode.communication.torch_distributed.communicator import describe_gpu, exchange_descriptions, refusal
 from decentnode.errors import AssemblyError
 from decentnode.parallel.memory import distinct
 from decentnode.parallel.shutdown import leave_at_exit
@@ -75,9 +76,22 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
     if cuda:
         torch.cuda.set_device(local_device())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+    found: dict[str, Any] = {}
+    if device is not None:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+        _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
+        found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}
     dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
-                            device_id=device)  # fmt: skip
+                            device_id=device, **found)  # fmt: skip
     leave_at_exit()
+
+
+def _check_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Blocking, on all ranks. Raises AssemblyError on all of them where NCCL would refuse: two on one GPU, or two
+    versions of it."""
+    problem = refusal(exchange_descriptions(store, rank, range(world_size), describe_gpu(device)), "rank")
+    if problem:
+        raise AssemblyError(f'{problem}: start one rank for each GPU, or call initialize_dist("gloo")')
 
 
 def local_device() -> torch.device:
@@ -205,6 +219,22 @@ def device_of_group() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
+def backend_of(device: torch.device) -> str:
+    """The name of what sends tensors of a device in the default process group; "" where nothing does."""
+    try:
+        return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
+    except RuntimeError:
+        return ""
+
+
+def check_device(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that the default process group cannot send: one of the CPU where it has NCCL
+    alone. name: of the tensor."""
+    if dist.is_initialized() and num_ranks() > 1 and not backend_of(tensor.device):
+        raise ValueError(f"{name} must lie where the process group's backend {dist.get_backend()} sends from, got "
+                         f'{tensor.device}: move the model to {device_of_group()}, or call initialize_dist("gloo")')
+
+
 def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
     """Blocking. Raises AssemblyError on every rank, naming a rank and its first other line, if lines differ."""
     told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
@@ -221,6 +251,8 @@ def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
 
 def broadcast_all(tensors: Iterable[Tensor], source: int = 0) -> None:
     """Blocking: replaces every tensor by that of rank `source`, in place."""
+    if num_ranks() == 1:  # which may have NCCL and a model on the CPU
+        return
     for each in tensors:
         tensor = distinct(each.detach())
         if tensor.numel():

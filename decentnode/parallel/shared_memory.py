@@ -36,7 +36,7 @@ from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange, Flight
 from decentnode.parallel.plan import Plan
 from decentnode.parallel.presence import WORDS, Absence, Presence
-from decentnode.parallel.process_group import check_alike, together, wait
+from decentnode.parallel.process_group import check_alike, device_of_group, together, wait
 from decentnode.system import boot_id
 
 SLOTS = 2
@@ -65,10 +65,11 @@ def usable(buckets: Sequence[Bucket], plan: Plan, device: torch.device) -> bool:
     except OSError:
         room, host = False, entropy.word(8)
     fits = device.type == "cpu" and room and most <= MAX_NEIGHBORS and stores_in_order()
-    own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(device)
+    there = device_of_group()
+    own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(there)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     wait(dist.all_gather(hosts, own, async_op=True))
-    everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=device)
+    everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=there)
     wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
     return bool(everybody)
 
@@ -115,7 +116,7 @@ class SharedMemoryExchange(BucketExchange):
     def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
         """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
         remove_stale(NAMES)
-        token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2])
+        token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2], device="cpu")
         wait(dist.broadcast(token, 0, async_op=True))
         paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
         own, segments = None, []

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRSc
 
 import decentnode.compat.decent_dp as package
 from decentnode.compat.sdtl import CommOptimizer
+from tests.parallel.work import models
 from tests.parallel.work.models import flat
 
 EPOCHS, BATCHES, CLASSES = 2, 12, 4
@@ -30,7 +31,7 @@ def draw(rank: int, epoch: int, kind: str) -> list[tuple[Tensor, Tensor]]:
             made.append((torch.randn(16, 3, 8, 8, generator=generator) * 0.3 + y.view(-1, 1, 1, 1), y))
         else:  # sequences that repeat one token
             made.append((y.view(-1, 1).repeat(1, 6), y.view(-1, 1).repeat(1, 6)))
-    return made
+    return [(x.to(models.DEVICE), y.to(models.DEVICE)) for x, y in made]
 
 
 class Language(nn.Module):
@@ -46,9 +47,9 @@ class Language(nn.Module):
 
 def network(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return Language() if kind != "cnn" else nn.Sequential(
+    return (Language() if kind != "cnn" else nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
-    ).to(memory_format=torch.channels_last)  # fmt: skip
+    ).to(memory_format=torch.channels_last)).to(models.DEVICE)  # fmt: skip
 
 
 def groups(params: list[tuple[str, Tensor]], decay: float) -> list[dict[str, Any]]:

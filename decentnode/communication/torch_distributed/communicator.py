@@ -199,20 +199,22 @@ def gpu_number(device: torch.device) -> int:
     return int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=5).digest(), "big") or 1
 
 
-def refusal(found: dict[int, str]) -> str:
-    """Why these nodes cannot have one NCCL communicator, by their `describe_gpu`; empty when they can."""
+def refusal(found: dict[int, str], who: str = "node") -> str:
+    """Why these nodes cannot have one NCCL communicator, by their `describe_gpu`; empty when they can. who: what the
+    numbers are of, for the message."""
     without = sorted(uid for uid, text in found.items() if not text)
     if without:
-        return f"NCCL needs a GPU and a torch with NCCL on every node, node {without[0]} lacks one: use backend: auto"
+        return f"NCCL needs a GPU and a torch with NCCL on every {who}, {who} {without[0]} lacks one"
     by_gpu: dict[str, int] = {}
     first, versions = min(found), {uid: text.partition(" ")[0] for uid, text in found.items()}
     for uid, text in sorted(found.items()):
         gpu = text.partition(" ")[2]
         if gpu in by_gpu:
-            return f"NCCL takes one node per GPU, but nodes {by_gpu[gpu]} and {uid} share {gpu}"
+            return f"NCCL takes one {who} per GPU, but {who}s {by_gpu[gpu]} and {uid} share {gpu}"
         by_gpu[gpu] = uid
         if versions[uid] != versions[first]:
-            return f"NCCL must have one version, got {versions[first]} on node {first}, {versions[uid]} on node {uid}"
+            return (f"NCCL must have one version, got {versions[first]} on {who} {first}, {versions[uid]} on {who} "
+                    f"{uid}")  # fmt: skip
     return ""
 
 

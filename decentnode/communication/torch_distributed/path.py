@@ -103,7 +103,8 @@ class TorchDistributedPath(Path):
         wanted, context = self._config.backend, self.context
         problem = refusal(exchange_descriptions(store, context.uid, members, describe_gpu(context.device)))
         if problem and wanted == "nccl":
-            raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}", list(members))
+            raise AssemblyError(f"clique of nodes {', '.join(map(str, members))}: {problem}; use backend: auto",
+                                list(members))  # fmt: skip
         if problem:
             logger.warning("clique of nodes %s by gloo, through host memory: %s", members, problem)
         return not problem

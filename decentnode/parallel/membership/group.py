@@ -177,7 +177,7 @@ class MemberWork:
 
 def _joined(chunks: Sequence[memoryview], size: int) -> Tensor:
     """[size] the bytes of a message."""
-    whole = torch.empty(size, dtype=torch.uint8)
+    whole = torch.empty(size, dtype=torch.uint8, device="cpu")
     at = 0
     for each in chunks:
         if len(each):
@@ -272,8 +272,8 @@ class MemberGroup(dist.ProcessGroup):
         return self._begin(self._others(), own, sizes, end)
 
     def barrier(self, opts: Any = None) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
-        others = self._others()
-        return self._begin(others, torch.empty(0, dtype=torch.uint8), dict.fromkeys(others, 0), lambda _: None)
+        others, nothing = self._others(), torch.empty(0, dtype=torch.uint8, device="cpu")
+        return self._begin(others, nothing, dict.fromkeys(others, 0), lambda _: None)
 
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> MemberWork:  # type: ignore[override]  # noqa: ARG002
         (tensor,), peer = tensors, self._ranks[to]

@@ -372,7 +372,7 @@ def _drop(groups: list[Any]) -> None:
         if group.size() > 1:
             with suppress(RuntimeError):
                 peer = (group.rank() + 1) % group.size()
-                group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
     groups.clear()
 
 

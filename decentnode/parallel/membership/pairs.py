@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.shared_memory.segment import Backoff
@@ -83,33 +84,34 @@ class PairExchange(BucketExchange):
             return
         flight = PairFlight(self._step)
         self._flights[bucket.index] = flight
-        for number, peer in enumerate(view.sources):
-            bucket.received[peer] = bucket.slot(number)
+        sent, landing = self._leaving(bucket, bucket.sent), self._landing(bucket, flight, view.sources)
         for peer in sorted({*view.neighbors, *view.sources}):  # all of them, also where one is known to be gone
             if peer in view.neighbors:
-                self._begin(flight, bucket, peer, receives=False)
+                self._begin(flight, sent, peer, receives=False)
                 self.bytes_sent += bucket.size_bytes
             if peer in view.sources:
-                self._begin(flight, bucket, peer, receives=True)
+                self._begin(flight, landing[peer], peer, receives=True)
 
-    def _begin(self, flight: PairFlight, bucket: Bucket, peer: int, receives: bool) -> None:
+    def _begin(self, flight: PairFlight, tensor: Tensor, peer: int, receives: bool) -> None:
         leg = _Leg(peer, receives, None)
         flight.legs.append(leg)
         try:
             if receives:
-                leg.work = dist.irecv(bucket.received[peer], peer, group=self._group)
+                leg.work = dist.irecv(tensor, peer, group=self._group)
             else:
-                leg.work = dist.isend(bucket.sent, peer, group=self._group)
+                leg.work = dist.isend(tensor, peer, group=self._group)
         except RuntimeError as error:  # a connection that is known to be broken
             leg.over, leg.failed = True, str(error)
 
     def _wait(self, flight: Flight) -> None:
         assert isinstance(flight, PairFlight)
         self._wait_for(flight.legs, flight.step)
+        self._land(flight)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:  # noqa: ARG002
         assert isinstance(flight, PairFlight)
         self._wait_for([leg for leg in flight.legs if leg.receives and leg.peer in sources], flight.step)
+        self._land(flight)
 
     def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
         """Blocking. Raises PeerLost naming the rank."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.process_group import check_alike, device_of_group, num_ranks, together, wait
+from decentnode.parallel.process_group import check_alike, check_device, device_of_group, num_ranks, together, wait
 from decentnode.parallel.refusals import check_steps_alone
 from decentnode.parallel.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
@@ -101,6 +101,8 @@ class DistOptimizer(metaclass=MadeTogether):
         self.steps = 0
         self._losses: deque[float] = deque(maxlen=comm_period)
         self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
+        for number, p in enumerate(self.params):
+            check_device(f"parameter {number} of the optimizer", p)
         check_steps_alone(local_optimizer)
         self.check_stable()
         self.center = self.flat_params()
@@ -162,16 +164,21 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def largest(self, value: float) -> float:
         """Blocking: the largest of the numbers that the ranks give."""
-        own = torch.tensor([value], dtype=torch.float64, device=self.center.device)
+        own = torch.tensor([value], dtype=torch.float64, device=self._device_of_numbers)
         if self.world_size > 1:
             wait(dist.all_reduce(own, op=dist.ReduceOp.MAX, async_op=True))
         return float(own)
 
     def gather_numbers(self, value: float) -> Numbers:
         """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
-        own = torch.tensor([value, self.steps, bool(self._losses)], dtype=torch.float64, device=self.center.device)
+        own = torch.tensor([value, self.steps, bool(self._losses)], dtype=torch.float64,
+                           device=self._device_of_numbers)  # fmt: skip
         found = [own.clone() for _ in range(self.world_size)]
         return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
+
+    @property
+    def _device_of_numbers(self) -> torch.device:
+        return device_of_group() if self.world_size > 1 else self.center.device
 
     def with_beat(self, *tensors: Tensor) -> Tensor:
         """The tensors [..] one after the other, and a number of this step, so that `without_beat` can compare."""

@@ -49,6 +49,16 @@ struct Queued final : Work {
   }
 };
 
+struct Begun final : Work {  // of gloo, which ranks ask for what lies on a GPU and on the CPU in one order
+  Begun(int rank, OpType type, WorkPtr work, Tensors tensors)
+      : Work(rank, type), work_(std::move(work)), tensors_(std::move(tensors)) {}
+  bool isCompleted() override { return work_->isCompleted(); }
+  void synchronize() override {}
+  bool wait(std::chrono::milliseconds timeout) override { return work_->wait(timeout); }
+  WorkPtr work_;
+  Tensors tensors_;
+};
+
 struct Line {  // the operations of one communicator, one after the other
   std::mutex lock;
   std::condition_variable changed;
@@ -83,7 +93,7 @@ struct Line {  // the operations of one communicator, one after the other
 void check(const Tensors& given, bool nccl) {
   for (const auto& each : given) {
     TORCH_CHECK(each.is_cuda(), "Tensors must be CUDA and dense");
-    TORCH_CHECK(each.is_non_overlapping_and_dense() && each.is_contiguous(), "Tensors must be contiguous");
+    TORCH_CHECK(each.is_contiguous(each.suggest_memory_format()), "Tensors must be contiguous");
     auto type = each.scalar_type();
     TORCH_CHECK(!nccl || !(type == at::kShort || type == at::kUInt16 || type == at::kUInt32 || type == at::kUInt64),
                 "Input tensor data type is not supported for NCCL process group: ", type);
@@ -227,6 +237,7 @@ class OnGpu final : public Backend {
     check(tensors, nccl_);
     if (!tensors.empty()) connect(tensors[0].device());
     written();
+    if (!nccl_) return c10::make_intrusive<Begun>(getRank(), type, job(*line_->gloo).at(0), tensors);
     auto work = c10::make_intrusive<Queued>(getRank(), type);
     Moved kept = [tensors, job = std::move(job)](Backend& gloo) { return job(gloo); };
     std::lock_guard<std::mutex> held(line_->lock);

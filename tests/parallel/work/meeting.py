@@ -14,6 +14,7 @@ from torch import nn
 
 from decentnode.errors import AssemblyError
 from decentnode.parallel import CommOptimizer, process_group
+from tests.parallel.work import models
 from tests.parallel.work.models import batch, flat, model
 
 
@@ -46,7 +47,7 @@ def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, 
     """A quadratic without gradients, and a short training, with a CommOptimizer."""
     warnings.simplefilter("error")
     torch.manual_seed(rank)
-    still = nn.Parameter(torch.randn(7))
+    still = nn.Parameter(torch.randn(7).to(models.DEVICE))
     start = still.detach().clone()
     local = torch.optim.SGD([still], lr=0.1, momentum=0.9 if name == "EAMSGD" else 0.0)
     comm = CommOptimizer(local, name, world_size=n, comm_period=3, **options)
@@ -56,7 +57,7 @@ def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, 
     found: dict[str, Any] = {"unchanged": torch.equal(start, still), "center": torch.allclose(comm.center, total / n)}
     met = []
     for step in range(9):
-        still.grad = torch.zeros(7)
+        still.grad = torch.zeros_like(still)
         before = still.detach().clone()
         comm.step(loss=float(rank))
         if not torch.equal(before, still):

@@ -10,21 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+DEVICE = torch.device("cpu")
+"""Where models and batches lie: `run_ranks` is told."""
+
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(5, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    return torch.randn(5, 6, generator=generator).to(DEVICE), torch.randn(5, 3, generator=generator).to(DEVICE)
 
 
 def flat(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    return torch.cat([p.detach().reshape(-1).cpu() for p in module.parameters()])
 
 
 class Odd(nn.Module):
@@ -39,6 +42,7 @@ class Odd(nn.Module):
         self.conv = nn.Conv2d(1, 2, (2, 3)).to(memory_format=torch.channels_last)
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
         self.flip = False
+        self.to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = (self.b, self.a) if self.flip else (self.a, self.b)
@@ -55,6 +59,7 @@ class Mixed(nn.Module):
         self.a, self.b, self.c = nn.Linear(6, 8), nn.Linear(8, 8).bfloat16(), nn.Linear(8, 3)
         self.sometimes = nn.Linear(8, 8).bfloat16()
         self.calls = 0
+        self.to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -67,7 +72,7 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Conv2d(2, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 2))
-        self.to(memory_format=torch.channels_last)
+        self.to(DEVICE, memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         images = torch.cat([x, x.flip(1)], 1).tile(1, 3).view(-1, 2, 3, 6)

@@ -22,11 +22,11 @@ def simulate(graph: Graph, n: int, steps: int, factors: Sequence[float] = ()) ->
 
     factors: [steps] how much of the way to sum_j W_ij x_j is gone, all of it when not given.
     """
-    models = [model() for _ in range(n)]
+    models = [model().cpu() for _ in range(n)]
     optimizers = [SGD(m.parameters()) for m in models]
     for t in range(steps):
         for rank, m in enumerate(models):
-            x, y = batch(rank, t)
+            x, y = (each.cpu() for each in batch(rank, t))
             m.zero_grad()
             (m(x) - y).square().mean().backward()
         before = [flat(m).double() for m in models]
@@ -56,14 +56,14 @@ def rule_of(section: Any) -> Any:
 
 def simulate_rule(graph: Graph, section: Any, n: int, steps: int) -> list[Tensor]:
     """As `simulate`, for any elementwise rule, each rank's on its whole model."""
-    models = [model() for _ in range(n)]
+    models = [model().cpu() for _ in range(n)]
     optimizers = [SGD(m.parameters()) for m in models]
     rules = [sharing_named(rule_of(section)) for _ in range(n)]
     for rank, rule in enumerate(rules):
         rule.begin(flat(models[rank]), Plan(graph, rule, rank).view(0))
     for t in range(steps):
         for rank, m in enumerate(models):
-            x, y = batch(rank, t)
+            x, y = (each.cpu() for each in batch(rank, t))
             m.zero_grad()
             (m(x) - y).square().mean().backward()
         before = [flat(m) for m in models]
