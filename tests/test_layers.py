@@ -208,5 +208,6 @@ def test_what_never_stands_in_the_code(path: Path) -> None:
         assert not found, f"{path}:{text_of(path).count(chr(10), 0, found.end()) + 1}: {what}"
 
 
+@pytest.mark.slow
 def test_nothing_is_empty() -> None:
     assert [each for path in FILES for each in parsed(path)[1]] == []

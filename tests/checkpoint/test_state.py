@@ -50,6 +50,7 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+@pytest.mark.slow
 @given(TREES)
 def test_plain_values_come_back_the_same(state: Any) -> None:
     assert same(there_and_back(state), state)

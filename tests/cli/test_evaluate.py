@@ -122,6 +122,7 @@ def test_only_the_merged_model(tmp_path: Path) -> None:
     assert not found.nodes and found.summary["accuracy_merged"] == pytest.approx(run.summary["accuracy_merged"])
 
 
+@pytest.mark.slow
 def test_a_file_with_other_names(tmp_path: Path) -> None:
     run = ran(tmp_path)
     path = run.path / "models" / "000.safetensors"
@@ -130,6 +131,7 @@ def test_a_file_with_other_names(tmp_path: Path) -> None:
         evaluate(run.path)
 
 
+@pytest.mark.slow
 def test_a_run_of_another_task(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(120, 3)).astype(np.float32)

@@ -26,7 +26,7 @@ from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import rule_view
 from tests.conftest import scale
 from tests.node.fakes import Quadratic
-from tests.sharing.contract import RULES, bound, by_rule, suited
+from tests.sharing.contract import RULES, bound, by_needs, suited
 
 ELEMENTS = 150
 NODES = 4
@@ -137,7 +137,7 @@ def mutated(payload: Payload, schema: Mapping[str, TensorSpec], draws: np.random
     return Payload(tensors, scalars, payload.metadata)
 
 
-@pytest.mark.sampled(of=by_rule)
+@pytest.mark.sampled(of=by_needs)
 @pytest.mark.parametrize("name", VIA_UNPACK)
 def test_any_payload_is_mixed_or_refused(name: str) -> None:
     """Nothing is raised, nobody but a sender of changed bytes is refused, and untouched payloads are mixed again."""

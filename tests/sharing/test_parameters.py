@@ -56,6 +56,7 @@ NAMES = st.lists(
 PATTERNS = st.lists(st.sampled_from(["a.*", "b.*", "*.weight", "c.1.*", "*.0.*", "[ab].2.*"]), max_size=3)
 
 
+@pytest.mark.slow
 @given(names=NAMES, keep=PATTERNS, patterns=PATTERNS, data=st.data())
 def test_every_shared_parameter_lies_in_the_range_of_the_first_fragment_that_matches_it(
     names: list[str], keep: list[str], patterns: list[str], data: st.DataObject

@@ -138,6 +138,7 @@ def test_a_state_without_the_scale_is_refused() -> None:
 # -- the compiler ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_those_of_the_module_wherever_its_parameters_lie() -> None:
     plain, made = make(module=noisy, **STEPS), make(module=noisy, **STEPS, compile=EAGER)
     for round in range(6):
@@ -179,6 +180,7 @@ def test_no_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         compiling.compiled(linear(), CompileConfig(), torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_what_the_compiler_refuses_is_a_sentence() -> None:
     with pytest.raises(EnvironmentFault, match=r"training\.compile\.backend must be one of .*inductor.*, got 'tensor'"):
         make(compile={"backend": "tensor"})
