@@ -12,6 +12,7 @@ from torch import Tensor
 
 from decentnode import native
 from decentnode.mixing import cpu
+from decentnode.tensors import moved
 
 CACHE_BYTES = 512 << 10
 """So much of x is mixed before the next columns: half of the second cache of the cores of these years."""
@@ -94,5 +95,5 @@ class RowWeights:
                 found = torch.zeros(shape, dtype=x.dtype).index_put_((at[0], at[1]), values)
             else:
                 found = torch.sparse_coo_tensor(at, values, shape, check_invariants=True).coalesce()
-            self._matrices[key] = found.to(x.device)
+            self._matrices[key] = found.to(x.device) if found.is_sparse else moved(found, x.device)
         return self._matrices[key]

@@ -146,8 +146,10 @@ def test_a_round_of_all_nodes_at_once_waits_for_losses_and_finite_models(way: st
     from decentnode.simulate.choice import WAYS
 
     images = ["data={name: synthetic, input_shape: [3, 12, 12], train_samples: 90, test_samples: 9, partition: iid}"]
-    config = experiment(f"model={model}", *(images if way == "vmap" else []), "mapping={nodes_per_machine: 5, device: "
-                        "cuda}", "training.clip_norm=1.0")  # fmt: skip
+    config = experiment(
+        f"model={model}", *(images if way == "vmap" else []), "mapping={nodes_per_machine: 5, device: cuda}",
+        "training.clip_norm=1.0", "graph={name: random_regular, nodes: 5, degree: 2}",  # drawn anew in every round
+    )  # fmt: skip
     population = Population(config)
     engine = Batched(population, WAYS[way](population))
     engine.step()

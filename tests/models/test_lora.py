@@ -163,7 +163,7 @@ def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
     assert all(torch.equal(merged[name], value) for name, value in alone.items())
     wanted = merged["1.weight"] + 4 / 4 * merged["1.lora_b"] @ merged["1.lora_a"]
     assert sorted(plain) == ["1.bias", "1.weight", "3.bias", "3.weight"] and torch.allclose(plain["1.weight"], wanted)
-    x = torch.randn(5, 1, 8, 8)
+    x = torch.randn(5, 1, 8, 8, device=nodes[0].training.model.device)
     base = build_in_process(load(QUICKSTART, [f"model.init={tmp_path}/models/folded.safetensors"]))[0]
     assert torch.allclose(base.training.model.module.eval()(x), module.eval()(x), atol=1e-5)
     for name, same in (("merged", True), ("folded", False)):  # with adapters and without

@@ -152,7 +152,7 @@ def test_runs_start_from_the_weights_that_another_left(tmp_path: Path, model: st
     again = load(tmp_path / "b.yaml", ["communication=inproc"])
     assert all(torch.equal(a, b) for a, b in zip(make_model(again, DIGITS).state_dict().values(),
                                                  module.state_dict().values(), strict=True))  # fmt: skip
-    flat = [node.training.model.parameters for node in build_in_process(again)]
+    flat = [node.training.model.parameters.cpu() for node in build_in_process(again)]
     assert torch.equal(flat[0], flat[2])
     assert torch.equal(flat[0], torch.cat([p.reshape(-1) for p in module.parameters()]))
 
