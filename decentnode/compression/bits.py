@@ -47,11 +47,14 @@ def ones_at(positions: Tensor, count: int) -> Tensor:
 
 
 def positions(flags: Tensor, known: int | None = None) -> Tensor:
-    """The positions of the flags [N] bool that are set: [K] int64, ascending. known: K; without it the host waits for a
-    GPU."""
+    """The positions of the flags [N] bool that are set: [K] int64, ascending. known: K; without it, and before torch
+    2.7, the host waits for a GPU."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    return (flags.nonzero() if known is None else flags.nonzero_static(size=known)).view(-1)
+    # torch 2.6 has nonzero_static for the CPU alone, and up to 2.9 that of a GPU dies of no flags (pytorch #162473)
+    if known is None or not flags.numel() or torch.__version__ < "2.7":
+        return flags.nonzero().view(-1)
+    return flags.nonzero_static(size=known).view(-1)
 
 
 def set_bits(packed: Tensor, count: int) -> Tensor:

@@ -98,12 +98,12 @@ def test_a_process_sees_its_own_gpu_alone(
 @pytest.mark.parametrize(("current", "device"), [(0, 1), (2, 2)])
 def test_the_model_is_moved_to_the_rank_s_gpu(current: int, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To that which torch.cuda.set_device has chosen; a model that is on one stays."""
+    inner = model()
     monkeypatch.setenv("LOCAL_RANK", "1")
     for name, value in (("is_available", True), ("current_device", current), ("device_count", 4)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     moved = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, to: moved.append(to) or self)
-    inner = model()
     assert wrapper._placed(inner) is inner and moved == [torch.device("cuda", device)]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     assert wrapper._placed(inner) is inner and len(moved) == 1

@@ -1,4 +1,4 @@
-"""The tests of a GPU, and whole runs, on a GPU that is pretended (tests/gpu/pretended)."""
+"""The tests of a GPU, and of several, on GPUs that are pretended (tests/gpu/pretended)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from tests.gpu.pretended import build
 
-ROOT = Path(__file__).parents[2]
+FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+FILES = sorted(path.name for path in FOLDER.glob("test_*.py") if path != Path(__file__))
 SECONDS = 280
 pytestmark = [
     pytest.mark.slow,
@@ -30,15 +31,20 @@ def test_what_a_gpu_refuses_is_refused_and_its_waits_are_counted() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_tests_of_a_gpu_pass() -> None:
-    done = on_the_gpu("-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-o", "addopts=",
-                      "--timeout=120")  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout.splitlines()[-1] and "failed" not in done.stdout.splitlines()[-1]
+@pytest.mark.parametrize("file", FILES)
+def test_the_tests_of_a_gpu_pass(file: str) -> None:
+    passed(file, "gpu")
 
 
-def test_the_tests_of_several_gpus_pass() -> None:
-    done = on_the_gpu("-m", "pytest", "-m", "multigpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "-o", "addopts=",
-                      "--timeout=120", gpus=2)  # fmt: skip
+@pytest.mark.parametrize("file", [name for name in FILES if "multigpu" in (FOLDER / name).read_text()])
+def test_the_tests_of_several_gpus_pass(file: str) -> None:
+    done = passed(file, "multigpu", gpus=2)
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-4000:]
+
+
+def passed(file: str, mark: str, gpus: int = 1) -> subprocess.CompletedProcess[str]:
+    """The tests of one file with a mark, of which at least one ran and none failed."""
+    done = on_the_gpu("-m", "pytest", "-m", mark, f"tests/gpu/{file}", "-q", "-p", "no:cacheprovider", "-o", "addopts=",
+                      "--timeout=120", gpus=gpus)  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout.splitlines()[-1] and "skipped" not in done.stdout.splitlines()[-1]
+    return done
