@@ -7,7 +7,7 @@ A node on a GPU has a second publish buffer, in the memory of the GPU, for the o
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -260,7 +260,7 @@ class SharedMemoryPath(Path):
     def close(self, broken: bool) -> None:  # noqa: ARG002
         self._status.doorbell = None
         if True in self._buffers:
-            self._drain(self._buffers[True])
+            give_up(self._buffers[True], self._gone)
         if self._doorbell is not None:
             if self.context.process is not None:
                 self.context.process.forget(self._doorbell.descriptor)
@@ -269,9 +269,15 @@ class SharedMemoryPath(Path):
         self._buffers = {}
         self._mapped.clear()
 
-    def _drain(self, buffer: PublishBuffer) -> None:
-        """Lent memory ends with this process: others have to be done with it."""
-        try:
-            buffer.drain(clock.now() + DRAIN_SECONDS, self._gone)
-        except (TimeoutError, DecentnodeError, RuntimeError) as error:  # a reader that died takes its events along
-            logger.debug("lent memory is still read: %s", error)
+
+_still_lent: list[PublishBuffer] = []
+"""Lent memory that others may still read: it is theirs until this process ends."""
+
+
+def give_up(buffer: PublishBuffer, gone: Callable[[int], bool]) -> None:
+    """Blocking until others are done with lent memory, but for DRAIN_SECONDS at most: then it is never used again."""
+    try:
+        buffer.drain(clock.now() + DRAIN_SECONDS, gone)
+    except (TimeoutError, DecentnodeError, RuntimeError) as error:  # a reader that died takes its events along
+        logger.debug("lent memory is still read: %s", error)
+        _still_lent.append(buffer)

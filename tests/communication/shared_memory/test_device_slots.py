@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import Schema
+from decentnode.communication.shared_memory import path
 from decentnode.communication.shared_memory.cuda_ipc import EVENT_BYTES, unpacked
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
 from decentnode.communication.shared_memory.layout import SLOTS, Layout
@@ -92,10 +93,10 @@ def said() -> Iterator[list[Said]]:
 
 def buffer(said: list[Said]) -> tuple[PublishBuffer, BufferReader]:
     run, fake = uuid.uuid4().hex, Fake(said)
-    path = path_of(run, 0, lent=True)
-    own = PublishBuffer(path, LAYOUT, fake.export_slots(LAYOUT, [1]))
+    file = path_of(run, 0, lent=True)
+    own = PublishBuffer(file, LAYOUT, fake.export_slots(LAYOUT, [1]))
     try:
-        return own, BufferReader(path, LAYOUT, 1, fake)
+        return own, BufferReader(file, LAYOUT, 1, fake)
     finally:
         own.unlink()
 
@@ -134,6 +135,20 @@ def test_a_slot_that_is_read_is_not_written_again(said: list[Said]) -> None:
     with pytest.raises(TimeoutError):
         own.drain(0.0, lambda uid: False)
     own.drain(0.0, lambda uid: True)
+
+
+def test_lent_memory_that_is_still_read_stays(said: list[Said], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(path, "DRAIN_SECONDS", 0.0)
+    kept: list[PublishBuffer] = []
+    monkeypatch.setattr(path, "_still_lent", kept)
+    own, reader = buffer(said)
+    slot, use = own.publish(0, Payload({"x": torch.ones(1000)}), [1], 1e9, lambda uid: False)
+    reader.enter(0, slot)
+    path.give_up(own, lambda uid: False)
+    assert kept == [own]
+    reader.release(0, slot, use)
+    path.give_up(own, lambda uid: False)
+    assert kept == [own]
 
 
 def test_an_offer_that_has_no_room_is_refused(said: list[Said]) -> None:
