@@ -220,7 +220,8 @@ def device_of_group() -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """The name of what sends tensors of a device in the default process group; "" where nothing does."""
+    """The name of what sends tensors of a device in the default process group; "" where torch knows of nothing, as for
+    groups written in Python."""
     try:
         return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
     except RuntimeError:
@@ -230,9 +231,9 @@ def backend_of(device: torch.device) -> str:
 def check_device(name: str, tensor: Tensor) -> None:
     """Raises ValueError for a tensor that the default process group cannot send: one of the CPU where it has NCCL
     alone. name: of the tensor."""
-    if dist.is_initialized() and num_ranks() > 1 and not backend_of(tensor.device):
-        raise ValueError(f"{name} must lie where the process group's backend {dist.get_backend()} sends from, got "
-                         f'{tensor.device}: move the model to {device_of_group()}, or call initialize_dist("gloo")')
+    if dist.is_initialized() and num_ranks() > 1 and dist.get_backend() == "nccl" and not tensor.is_cuda:
+        raise ValueError(f"{name} must lie where the process group's backend nccl sends from, got {tensor.device}: "
+                         f'move the model to {device_of_group()}, or call initialize_dist("gloo")')
 
 
 def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
