@@ -12,10 +12,10 @@ from tests.gpu.pretended import build
 
 FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py") if path != Path(__file__))
-SECONDS = 280
+SECONDS = 500
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(2 * SECONDS),
+    pytest.mark.timeout(SECONDS + build.COMPILE_SECONDS),
     pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable())),
 ]
 

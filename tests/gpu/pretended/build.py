@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -44,8 +45,14 @@ def library() -> Path:
     sources = b"".join(each.read_bytes() for each in SOURCES)
     key = hashlib.sha256(sources + (torch / "version.py").read_bytes() + str(torch).encode()).hexdigest()
     path = user_cache.folder() / f"pretended-cuda-{key[:16]}.so"
-    if user_cache.ours(path):
-        return path
+    with (path.parent / "pretended-cuda.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several that need it at once one compiles
+        if not user_cache.ours(path):
+            _compile(torch, path)
+    return path
+
+
+def _compile(torch: Path, path: Path) -> None:
     handle, new = tempfile.mkstemp(dir=path.parent, suffix=".new")
     os.close(handle)
     include, lib = torch / "include", torch / "lib"
@@ -58,7 +65,6 @@ def library() -> Path:
         Path(new).unlink()
         raise RuntimeError(f"g++ refused it:\n{done.stderr[-4000:]}")
     Path(new).replace(path)
-    return path
 
 
 def environment(gpus: int = 1) -> dict[str, str]:
