@@ -77,7 +77,7 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
         torch.cuda.set_device(local_device())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
     found: dict[str, Any] = {}
-    if device is not None:
+    if device is not None and dist.is_nccl_available():  # else torch says so
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
         _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
         found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}

@@ -34,7 +34,8 @@ class Update:
     units: int | None = None
     """Parts that the mean loss is over: tokens, where the task has such. None: as many as samples."""
     parameters_sum: float | None = None
-    """The sum of the parameters after the steps, only when `keep_sum` was asked for."""
+    """The sum of the parameters after all that changes them in the round, where `keep_sum` asks for it and it is
+    known."""
 
 
 @dataclass(frozen=True)

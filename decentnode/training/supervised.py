@@ -141,7 +141,8 @@ class Supervised(Training):
         self.dealt[-1].trained += samples
         if config.lr_schedule.every == "round":
             self._schedule.tick()
-        loss_sum, norm_sum, unit_sum, parameters_sum = self._on_host(loss, norms, units)
+        sums = self.keep_sum and type(self).local_update is Supervised.local_update  # another may yet change the model
+        loss_sum, norm_sum, unit_sum, parameters_sum = self._on_host(loss, norms, units, sums)
         mean = loss_sum / max(unit_sum, 1)
         if not math.isfinite(mean):
             raise Diverged(
@@ -152,12 +153,12 @@ class Supervised(Training):
         if config.clip_norm is not None:
             report["gradient_norm"] = norm_sum / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient, int(unit_sum),
-                      parameters_sum if self.keep_sum else None)  # fmt: skip
+                      parameters_sum if sums else None)  # fmt: skip
 
-    def _on_host(self, loss: Tensor, norms: Tensor, units: int | Tensor) -> list[float]:
-        """Returns the values of these, and the sum of the parameters where it is wanted: the only point of a round
-        where the host waits for the device, but in fp16."""
-        total = self.model.parameters.detach().sum() if self.keep_sum else 0.0
+    def _on_host(self, loss: Tensor, norms: Tensor, units: int | Tensor, sums: bool) -> list[float]:
+        """Returns the values of these, and the sum of the parameters where `sums`: the only point of a round where the
+        host waits for the device, but in fp16."""
+        total = self.model.parameters.detach().sum() if sums else 0.0
         every = [as_scalar(value, loss.device) for value in (loss, norms, units, total)]
         found: list[float] = torch.stack(every).tolist()
         return found
