@@ -10,16 +10,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
-#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/as_strided_native.h>
-#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
-#include <ATen/ops/resize_native.h>
 #include <cstdlib>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
