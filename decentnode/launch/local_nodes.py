@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from decentnode import entropy
+from decentnode import clock, entropy
 from decentnode.launch.messages import ChildMessage, Facts, Request, Task
 from decentnode.launch.provenance import usable_cores
 from decentnode.launch.sockets import SocketDir
@@ -19,8 +19,14 @@ class LocalNodes:
         self.workers: list[Worker] = []
         self.endpoints: dict[str, list[str]] = {}
         """Where nodes listen that have said so, by uid in digits."""
+        self.enter("starting")
         self._request, self._facts, self._directory = request, facts, directory
         self._sockets = SocketDir()
+
+    def enter(self, phase: str) -> None:
+        """The nodes are in another phase: starting (fork, load), joining (connect) or running."""
+        self.phase = phase
+        self.phase_since = clock.now()
 
     def start(self, context: Context) -> None:
         """Fork all. Returns before they are ready."""
@@ -28,11 +34,16 @@ class LocalNodes:
         self._run_id = entropy.word(8) if 0 in self._facts.local and not self._request.join else ""
         for uids in self._facts.processes:
             self.workers.append(start_node(context, self._task(uids, self._request.join, None)))
+        self.enter("joining" if self._facts.in_process else "starting")
 
     def start_again(self, uids: list[int], began: float | None) -> Worker:
         """Start nodes that have died once more, in one process, which asks the others to let it in; it is not among
         `workers` yet. began: when the run began (`clock.now()`), for its faults."""
         return start_node(self._context, self._task(uids, True, began))
+
+    def worker_of(self, uid: int) -> Worker | None:
+        """Returns the process of a node; None where it has ended."""
+        return next((each for each in self.workers if each.alive and uid in each.left), None)
 
     def replace(self, worker: Worker, by: Worker) -> None:
         """All nodes of a process that is gone run in another one."""

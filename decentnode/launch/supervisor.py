@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from decentnode import clock
 from decentnode.launch import forkserver
+from decentnode.launch.local_run import Command
 from decentnode.launch.messages import Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome, finished_before
-from decentnode.launch.run import Command, Run
+from decentnode.launch.run import Run
 from decentnode.launch.run_dir import Records
 from decentnode.launch.signals import StopSignals
 from decentnode.launch.workers import Context, Loader

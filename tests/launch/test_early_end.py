@@ -1,0 +1,62 @@
+"""What a failure, a signal and an order to stop mean to a run, without one."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from decentnode import clock
+from decentnode.launch.early_end import ECHO_SECONDS, GRACE_SECONDS, EarlyEnd
+from decentnode.launch.messages import Failed, PeerFailure, StopRun
+from tests.launch.stand_ins import local_run
+
+
+def test_the_cause_is_the_failure_that_others_follow_from() -> None:
+    run, heard = local_run()
+    end = EarlyEnd(run)
+    end.fail(Failed(1, 5, "nothing from node 0", "", follower=True))
+    assert end.near and heard.causes == []
+    end.fail(Failed(0, 8, "a bug", ""))
+    end.tell_cause()
+    assert heard.causes == [0], "once"
+    assert [type(each) for each in run.nodes.workers[0].told] == [PeerFailure], "of the first"
+
+
+def test_who_does_not_end_in_time_is_killed_and_named() -> None:
+    run, heard = local_run()
+    end = EarlyEnd(run)
+    end.tick(clock.now() + 1e6)
+    assert not any(worker.killed for worker in run.nodes.workers), "nothing has failed"
+    before = clock.now()
+    end.fail(Failed(1, 5, "nothing from node 0", "", follower=True))
+    end.tick(before + ECHO_SECONDS + 0.5)
+    assert heard.causes == [1] and end.silent == []
+    run.nodes.workers[1].failed = {1}
+    end.tick(clock.now() + GRACE_SECONDS)
+    assert all(worker.killed for worker in run.nodes.workers) and end.silent == [0]
+
+
+@pytest.mark.parametrize(("phase", "count", "killed"), [
+    ("starting", 1, True), ("joining", 1, True), ("running", 1, False), ("running", 2, True),
+])  # fmt: skip
+def test_a_first_signal_of_a_run_that_has_begun_stops_it_and_others_kill(
+    phase: str, count: int, killed: bool
+) -> None:
+    run, _ = local_run(phase)
+    end = EarlyEnd(run)
+    received: Any = run.command.signals.received
+    received += [signal.SIGINT] * count
+    end.obey_signals()
+    assert (end.killed_by_user, end.near) == (killed, killed)
+    assert (run.nodes.workers[0].told == [StopRun()]) == (phase == "running")
+    end.tick(clock.now())
+    assert end.silent == [], "the user knows"
+
+
+def test_an_order_to_stop_is_obeyed_once() -> None:
+    run, heard = local_run()
+    end = EarlyEnd(run)
+    assert end.stop_as_asked() and not end.stop_as_asked()
+    assert run.nodes.workers[1].told == [StopRun()] and len(heard.notices) == 1

@@ -1,0 +1,78 @@
+"""What the death of a node means to a run, without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from decentnode.errors import Diverged, Interrupted
+from decentnode.launch.early_end import EarlyEnd
+from decentnode.launch.losses import Losses
+from decentnode.launch.messages import Failed
+from tests.launch.stand_ins import local_run
+
+DEATH = Failed(1, 8, "node 1 was killed", "")
+
+
+@pytest.mark.parametrize(("phase", "regroup", "exit_code", "goes_on"), [
+    ("running", True, 8, True), ("running", False, 8, False), ("joining", True, 8, False),
+    ("running", True, Diverged.exit_code, False),
+])  # fmt: skip
+def test_the_others_go_on_where_the_config_allows_it(
+    phase: str, regroup: bool, exit_code: int, goes_on: bool
+) -> None:
+    run, heard = local_run(phase, regroup=regroup)
+    end = EarlyEnd(run)
+    Losses(run, end).died(Failed(1, exit_code, "node 1 was killed", ""))
+    assert end.near is not goes_on and (1 in run.ledger.lost) is goes_on
+    assert heard.notices == (["node 1 was killed: the others go on"] if goes_on else [])
+
+
+def test_nodes_on_their_way_back_end_nothing_and_are_started_again_as_often_as_allowed() -> None:
+    run, heard = local_run(regroup=True, restarts=1)
+    end = EarlyEnd(run)
+    losses, first = Losses(run, end), run.nodes.workers[1]
+    losses.died(DEATH)
+    losses.replace(first)
+    second = run.nodes.workers[1]
+    assert second is not first and second.uids == (1,)
+    losses.died(Failed(1, Diverged.exit_code, "node 1 diverged", ""))
+    losses.replace(second)
+    assert run.nodes.workers[1] is second and not end.near and run.ledger.restarts == {1: 1}
+    assert [text for text in heard.notices if "again" in text] == ["node 1 is started again (1 of 1 times)"]
+
+
+def test_nobody_is_started_again_where_none_is_left_to_let_them_in_or_the_run_ends() -> None:
+    run, heard = local_run(regroup=True, restarts=1)
+    losses, workers = Losses(run, EarlyEnd(run)), list(run.nodes.workers)
+    for uid, worker in enumerate(workers):
+        losses.died(Failed(uid, 8, f"node {uid} was killed", ""))
+        worker.exit_code = -9
+    assert losses.nobody_is_left
+    losses.replace(workers[0])
+    assert run.nodes.workers == workers and "all nodes have died" in heard.notices[-1]
+
+    run, _ = local_run(regroup=True, restarts=1)
+    losses, workers = Losses(run, EarlyEnd(run)), list(run.nodes.workers)
+    losses.died(DEATH)
+    run.command.signals.received.append(2)
+    losses.replace(workers[1])
+    assert run.nodes.workers == workers
+
+
+def test_a_stop_on_the_way_back_keeps_why_the_node_was_lost() -> None:
+    run, _ = local_run(regroup=True)
+    losses = Losses(run, EarlyEnd(run))
+    losses.died(DEATH)
+    losses.died(Failed(1, Interrupted.exit_code, "stopped", ""))
+    assert run.ledger.lost == {1: DEATH}
+
+
+def test_the_user_hears_of_each_generation_once_and_who_is_in_it_is_not_lost() -> None:
+    run, heard = local_run(regroup=True)
+    losses = Losses(run, EarlyEnd(run))
+    losses.died(DEATH)
+    record = {"generation": 2, "origin": "ab", "members": [0, 1], "joined": [1], "left": [], "round": 7}
+    losses.generation(record)
+    losses.generation(record)
+    assert heard.notices[1:] == ["generation 2: 2 of 2 nodes go on from round 7, with node 1 again"]
+    assert run.ledger.lost == {}
