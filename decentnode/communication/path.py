@@ -47,8 +47,9 @@ from decentnode.communication.run_state import RunState
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
+from decentnode.wire.bounds import Scalars
 from decentnode.wire.generation import Name
-from decentnode.wire.messages import Message, Scalars
+from decentnode.wire.messages import Message
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent, grouped
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
-from decentnode.wire.messages import Scalars
+from decentnode.wire.bounds import Scalars
 
 MAX_HELD = 4
 """Payloads that one node has handed to another that has not mixed them yet, or those of two rounds where a round has

@@ -12,8 +12,8 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.poller import Poller
 from decentnode.communication.waker import Waker
+from decentnode.wire.bounds import Scalars
 from decentnode.wire.generation import Name
-from decentnode.wire.messages import Scalars
 
 LONGEST_SLEEP_SECONDS = 1.0
 """After which the stepping thread looks again, whatever woke it or not."""

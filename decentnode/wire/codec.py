@@ -3,70 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
 import msgpack
 
 from decentnode.errors import PeerFault
-from decentnode.wire.messages import FIELDS, MAX_SCALARS, MESSAGES, PROTOCOL_VERSION, Message, Scalars
+from decentnode.wire.bounds import MAX_SCALARS, Problem, Scalars, problem_of, scalars_problem
+from decentnode.wire.messages import FIELDS, MESSAGES, PROTOCOL_VERSION, Message
 
 Bytes = bytes | bytearray | memoryview
 
 MAGIC = 0xDC
 MAX_HEADER_BYTES = 256 * 1024
-MAX_SCALAR_TEXT = 256
-MAX_SCALAR_NAME = 64
-
-Problem = Callable[[Any], str | None]
-"""Returns what is wrong with a field's value, or None. These compare types with `is`: a bool is no integer here."""
-
-
-def _number(limit: int) -> Problem:
-    return lambda value: None if type(value) is int and 0 <= value < limit else f"must be in [0, {limit})"
-
-
-def _text(limit: int) -> Problem:
-    return lambda value: (
-        None if type(value) is str and len(value) <= limit else f"must be text of at most {limit} characters"
-    )
-
-
-def _blob(limit: int, exact: bool) -> Problem:
-    least = limit if exact else 0
-    return lambda value: None if type(value) is bytes and least <= len(value) <= limit else f"must be {limit} bytes"
-
-
-def _scalars(value: Any) -> str | None:
-    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > MAX_SCALARS:
-        return f"must be a map of at most {MAX_SCALARS} entries"
-    for key, entry in value.items():
-        if type(key) is not str or len(key) > MAX_SCALAR_NAME:
-            return "must have short text keys"
-        if type(entry) is int:
-            if not -(1 << 63) <= entry < 1 << 63:
-                return "must have 64-bit integers"
-        elif type(entry) is str:
-            if len(entry) > MAX_SCALAR_TEXT:
-                return "must have short texts"
-        elif type(entry) is not float:
-            return "must have numbers or texts as values"
-    return None
-
-
-def _problem_of(rule: Mapping[str, Any]) -> Problem:
-    if "limit" in rule:
-        return _number(rule["limit"])
-    if "text" in rule:
-        return _text(rule["text"])
-    return _blob(rule["blob"], rule["exact"]) if "blob" in rule else _scalars
-
 
 _RULES: dict[type[Message], tuple[tuple[int, int, Problem], ...]] = {
     kind: tuple(
         (each.metadata.get("limit", 0), each.metadata["blob"] if each.metadata.get("exact") else -1,
-         _problem_of(each.metadata))
+         problem_of(each.metadata))
         for each in fields
     )
     for kind, fields in FIELDS.items()
@@ -131,7 +86,7 @@ def decode(header: Bytes) -> Message:
 def decode_scalars(raw: Bytes) -> Scalars:
     """Returns the named scalars of a msgpack map. Raises PeerFault for bytes that are no such map."""
     found = _unpacked(raw)
-    problem = _scalars(found)
+    problem = scalars_problem(found)
     if problem:
         raise PeerFault("malformed_header", f"scalars {problem}")
     return cast(Scalars, found)

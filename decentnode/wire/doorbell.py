@@ -16,8 +16,9 @@ import msgpack
 
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
+from decentnode.wire.bounds import Scalars
 from decentnode.wire.generation import Name
-from decentnode.wire.messages import MAX_ROUND, PROTOCOL_VERSION, Scalars, Slot
+from decentnode.wire.messages import MAX_ROUND, PROTOCOL_VERSION, Slot
 
 MAX_BYTES = 4096
 """Largest doorbell that is sent as a datagram, in bytes."""

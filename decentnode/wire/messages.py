@@ -2,16 +2,18 @@
 
 A message travels as a prefix (wire/framing.py) and a header (a msgpack array with fixed positions). `Chunk` and `Part`
 have a body as well: raw little-endian tensor bytes, in a second frame where they are large. A message that is not said
-to be numbered otherwise has a sequence number and is repeated until acknowledged (wire/stream.py).
+to be numbered otherwise has a sequence number and is repeated until acknowledged (wire/stream.py). The bound of a field
+is declared beside it (wire/bounds.py).
 
 This file is long because it is one list: a message is found here, and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from decentnode.wire.bounds import MAX_LONG_TEXT, Scalars, blob, named_scalars, number, text
 
 PROTOCOL_VERSION = 12
 RUN_ID_BYTES = 8
@@ -26,9 +28,6 @@ NAME_BYTES, MAX_SIDES = 8 + ORIGIN_BYTES, 8
 MAX_NODES = 1 << 20
 MAX_GENERATION = 1 << 32
 MAX_ROUND = 1 << 40
-MAX_TEXT, MAX_LONG_TEXT = 512, 8192
-"""Most characters of a reason, and of several reasons in one text."""
-MAX_SCALARS = 64
 SEAT_TOKEN_BYTES = 8
 MAX_SEATS, MAX_SEATS_BYTES = 64, 64 * 256
 """Most nodes that a run admits beyond its mapping (`node.newcomers`), and most bytes that say where they are."""
@@ -37,34 +36,6 @@ MAX_CONFIG_BYTES = 1 << 17
 
 REACH_UNKNOWN, REACH_DIRECT, REACH_RELAYED = 0, 1, 2
 """What a newcomer says of how others reach it: whoever answers finds out; at its address; through relays alone."""
-
-Scalars = Mapping[str, int | float | str]
-
-
-def number(limit: int) -> Any:
-    """An integer in [0, limit)."""
-    return field(metadata={"limit": limit})
-
-
-def text(limit: int = MAX_TEXT) -> Any:
-    """A text of at most `limit` characters."""
-    return field(metadata={"text": limit})
-
-
-def fitting(words: str, limit: int = MAX_TEXT) -> str:
-    """Returns the first `limit` characters of `words`. Lone surrogates become question marks: they come from file names
-    that are not UTF-8, and cannot be encoded."""
-    return words[:limit].encode("utf-8", "replace").decode()
-
-
-def blob(limit: int, exact: bool = False) -> Any:
-    """At most `limit` bytes, or (exact) as many."""
-    return field(metadata={"blob": limit, "exact": exact})
-
-
-def named_scalars() -> Any:
-    """Up to MAX_SCALARS named numbers or short texts."""
-    return field(metadata={"scalars": True})
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Iterable
 
 from decentnode.errors import PeerFault
+from decentnode.wire.bounds import MAX_LONG_TEXT, fitting
 from decentnode.wire.codec import bitmap, from_bitmap
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.generation import FIRST, Name
 from decentnode.wire.messages import (
-    MAX_LONG_TEXT,
     NO_RUN,
     PROTOCOL_VERSION,
     Absent,
@@ -36,7 +36,6 @@ from decentnode.wire.messages import (
     Start,
     Stop,
     Welcome,
-    fitting,
 )
 from decentnode.wire.orders import OrderTree
 from decentnode.wire.session_events import (

@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 
+from decentnode.wire.bounds import MAX_TEXT
 from decentnode.wire.codec import bitmap
-from decentnode.wire.messages import MAX_TEXT, NO_RUN, Absent, Message, Reject, Start, Welcome
+from decentnode.wire.messages import NO_RUN, Absent, Message, Reject, Start, Welcome
 from decentnode.wire.session import Session
 from decentnode.wire.session_states import ADMISSIBLE, TRANSITIONS, Cause, State, next_state
 

@@ -33,7 +33,8 @@ from decentnode.communication.receive.payload_shapes import PayloadShapes
 from decentnode.communication.receive.placement import DevicePlacement
 from decentnode.communication.run_state import RunFacts
 from decentnode.errors import PeerFault
-from decentnode.wire.messages import Chunk, Scalars
+from decentnode.wire.bounds import Scalars
+from decentnode.wire.messages import Chunk
 
 WHOLE = -1
 """Instead of the number of a chunk: everything."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from decentnode.communication.receive.chunking import MESSAGE_COST, TensorPlan, from_buffer
 from decentnode.errors import PeerFault
 from decentnode.payload import Payload
-from decentnode.wire.messages import Chunk, Scalars
+from decentnode.wire.bounds import Scalars
+from decentnode.wire.messages import Chunk
 
 SLOTS = 2
 """Payloads of one phase that a neighbor may hold in memory that others read: one is read while the next is written."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from decentnode.errors import PeerFault
+from decentnode.wire.bounds import fitting
 from decentnode.wire.codec import bitmap, from_bitmap
 from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits, Name
 from decentnode.wire.membership.follower import Follower
@@ -33,7 +34,6 @@ from decentnode.wire.messages import (
     Promise,
     Ready,
     Suspect,
-    fitting,
 )
 
 MAX_LEAP = 1 << 20

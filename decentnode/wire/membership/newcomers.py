@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from decentnode.wire.bounds import fitting
 from decentnode.wire.generation import Caller
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership.seats import Seat, check, seen_from
 from decentnode.wire.membership.state import MemberState
-from decentnode.wire.messages import PROTOCOL_VERSION, Knock, Resign, Turned, fitting
+from decentnode.wire.messages import PROTOCOL_VERSION, Knock, Resign, Turned
 
 
 class Newcomers:

@@ -14,7 +14,8 @@ from torch import Tensor
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 from decentnode.communication.zeromq.protocol.tree_mean import OutgoingPart, TreeMeans
 from decentnode.errors import Interrupted, PeerFault, PeerLost
-from decentnode.wire.messages import Arrive, Message, Part, Report, Scalars
+from decentnode.wire.bounds import Scalars
+from decentnode.wire.messages import Arrive, Message, Part, Report
 from decentnode.wire.session import Session
 
 

@@ -14,6 +14,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 from decentnode.communication.zeromq.protocol.link_sender import LinkSender
 from decentnode.errors import AssemblyError, Interrupted, PeerFault, PeerLost
+from decentnode.wire.bounds import fitting
 from decentnode.wire.generation import (
     Broken,
     Caller,
@@ -26,7 +27,7 @@ from decentnode.wire.generation import (
 )
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import NO_RUN, Asked, Described, Granted, Inquiry, Knock, Message, Resign, Turned, fitting
+from decentnode.wire.messages import NO_RUN, Asked, Described, Granted, Inquiry, Knock, Message, Resign, Turned
 
 logger = logging.getLogger(__name__)
 

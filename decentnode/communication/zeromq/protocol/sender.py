@@ -19,7 +19,8 @@ from decentnode.communication.zeromq.protocol.link_state import BULK, Hold, Queu
 from decentnode.communication.zeromq.protocol.message_maker import MessageMaker
 from decentnode.communication.zeromq.protocol.room_wait import RoomWait
 from decentnode.payload import Payload
-from decentnode.wire.messages import Chunk, Scalars
+from decentnode.wire.bounds import Scalars
+from decentnode.wire.messages import Chunk
 
 _NOBODY: frozenset[int] = frozenset()
 

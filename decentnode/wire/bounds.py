@@ -1,0 +1,86 @@
+"""The bounds of the fields of messages: declared beside each field, and checked in every message that comes or goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import field
+from typing import Any
+
+MAX_TEXT, MAX_LONG_TEXT = 512, 8192
+"""Most characters of a reason, and of several reasons in one text."""
+MAX_SCALARS, MAX_SCALAR_NAME, MAX_SCALAR_TEXT = 64, 64, 256
+"""Most named scalars of a message, and most characters of a name and of a text among them."""
+
+Scalars = Mapping[str, int | float | str]
+
+
+def number(limit: int) -> Any:
+    """An integer in [0, limit)."""
+    return field(metadata={"limit": limit})
+
+
+def text(limit: int = MAX_TEXT) -> Any:
+    """A text of at most `limit` characters."""
+    return field(metadata={"text": limit})
+
+
+def blob(limit: int, exact: bool = False) -> Any:
+    """At most `limit` bytes, or (exact) as many."""
+    return field(metadata={"blob": limit, "exact": exact})
+
+
+def named_scalars() -> Any:
+    """Up to MAX_SCALARS named numbers or short texts."""
+    return field(metadata={"scalars": True})
+
+
+def fitting(words: str, limit: int = MAX_TEXT) -> str:
+    """Returns the first `limit` characters of `words`. Lone surrogates become question marks: they come from file names
+    that are not UTF-8, and cannot be encoded."""
+    return words[:limit].encode("utf-8", "replace").decode()
+
+
+Problem = Callable[[Any], str | None]
+"""Returns what is wrong with a field's value, or None. These compare types with `is`: a bool is no integer here."""
+
+
+def _number_problem(limit: int) -> Problem:
+    return lambda value: None if type(value) is int and 0 <= value < limit else f"must be in [0, {limit})"
+
+
+def _text_problem(limit: int) -> Problem:
+    return lambda value: (
+        None if type(value) is str and len(value) <= limit else f"must be text of at most {limit} characters"
+    )
+
+
+def _blob_problem(limit: int, exact: bool) -> Problem:
+    least = limit if exact else 0
+    return lambda value: None if type(value) is bytes and least <= len(value) <= limit else f"must be {limit} bytes"
+
+
+def scalars_problem(value: Any) -> str | None:
+    """Returns what is wrong with named scalars, or None."""
+    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > MAX_SCALARS:
+        return f"must be a map of at most {MAX_SCALARS} entries"
+    for key, entry in value.items():
+        if type(key) is not str or len(key) > MAX_SCALAR_NAME:
+            return "must have short text keys"
+        if type(entry) is int:
+            if not -(1 << 63) <= entry < 1 << 63:
+                return "must have 64-bit integers"
+        elif type(entry) is str:
+            if len(entry) > MAX_SCALAR_TEXT:
+                return "must have short texts"
+        elif type(entry) is not float:
+            return "must have numbers or texts as values"
+    return None
+
+
+def problem_of(rule: Mapping[str, Any]) -> Problem:
+    """Returns the check of a field that was declared with `rule`, its metadata."""
+    if "limit" in rule:
+        return _number_problem(rule["limit"])
+    if "text" in rule:
+        return _text_problem(rule["text"])
+    return _blob_problem(rule["blob"], rule["exact"]) if "blob" in rule else scalars_problem
