@@ -60,7 +60,18 @@ def take_up(wrapper: DecentralizedDataParallel, state: Mapping[str, Any]) -> Non
     wrapper.steps, wrapper._factor = int(state["steps"]), float(state["factor"])
     wrapper._learning_rate = float(state.get("learning_rate", wrapper._rate()))
     for bucket, each in zip(wrapper._buckets, kept, strict=True):
-        bucket.rule.load_state_dict(each)
+        bucket.rule.load_state_dict(_on(bucket.flat.device, each))
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """The state of a rule, whose tensors lie where its bucket does: files and other machines have them on the CPU."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _on(device, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on(device, each) for each in value)
+    return value
 
 
 def accumulated(wrapper: DecentralizedDataParallel) -> dict[str, Any]:

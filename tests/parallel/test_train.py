@@ -73,9 +73,10 @@ def test_the_commands_read_it(runs: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.sampled(one=["there"])
-@pytest.mark.parametrize("there", [False, True, "faithful"])
+@pytest.mark.parametrize("there", [False, True, "faithful", "remembers"])
 def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_path: Path) -> None:
-    """there: with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone."""
+    """there: with the wrapper by Decent-DP's names, whose `state_dict` has the module's entries alone; or with a rule
+    that keeps tensors."""
     for results, told in run_ranks(2, recording.stopped_and_resumed, str(tmp_path), there):
         (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
         assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]

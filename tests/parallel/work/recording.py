@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,11 +16,19 @@ from torch import nn
 from decentnode.checkpoint import store
 from decentnode.compat import decent_dp
 from decentnode.errors import AssemblyError, CheckpointError
+from decentnode.graph.base import RoundView
 from decentnode.parallel import DecentralizedDataParallel, train_ranks
 from decentnode.parallel.train import TrainingRun
+from decentnode.payload import Payload
+from decentnode.sharing.full import Full
+from decentnode.sharing.state import Tensors
+from tests.parallel.work import models
 from tests.parallel.work.models import flat
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+
+
+SPARSE = "PRETENDED_CUDA" not in os.environ  # that GPU has no sparse tensors
 
 
 class Odd:
@@ -31,26 +41,46 @@ class Odd:
         del state_dict
 
 
+class Remembering(Tensors, Full):
+    """A rule of a script's own that keeps what it has mixed last."""
+
+    requirements = replace(Full.requirements, linear=False)
+    TENSORS = ("last",)
+    last: torch.Tensor | None = None
+
+    def mix(self, model: torch.Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        super().mix(model, received, view)
+        if self.last is not None:
+            model.lerp_(self.last, 0.1)
+        self.last = model.clone()
+
+
 class Stopped(Exception):
     """What ends a training between two epochs."""
 
 
-def wrapped(there: bool = False, **options: Any) -> DecentralizedDataParallel:
-    """there: by the names of Decent-DP."""
+def wrapped(there: bool | str = False) -> DecentralizedDataParallel:
+    """there: by the names of Decent-DP, "faithful" to it; or with a rule that "remembers"."""
     torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2)).to(models.DEVICE)
+    if there == "remembers":
+        return DecentralizedDataParallel(inner, optimizer=SGD, topology="ring", sharing=Remembering, bucket_size_in_mb=0)
     if there:
         adam = partial(decent_dp.optim_fn_accum_adam, lr=0.05)
-        return decent_dp.DecentralizedDataParallel(inner, adam, topology="ring", **options)
+        return decent_dp.DecentralizedDataParallel(inner, adam, topology="ring", faithful=there == "faithful")
     return DecentralizedDataParallel(inner, optimizer=SGD, topology="complete")
 
 
 def measure(module: nn.Module) -> dict[str, float]:
     assert not module.training and not torch.is_grad_enabled()
-    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(7)).to(models.DEVICE)
     output, y = module(x), (x.sum(1) > 0).long()
     loss = nn.functional.cross_entropy(output, y)
     return {"accuracy": float((output.argmax(1) == y).float().mean()), "loss": float(loss)}
+
+
+def inputs(epoch: int, step: int, rank: int) -> torch.Tensor:
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)).to(models.DEVICE)
 
 
 def train(
@@ -58,7 +88,7 @@ def train(
     config: Mapping[str, Any] | None = None, there: bool | str = False, **more: Any,
 ) -> tuple[str, list[int], list[float]]:
     """(the run's directory, the epochs trained, the parameters). stop: the epoch in whose midst it fails."""
-    model, trained = wrapped(bool(there), **({"faithful": True} if there == "faithful" else {})), []
+    model, trained = wrapped(there), []
     torch.manual_seed(100 + rank)
     run = TrainingRun(model, "script", config=config or {"seed": seed, "betas": (0.9, 0.99)}, evaluate=measure,
                       runs=runs, resume=resume, **more)  # fmt: skip
@@ -67,7 +97,7 @@ def train(
             for epoch in run.epochs(epochs):
                 trained.append(epoch)
                 for step in range(4):
-                    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * step + rank))
+                    x = inputs(epoch, step, rank)
                     loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
                     loss.backward()
                     run.add(loss, len(x))
@@ -104,7 +134,7 @@ def with_other_ranks(
         for epoch in run.epochs(epochs):
             trained.append(epoch)
             for step in range(4):
-                x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * step + rank))
+                x = inputs(epoch, step, rank)
                 nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long()).backward()
         assert model.steps == 4 * epochs
     return trained, began, flat(model.module).tolist()
@@ -133,7 +163,7 @@ def uneven_disks(rank: int, n: int, runs: str) -> tuple[list[str], list[int]]:
         model = wrapped()
         with TrainingRun(model, "script", evaluate=measure, runs=runs, keep=1) as run:
             for epoch in run.epochs(3):
-                model(torch.ones(2, 4)).sum().backward()
+                model(torch.ones(2, 4, device=models.DEVICE)).sum().backward()
                 if epoch == 1 and rank == 1:
                     store.write = refuse
     except (OSError, AssemblyError) as error:
@@ -145,7 +175,7 @@ def uneven_disks(rank: int, n: int, runs: str) -> tuple[list[str], list[int]]:
     with TrainingRun(model, "script", evaluate=measure, runs=runs, keep=1, resume=True) as run:
         for epoch in run.epochs(3):
             trained.append(epoch)
-            model(torch.ones(2, 4)).sum().backward()
+            model(torch.ones(2, 4, device=models.DEVICE)).sum().backward()
     model.close()
     return told, trained
 
@@ -161,7 +191,7 @@ def drawing(rank: int, n: int, runs: str) -> list[list[float]]:
         with TrainingRun(model, "script", runs=f"{runs}/{number}", resume=True) as run:
             drawn[number] = torch.rand(2).tolist()  # such as the script's data
             for epoch in run.epochs(epochs):
-                model(torch.ones(2, 4)).sum().backward()
+                model(torch.ones(2, 4, device=models.DEVICE)).sum().backward()
                 found = [random.random(), float(np.random.rand()), float(torch.rand(1))]
                 drawn[number] += found if epoch == 1 else []
         model.close()
@@ -173,10 +203,10 @@ class Looked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.linear = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2)
+        self.table, self.linear = nn.Embedding(6, 4, sparse=SPARSE), nn.Linear(4, 2)
 
     def forward(self, number: int) -> torch.Tensor:
-        x = self.table(torch.tensor([number % 6, (number + 1) % 6, 2]))
+        x = self.table(torch.tensor([number % 6, (number + 1) % 6, 2], device=models.DEVICE))
         return self.linear(x if number % 2 else x.detach()).square().mean()
 
 
@@ -187,7 +217,7 @@ def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
     for name, parts in (("whole", [4]), ("parts", [1, 2, 3, 4])):
         for epochs in parts:
             torch.manual_seed(0)
-            model = DecentralizedDataParallel(Looked(), optimizer=partial(torch.optim.SGD, lr=0.05))
+            model = DecentralizedDataParallel(Looked().to(models.DEVICE), optimizer=partial(torch.optim.SGD, lr=0.05))
             with TrainingRun(model, "script", runs=f"{runs}/{name}", resume=True) as run:
                 for epoch in run.epochs(epochs):
                     for number in range(4 * epoch, 4 * epoch + 4):
