@@ -26,8 +26,8 @@ def exchange_for(
     if plan.graph.num_nodes == 1:
         return BucketExchange(plan, timeout_seconds)
     if transport == "sockets":
-        if job is None or device.type != "cpu":
-            raise ValueError('sockets needs missing="regroup" and CPU parameters')
+        if job is None:
+            raise ValueError('sockets needs missing="regroup"')
         return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets)
     if job is not None and job.closed and transport == "collective":
         raise ValueError("collective sends models unencrypted: leave the keys out, or take auto or sockets")

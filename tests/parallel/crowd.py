@@ -11,12 +11,18 @@ from typing import Any
 from tests.parallel.ranks import CONTEXT
 
 
-def _process(work: Callable[..., Any], environment: dict[str, str], pipe: Connection, args: tuple[Any, ...]) -> None:
+def _process(work: Callable[..., Any], environment: dict[str, str], pipe: Connection, args: tuple[Any, ...],
+             gpu: int | None) -> None:  # fmt: skip
     import torch
+
+    from tests.parallel.work import models
 
     torch.set_num_threads(1)
     os.environ.update(environment)
     try:
+        if gpu is not None:
+            models.DEVICE = torch.device("cuda", gpu % torch.cuda.device_count())
+            torch.cuda.set_device(models.DEVICE)
         pipe.send(("result", work(pipe, *args)))
     except BaseException as error:
         pipe.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
@@ -27,9 +33,10 @@ def _process(work: Callable[..., Any], environment: dict[str, str], pipe: Connec
 class Crowd:
     """A context whose processes are gone when it ends."""
 
-    def __init__(self, seconds: float = 60.0, environment: dict[str, str] | None = None) -> None:
-        """environment: of all processes, beside what each is given."""
-        self._seconds, self._environment = seconds, environment or {}
+    def __init__(self, seconds: float = 60.0, environment: dict[str, str] | None = None, device: str = "cpu") -> None:
+        """environment: of all processes, beside what each is given. device: cuda puts models and batches on the GPUs,
+        which processes take in turn."""
+        self._seconds, self._environment, self._device = seconds, environment or {}, device
         self._all: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> Crowd:
@@ -38,7 +45,8 @@ class Crowd:
     def start(self, work: Callable[..., Any], environment: dict[str, str], *args: Any) -> int:
         """Starts work(pipe, *args), a module's function; the number of the process here."""
         mine, theirs = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_process, args=(work, self._environment | environment, theirs, args))
+        gpu = len(self._all) if self._device == "cuda" else None
+        process = CONTEXT.Process(target=_process, args=(work, self._environment | environment, theirs, args, gpu))
         process.start()
         theirs.close()
         self._all.append((process, mine))

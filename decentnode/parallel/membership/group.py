@@ -187,8 +187,9 @@ def _joined(chunks: Sequence[memoryview], size: int) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """[n] a copy of a tensor's bytes, in the order of its elements."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    """[n] a copy of a tensor's bytes on the CPU, in the order of its elements. Blocking for a GPU."""
+    plain = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def _view(raw: Tensor) -> memoryview:
@@ -209,7 +210,7 @@ REDUCTIONS: list[tuple[Any, Callable[[Tensor, Tensor], Tensor]]] = [
 
 class MemberGroup(dist.ProcessGroup):
     """The operations that wrappers use, and some that scripts do: all_reduce, all_gather, broadcast, barrier, send and
-    receive, of tensors on a CPU. Others raise RuntimeError."""
+    receive. What lies on a GPU passes through host memory. Others raise RuntimeError."""
 
     def __init__(self, sockets: GroupSockets, ranks: Sequence[int], number: int, timeout_seconds: float) -> None:
         """ranks: of the generation, ascending."""

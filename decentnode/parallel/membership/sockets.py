@@ -39,7 +39,7 @@ STEPS_AHEAD = 4
 
 
 class SocketExchange(BucketExchange):
-    """`BucketExchange` over ZeroMQ; made by all ranks together. For tensors on a CPU."""
+    """`BucketExchange` over ZeroMQ; made by all ranks together. What lies on a GPU passes through host memory."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, sockets: Sockets, host: str,
                  buckets: Sequence[Bucket]) -> None:  # fmt: skip
@@ -65,7 +65,7 @@ class SocketExchange(BucketExchange):
         if view is None:
             return
         self._flights[bucket.index] = Flight(self._step)
-        body = memoryview(as_bytes(bucket.sent))
+        body = memoryview(as_bytes(self._leaving(bucket, bucket.sent)))
         header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
         for peer in view.neighbors:
             self._send(peer, [header, body])
@@ -94,12 +94,13 @@ class SocketExchange(BucketExchange):
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         started = clock.now()
-        for peer in sources:
+        for number, peer in enumerate(sources):
             key = (peer, bucket.index, flight.step)
             while key not in self._inbox:
                 if not self._take(LOOK_SECONDS):
                     self._look_for(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
-            bucket.received[peer] = self._inbox[key]
+            arrived = self._inbox[key]
+            bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.slot(number).copy_(arrived)
         self.wait_seconds += clock.now() - started
 
     def release(self, bucket: Bucket) -> None:

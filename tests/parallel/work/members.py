@@ -17,19 +17,20 @@ from torch import nn
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
 from decentnode.parallel.membership import job
 from decentnode.parallel.train import TrainingRun
+from tests.parallel.work import models
 
 SETTINGS = {"timeout_seconds": 300.0, "bucket_size_in_mb": 0.0001}
 
 
 def wrapped(lr: float, seed: int = 0, **more: Any) -> DecentralizedDataParallel:
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(models.DEVICE)
     optimizer = functools.partial(torch.optim.Adam if lr else torch.optim.SGD, lr=lr)
     return DecentralizedDataParallel(module, optimizer=optimizer, **SETTINGS | more)
 
 
 def step(model: DecentralizedDataParallel, draw: torch.Generator) -> float:
-    x = torch.randn(32, 6, generator=draw)
+    x = torch.randn(32, 6, generator=draw).to(models.DEVICE)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
     (loss if model._scaler is None else model._scaler.scale(loss)).backward()
     return loss.item()
@@ -106,7 +107,7 @@ def learn(pipe: Connection, transport: str, join: str | None, listen: str | None
 def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]:
     """Nothing is learned; two ranks that begin with their number, and one that comes: the mean must stay."""
     rank, _ = initialize_dist(missing="regroup", join=join, timeout_seconds=300)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 if join is None else 1024.0)
+    scaler = torch.amp.GradScaler(models.DEVICE.type, init_scale=4.0 if join is None else 1024.0)
     model = wrapped(0.0, seed=0 if join is None else 9, transport=transport, topology="complete", scaler=scaler)
     pipe.send(("address", job_address()))
     if join is None:
@@ -153,7 +154,7 @@ def recorded(pipe: Connection, runs: str, join: str | None, resume: bool, epochs
 
 def measured(module: nn.Module) -> float:
     assert not module.training and not torch.is_grad_enabled()
-    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(7))
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(7)).to(models.DEVICE)
     return float((module(x) - x.sum(1, keepdim=True)).square().mean())
 
 
@@ -199,10 +200,10 @@ def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict
     which it is killed."""
     rank, n = initialize_dist(missing="regroup", join=join, min_ranks=None if join else 1, timeout_seconds=300)
     torch.manual_seed(0 if join is None else 9)
-    model = nn.Linear(6, 1)
+    model = nn.Linear(6, 1).to(models.DEVICE)
     optimizer = CommOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), name, world_size=n, comm_period=2,
                               dist_pulling_strength=0.2, overlap=overlap)  # fmt: skip
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+    scaler = torch.amp.GradScaler(models.DEVICE.type, init_scale=4.0, enabled=scaled)
     pipe.send(("address", job_address()))
     draw = torch.Generator().manual_seed(rank)
     losses, first = [], optimizer.steps
@@ -210,7 +211,7 @@ def meet(pipe: Connection, name: str, overlap: bool, scaled: bool, victims: dict
     while optimizer.steps != until:
         if optimizer.steps == victims.get(rank):
             os.kill(os.getpid(), signal.SIGKILL)
-        x = torch.randn(16, 6, generator=draw)
+        x = torch.randn(16, 6, generator=draw).to(models.DEVICE)
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         scaler.scale(loss).backward()

@@ -64,7 +64,8 @@ def wrapped(there: bool | str = False) -> DecentralizedDataParallel:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2)).to(models.DEVICE)
     if there == "remembers":
-        return DecentralizedDataParallel(inner, optimizer=SGD, topology="ring", sharing=Remembering, bucket_size_in_mb=0)
+        return DecentralizedDataParallel(inner, optimizer=SGD, topology="ring", sharing=Remembering,
+                                         bucket_size_in_mb=0)  # fmt: skip
     if there:
         adam = partial(decent_dp.optim_fn_accum_adam, lr=0.05)
         return decent_dp.DecentralizedDataParallel(inner, adam, topology="ring", faithful=there == "faithful")
@@ -80,7 +81,8 @@ def measure(module: nn.Module) -> dict[str, float]:
 
 
 def inputs(epoch: int, step: int, rank: int) -> torch.Tensor:
-    return torch.randn(16, 4, generator=torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)).to(models.DEVICE)
+    draw = torch.Generator().manual_seed(1000 * epoch + 10 * step + rank)
+    return torch.randn(16, 4, generator=draw).to(models.DEVICE)
 
 
 def train(
