@@ -61,7 +61,8 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     need, free = 3 * model.parameters.nbytes * len(uids), psutil.virtual_memory().available
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
                                          f"{size(free)} are free")  # fmt: skip
-    yield from _shared_memory(experiment, schemas_of(shared.make_rules(), model, shared.fragments), len(uids))
+    schemas = schemas_of(shared.make_rules(), model, shared.fragments, experiment.node.schedule)
+    yield from _shared_memory(experiment, schemas, len(uids))
     yield _descriptors(experiment, uids)
     yield from _keys(experiment, uids)
 

@@ -21,11 +21,11 @@ from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph import spectrum
 from decentnode.launch.provenance import source_hash
 from decentnode.mapping.hosts import address
+from decentnode.node.schedules import sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
-from decentnode.tensors import FlatModel
 from decentnode.words import size
 
 LEAST_SECONDS = 1.0
@@ -190,7 +190,8 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
     shared = shared_model(experiment, module)
     rules, model, graph = shared.make_rules(), shared.model, experiment.make_graph()
     fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
-    found = [_of_fragment(*each, model, experiment.seed) for each in zip(fragments, rules, strict=True)]
+    found = [_of_fragment(fragment, rule, sent_dtype(experiment.node.schedule, rule, model.dtype), experiment.seed)
+             for fragment, rule in zip(fragments, rules, strict=True)]  # fmt: skip
     buffers = model.buffers.nbytes if experiment.node.buffers == "average" else 0
     first = min(each.first for each in found)
     edges = sum(len(rule_view(rules[0], graph, uid, first).neighbors) for uid in range(graph.num_nodes))
@@ -198,9 +199,10 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
     return TrafficEstimate(max(each.message for each in found), sent, all(each.exact for each in found), first)
 
 
-def _of_fragment(fragment: Fragment, rule: Sharing, model: FlatModel, seed: int) -> TrafficEstimate:
-    """The traffic of one fragment, of one that is exchanged in every k-th round the k-th part of an exchange's."""
-    specs = rule.payload_schema(fragment.elements, model.dtype).values()
+def _of_fragment(fragment: Fragment, rule: Sharing, dtype: torch.dtype, seed: int) -> TrafficEstimate:
+    """The traffic of one fragment whose tensors are sent in `dtype`; where it is exchanged in every k-th round, the
+    k-th part of an exchange's."""
+    specs = rule.payload_schema(fragment.elements, dtype).values()
     message = sum(spec.max_elements * spec.dtype.itemsize for spec in specs)
 
     def messages(uid: int, turn: int) -> int:

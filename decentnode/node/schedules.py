@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from decentnode.communication.parts import Schema
 from decentnode.node.asynchronous.ad_psgd import ADPSGD, pair_schemas
 from decentnode.node.asynchronous.base import mailboxes
 from decentnode.node.asynchronous.epidemic import Epidemic
 from decentnode.node.asynchronous.gossip_async import GossipAsync
-from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
+from decentnode.node.asynchronous.push_sum import SUMS, AsynchronousPushSum
 from decentnode.node.schedule import Overlapped, Schedule, Sequential
 from decentnode.sharing.base import Sharing
 
@@ -21,6 +23,11 @@ def schedule_of(name: str, rule: Sharing) -> type[Schedule]:
     """The class of a schedule for a rule."""
     shares = name == "gossip_async" and rule.requirements.column_stochastic
     return AsynchronousPushSum if shares else SCHEDULES[name]
+
+
+def sent_dtype(name: str, rule: Sharing, model: torch.dtype) -> torch.dtype:
+    """The dtype in which a rule sends what is of the model's dtype, in a schedule."""
+    return SUMS if schedule_of(name, rule) is AsynchronousPushSum else model
 
 
 def schemas_in(name: str, schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:

@@ -12,6 +12,7 @@ from decentnode.build import SharedModel, shared_model
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.base import Graph, RoundView
+from decentnode.node.schedules import sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import rule_view
@@ -77,14 +78,15 @@ class Traffic:
         fragments: Sequence[Fragment] = shared.fragments or whole
         found = []
         for fragment, rule, fresh in zip(fragments, shared.make_rules(), shared.make_rules(), strict=True):
-            rule.payload_schema(fragment.elements, shared.model.dtype)
+            dtype = sent_dtype(self._experiment.node.schedule, rule, shared.model.dtype)
+            rule.payload_schema(fragment.elements, dtype)
             others = 0.0
             if rule.requirements.star:
-                down, others = bytes_down(rule, fragment, self._experiment.seed, shared.model.dtype)
+                down, others = bytes_down(rule, fragment, self._experiment.seed, dtype)
                 sizes: tuple[float, ...] = (down,) * rule.requirements.phases
             else:
-                sizes = payload_bytes(rule, fragment, self._experiment.seed, shared.model.dtype)
-            fresh.payload_schema(fragment.elements, shared.model.dtype)  # one that has sent nothing plans the rounds
+                sizes = payload_bytes(rule, fragment, self._experiment.seed, dtype)
+            fresh.payload_schema(fragment.elements, dtype)  # one that has sent nothing plans the rounds
             found.append(Exchanged(fragment, fresh, sizes, others))
         return found
 
