@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from decentnode.wire.generation import Generation, Name
@@ -37,11 +39,17 @@ class CountsDeparted(Membership):
 class Forgets(CountsDeparted):
     """What is heard of failures while something else is promised is forgotten: the goodbye that follows counts."""
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        known = self._succession.suspect
+
+        def suspect(uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
+            known(uids, now, reason, dead and self.stage not in ("promised", "committed"))
+
+        self._succession.suspect = suspect  # type: ignore[method-assign]
+
     def over(self) -> bool:
         return super(CountsDeparted, self).over() or self.stage in ("promised", "committed")
-
-    def _suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
-        super()._suspect(uids, now, reason, dead and self.stage not in ("promised", "committed"))
 
     def _on_bye(self, bye: Bye, now: float) -> None:
         if self.stage in ("promised", "committed"):

@@ -13,8 +13,9 @@ wire/generation.py and docs/explanation/membership.rst.
 - stages.py: the stages of a node and the table of changes between them
 - state.py: what a node knows, shared by the parts below
 - leader.py, follower.py: a node's part in one attempt to agree, as the leader and as one of the others
+- succession.py: who leads to the next generation, and when
 - joining.py: requests to join, of a node that is in no generation
-- sides.py: sides of a broken network that all go on, and find each other again
+- sides.py, merging.py: sides of a broken network that all go on, find each other again, and become one
 - proposal.py: what the leader knows of its attempt; generations reported by others; who answers pings
 - member.py: `Membership`, which hands every message and tick to these parts
 """

@@ -1,7 +1,4 @@
-"""`Membership`: one node's side of agreeing on generations. Messages and ticks in, messages and events out.
-
-One file: each message may change the one state of the node in it; who follows and who leads have files of their own.
-"""
+"""`Membership`: one node's side of agreeing on generations. Messages and ticks in, messages and events out."""
 
 from __future__ import annotations
 
@@ -12,12 +9,14 @@ from typing import Any
 from decentnode.errors import PeerFault
 from decentnode.wire.bounds import fitting
 from decentnode.wire.codec import bitmap, from_bitmap
-from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits, Name
+from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
+from decentnode.wire.membership.merging import Merging
 from decentnode.wire.membership.newcomers import Newcomers
 from decentnode.wire.membership.stages import HEARD_BY_GUESTS, Cause
 from decentnode.wire.membership.state import MemberState, name_of
+from decentnode.wire.membership.succession import Succession
 from decentnode.wire.messages import (
     NO_RUN,
     PROTOCOL_VERSION,
@@ -59,6 +58,8 @@ class Membership(MemberState):
         super().__init__(uid, num_nodes, limits, draw=draw, digest=digest, run=run, describe=describe,
                          founders=founders, seat=seat)  # fmt: skip
         self._leader, self._follower = Leader(self), Follower(self)
+        self._succession = Succession(self, self._leader, self._follower)
+        self._merging = Merging(self, self._leader, self._succession)
         self.newcomers = Newcomers(self, draw)
         self._repeat_at = math.inf
         """When what was not answered is repeated; infinite while the node waits for no answer."""
@@ -75,7 +76,7 @@ class Membership(MemberState):
         """Report nodes that do not answer though the training waits for them, or (dead) whose processes have ended."""
         self.left -= set(uids)
         self.departed -= set(uids)
-        self._suspect(set(uids), now, reason, dead)
+        self._succession.suspect(set(uids), now, reason, dead)
         return self._take_events(now)
 
     def leave(self, now: float, reason: str) -> list[GenerationEvent]:
@@ -87,14 +88,14 @@ class Membership(MemberState):
         """Ask for another generation though nobody is missed: this node cannot go on in the one in force."""
         if self.stage == "steady":
             self.end_generation(reason)
-            self._turn(now)
+            self._succession.turn(now)
         return self._take_events(now)
 
     def stop(self, now: float) -> list[GenerationEvent]:
         """The run is to stop: where too few are left, any number is enough to close."""
         self.stopping = True
         if self.stage == "short":
-            self._turn(now)
+            self._succession.turn(now)
         return self._take_events(now)
 
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:
@@ -144,7 +145,7 @@ class Membership(MemberState):
 
         waiting_for: the nodes that the training waits for; waiting_since: since when.
         """
-        self._look_for_others(now)
+        self._merging.look(now)
         due = min(self._repeat_at, self.watch.next_ask(waiting_since) if self.stage == "steady" else math.inf)
         if now < due:
             return self._take_events(now)
@@ -160,22 +161,22 @@ class Membership(MemberState):
             self._look_after(waiting_for, waiting_since, now)
         elif self.stage == "suspecting" and self.yields_until:
             if now >= self.yields_until:
-                self._turn(now)
+                self._succession.turn(now)
         elif self.stage == "suspecting":
-            self._ask(now)
+            self._succession.ask(now)
         elif self.stage in ("preparing", "committing"):
             if self._leader.tick(now):
-                self._turn(now)
+                self._succession.turn(now)
         elif self.stage == "outside":
             self._request_join(now)
         elif self.stage == "short":
             if self.stopping:
-                self._turn(now)  # to close, any number is enough
+                self._succession.turn(now)  # to close, any number is enough
             else:
                 self.ping_all()  # nodes that went on without this one say so
         elif now - self.coordinator_heard > self.watch.patience:
             self.suspects.add(self.coordinator)
-            self._turn(now)
+            self._succession.turn(now)
         else:
             self._follower.repeat()
         return self._take_events(now)
@@ -220,19 +221,20 @@ class Membership(MemberState):
             self.coordinator_heard = now
         elif self.stage == "short" and pong.source in self.suspects:
             self.suspects.discard(pong.source)
-            self._turn(now)
+            self._succession.turn(now)
 
     def _on_bye(self, bye: Bye, now: float) -> None:
         if name_of(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
             return
         if not self.over() or bye.source not in self.belongs_to.members:  # a guest cannot have finished
             self.departed.add(bye.source)
-            self._suspect({bye.source}, now, f"{self.describe(bye.source)} left before the last round", dead=True)
+            reason = f"{self.describe(bye.source)} left before the last round"
+            self._succession.suspect({bye.source}, now, reason, dead=True)
         elif bye.source not in self.suspects:
             self.left.add(bye.source)
             self.joiners.discard(bye.source)
             if self.stage in ("suspecting", "promised", "committed") and self.coordinator == bye.source:
-                self._turn(now)
+                self._succession.turn(now)
 
     def _on_join(self, join: Join, now: float) -> None:
         if not self.seats.admits(join.source, join.seat):  # no answer: it would go to the node that has this uid
@@ -246,18 +248,18 @@ class Membership(MemberState):
             return
         if join.source in self.joiners:
             if self.stage == "short":  # it came while an attempt without it was under way, which fell short
-                self._turn(now)
+                self._succession.turn(now)
             return
         if not self.stopping:  # once a stop was asked for, nobody is let in
             self.joiners.add(join.source)
         self.left.discard(join.source)
         self.failed.discard(join.source)
         if join.source in self.generation.members:  # its old process is gone
-            self._suspect({join.source}, now, f"{self.describe(join.source)} was started again")
+            self._succession.suspect({join.source}, now, f"{self.describe(join.source)} was started again")
             self.suspects.add(join.source)  # also where the attempt under way did not count on it
         if self.stage == "short" and self.joiners:
-            self._turn(now)
-        self._admit(now)
+            self._succession.turn(now)
+        self._succession.admit(now)
 
     def _refusal(self, join: Join) -> str:
         """Why a node can never be part of this run; empty where it can."""
@@ -280,16 +282,16 @@ class Membership(MemberState):
         failed = suspect.source in uids and name_of(suspect) in (self.generation.name, self.promised)
         if failed:
             self.departed.discard(suspect.source)
-            self._suspect({suspect.source}, now, f"{self.describe(suspect.source)} failed", dead=True)
+            self._succession.suspect({suspect.source}, now, f"{self.describe(suspect.source)} failed", dead=True)
         if self._follower.active:
             return  # the leader hears for itself who answers
         if self.proposal is not None and suspect.source not in self.proposal.members:
             return
         if name_of(suspect) == self.generation.name and not failed:
-            self._suspect(uids, now, f"{self.unheard(uids)} {self.describe(suspect.source)}")
+            self._succession.suspect(uids, now, f"{self.unheard(uids)} {self.describe(suspect.source)}")
             if self.stage == "steady":  # no member is missed here, but the sender has left the generation
                 self.end_generation(f"{self.describe(suspect.source)} asks for another generation")
-                self._turn(now)
+                self._succession.turn(now)
 
     def _on_ready(self, ready: Ready, now: float) -> None:
         if self._leader.on_ready(ready, now):
@@ -314,101 +316,16 @@ class Membership(MemberState):
             return
         self.highest_seen = max(self.highest_seen, name)
         if self.limits.merges:
-            self._hear_of_side(current, name, members, now)
+            self._merging.heard(current, name, members, now)
             return
         counts = current.steady and current.source < self.founders
         outvoted = counts and self.rivals.heard(name, current.source, now, own)
         if outvoted or (self.stage == "short" and name > own):
             self.go_outside(now, f"the others went on without this node, in generation {current.generation}")
 
-    def _hear_of_side(self, current: Current, name: Name, members: set[int], now: float) -> None:
-        """A node is in a generation that goes on apart from this one; with `Limits.merges` nobody is excluded for it.
-
-        What it says is about this node's generation, so it was sent since that began. A member of it that entered a
-        higher one has left it.
-        """
-        if current.source in self.generation.members:
-            if name > self.generation.name:
-                self._suspect({current.source}, now, f"{self.describe(current.source)} is in another generation")
-        elif self.steady and current.steady:
-            self.sides.heard(name, frozenset(members), current.source, now)
-            self._take_in(now)
-
-    def _take_in(self, now: float) -> None:
-        """Where this node leads: propose one generation with the sides that are smaller and all there."""
-        present = self.counted_on() | {self.uid}
-        if self.uid != min(present) or self.stopping:
-            return
-        sides = dict(self.sides.to_take_in(self.generation.members, present))
-        if sides:
-            back = self.names(set().union(*sides.values()))
-            self.end_generation(f"{back} went on apart, and can be heard again")
-            self._leader.take_in(sides, now)
-
-    def _look_for_others(self, now: float) -> None:
-        """Where this node leads a generation without some: ping them, now and then."""
-        if not self.limits.merges or self.stage != "steady" or now < self.sides.due:
-            return
-        self.sides.pinged(now)
-        if self.uid == min(self.counted_on() | {self.uid}):
-            for uid in self.others():
-                if uid not in self.generation.members:
-                    self.say(uid, Ping)
-
     def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
         if self.stage == "outside" and denied.digest == self.digest:
             self.events.append(JoinRefused(f"refused by {self.describe(denied.source)}: {denied.reason}"))
-
-    # -- who leads --------------------------------------------------------------------------------------------
-
-    def _suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
-        """Count these as absent; the generation in force ends, and an attempt that counts on them."""
-        if self.stage == "outside":
-            return
-        if dead:
-            self.failed |= uids - {self.uid}
-            self.joiners -= uids
-            self.left -= uids  # its goodbye came before its failure was known
-        known = set(self.generation.members) if self.proposal is None else self.proposal.members
-        new = uids & known - self.suspects - self.left - {self.uid}
-        if not new:
-            return
-        self.suspects |= new
-        if self.stage == "steady":
-            self.end_generation(reason or self.unheard(new))
-        following = self._follower.active and self.coordinator not in new
-        if not following:
-            self._turn(now)
-
-    def _turn(self, now: float) -> None:
-        """Find a new leader: the lowest uid of those that are not absent, perhaps this node."""
-        if self.guest:
-            self.go_outside(now, f"{self.describe(self.coordinator)} did not let this node in")
-            return
-        self.change("new leader")
-        self.drop_attempt()
-        self.yields_until = 0.0
-        first = min(self.counted_on() | {self.uid})
-        if first == self.uid:
-            self._leader.propose(now)
-        else:
-            self.coordinator, self.coordinator_heard = first, now
-            self._ask(now)
-
-    def _ask(self, now: float) -> None:
-        """Tell the leader who is missed; if it is silent itself, the next lowest uid leads."""
-        if now - self.coordinator_heard > self.watch.patience:
-            self.suspects.add(self.coordinator)
-            self._turn(now)
-        else:
-            missed = (self.suspects | self.failed) - {self.uid}
-            self.say(self.coordinator, Suspect, None, bitmap(missed, self.num_nodes), int(self.stopping))
-
-    def _admit(self, now: float) -> None:
-        """Begin a generation with the nodes that asked to join, where this node leads and no attempt is under way."""
-        if self.stage == "steady" and self.joiners and self.uid == min(self.counted_on() | {self.uid}):
-            self.end_generation(f"{self.names(self.joiners)} asked to join")
-            self._leader.propose(now)
 
     def _enter(self, cause: Cause, now: float) -> None:
         """The pending generation is in force."""
@@ -434,7 +351,7 @@ class Membership(MemberState):
         self.events.append(Going(generation))
         dead = self.failed & members
         if dead:  # it failed after it had got ready
-            self._suspect(dead, now, f"{self.names(dead)} failed")
+            self._succession.suspect(dead, now, f"{self.names(dead)} failed")
 
     # -- ticks ------------------------------------------------------------------------------------------------
 
@@ -449,7 +366,7 @@ class Membership(MemberState):
         asked, silent = self.watch.ask(watched, waiting_since, now)
         if silent:
             self.left -= set(silent)
-            self._suspect(set(silent), now, f"{self.unheard(set(silent))} for {self.watch.patience:.1f} s")
+            self._succession.suspect(set(silent), now, f"{self.unheard(set(silent))} for {self.watch.patience:.1f} s")
         for uid in asked:
             self.say(uid, Ping)
 

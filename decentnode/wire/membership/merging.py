@@ -1,0 +1,54 @@
+"""How generations that went on apart become one (`Limits.merges`): the leader of the largest takes the others in."""
+
+from __future__ import annotations
+
+from decentnode.wire.generation import Name
+from decentnode.wire.membership.leader import Leader
+from decentnode.wire.membership.state import MemberState
+from decentnode.wire.membership.succession import Succession
+from decentnode.wire.messages import Current, Ping
+
+
+class Merging:
+    """A node's part in merging; what it knows of the other generations is `Sides`."""
+
+    def __init__(self, state: MemberState, leader: Leader, succession: Succession) -> None:
+        self._state, self._leader, self._succession = state, leader, succession
+
+    def heard(self, current: Current, name: Name, members: set[int], now: float) -> None:
+        """A node is in a generation that goes on apart from this one; with `Limits.merges` nobody is excluded for it.
+
+        What it says is about this node's generation, so it was sent since that began. A member of it that entered a
+        higher one has left it.
+        """
+        state = self._state
+        if current.source in state.generation.members:
+            if name > state.generation.name:
+                reason = f"{state.describe(current.source)} is in another generation"
+                self._succession.suspect({current.source}, now, reason)
+        elif state.steady and current.steady:
+            state.sides.heard(name, frozenset(members), current.source, now)
+            self._take_in(now)
+
+    def _take_in(self, now: float) -> None:
+        """Where this node leads: propose one generation with the sides that are smaller and all there."""
+        state = self._state
+        present = state.counted_on() | {state.uid}
+        if state.uid != min(present) or state.stopping:
+            return
+        sides = dict(state.sides.to_take_in(state.generation.members, present))
+        if sides:
+            back = state.names(set().union(*sides.values()))
+            state.end_generation(f"{back} went on apart, and can be heard again")
+            self._leader.take_in(sides, now)
+
+    def look(self, now: float) -> None:
+        """Where this node leads a generation without some: ping them, now and then."""
+        state = self._state
+        if not state.limits.merges or state.stage != "steady" or now < state.sides.due:
+            return
+        state.sides.pinged(now)
+        if state.uid == min(state.counted_on() | {state.uid}):
+            for uid in state.others():
+                if uid not in state.generation.members:
+                    state.say(uid, Ping)

@@ -1,0 +1,69 @@
+"""Who leads to the next generation, and when: a member is missed, the leader is silent, or somebody asks to join."""
+
+from __future__ import annotations
+
+from decentnode.wire.codec import bitmap
+from decentnode.wire.membership.follower import Follower
+from decentnode.wire.membership.leader import Leader
+from decentnode.wire.membership.state import MemberState
+from decentnode.wire.messages import Suspect
+
+
+class Succession:
+    """Ends a generation whose member is missed, and has this node lead to the next one, or report to who does."""
+
+    def __init__(self, state: MemberState, leader: Leader, follower: Follower) -> None:
+        self._state, self._leader, self._follower = state, leader, follower
+
+    def suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
+        """Count these as absent; the generation in force ends, and an attempt that counts on them."""
+        state = self._state
+        if state.stage == "outside":
+            return
+        if dead:
+            state.failed |= uids - {state.uid}
+            state.joiners -= uids
+            state.left -= uids  # its goodbye came before its failure was known
+        known = set(state.generation.members) if state.proposal is None else state.proposal.members
+        new = uids & known - state.suspects - state.left - {state.uid}
+        if not new:
+            return
+        state.suspects |= new
+        if state.stage == "steady":
+            state.end_generation(reason or state.unheard(new))
+        following = self._follower.active and state.coordinator not in new
+        if not following:
+            self.turn(now)
+
+    def turn(self, now: float) -> None:
+        """Find a new leader: the lowest uid of those that are not absent, perhaps this node."""
+        state = self._state
+        if state.guest:
+            state.go_outside(now, f"{state.describe(state.coordinator)} did not let this node in")
+            return
+        state.change("new leader")
+        state.drop_attempt()
+        state.yields_until = 0.0
+        first = min(state.counted_on() | {state.uid})
+        if first == state.uid:
+            self._leader.propose(now)
+        else:
+            state.coordinator, state.coordinator_heard = first, now
+            self.ask(now)
+
+    def ask(self, now: float) -> None:
+        """Tell the leader who is missed; if it is silent itself, the next lowest uid leads."""
+        state = self._state
+        if now - state.coordinator_heard > state.watch.patience:
+            state.suspects.add(state.coordinator)
+            self.turn(now)
+        else:
+            missed = (state.suspects | state.failed) - {state.uid}
+            state.say(state.coordinator, Suspect, None, bitmap(missed, state.num_nodes), int(state.stopping))
+
+    def admit(self, now: float) -> None:
+        """Begin a generation with the nodes that asked to join, where this node leads and no attempt is under way."""
+        state = self._state
+        if state.stage == "steady" and state.joiners and state.uid == min(state.counted_on() | {state.uid}):
+            state.end_generation(f"{state.names(state.joiners)} asked to join")
+            self._leader.propose(now)
