@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from decentnode.config.component import look_beside
-from decentnode.config.problems import explain
+from decentnode.config.explain import explain
 from decentnode.config.run_files import CODE
 from decentnode.config.yaml_source import (
     Item,

@@ -8,7 +8,7 @@ import pydantic
 from pydantic import Field
 
 from decentnode.config.component import Component, Config, Settings, section
-from decentnode.config.problems import explain
+from decentnode.config.explain import explain
 from decentnode.config.yaml_source import Item, parse
 
 

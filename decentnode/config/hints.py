@@ -1,0 +1,122 @@
+"""What a user probably meant by a value or a key that is wrong: the nearest alternative, or how to write it."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Sequence
+
+import pydantic
+from pydantic_core import ErrorDetails
+
+from decentnode.config.component import LIKENESS_ELSEWHERE, nearest
+from decentnode.config.paths import descend, dotted
+from decentnode.config.section_models import model_at
+from decentnode.config.yaml_source import Item
+
+LISTS = ("list_type", "tuple_type")
+MOST_WRITTEN = 1e15
+"""Larger numbers are not written out for whom writes them as 1e3."""
+
+
+def value_hint(
+    item: Item | None, group: Sequence[ErrorDetails], path: Sequence[str | int], tree: Item
+) -> str:
+    """Returns what was probably meant by a value that breaks rules; "" where that is not known.
+
+    item: the value as written; None for a default. group: the errors of the value, at `path` in `tree`.
+    """
+    details = group[0]
+    value = details["input"]
+    replacing = _replacing(path, tree)
+    ours = item is not None and item.place.origin in ("--set", "env")
+    if replacing and not ours and "must be an argument of" in details["msg"]:
+        return replacing[1]
+    lists = [d for d in group if d["type"] in LISTS]
+    if type(value) is int and lists and all(d in lists or d["type"] == "literal_error" for d in group):
+        return f"write [{value}]"
+    if isinstance(value, dict) and details["type"] in LISTS:
+        return "begin its line with '- ', or put [ ] around it"
+    wants_text = any(d["type"] in ("literal_error", "string_type", "component_name", "path_type") for d in group)
+    if item is not None and item.raw and wants_text and not isinstance(value, str) and value is not None:
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        if item.raw.lower() != shown:
+            return f"YAML reads a bare {item.raw} as {shown}: quote it"
+        return "quote it if text is meant"
+    if details["type"] == "boolean" and item is not None and item.raw.lower() not in ("true", "false", ""):
+        return f"YAML reads a bare {item.raw} as {str(value).lower()}"
+    if isinstance(value, str):
+        options = [o for d in group if d["type"] == "literal_error" for o in allowed(d)]
+        if details["type"] == "component_name":
+            options = details["ctx"]["known"].split(", ")
+        found = nearest(value, options)
+        if found:
+            return f"did you mean '{found}'?"
+        whole = details["type"] == "int_parsing" and re.fullmatch(r"[+-]?\d+(\.\d+)?[eE]\+?\d+", value)
+        if whole and abs(float(value)) < MOST_WRITTEN:
+            return f"write {int(float(value))}"
+    return ""
+
+
+def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseModel]) -> str:
+    """Returns which key was probably meant by one that the section around it does not know, or the keys it knows."""
+    owner = model_at(path[:-1], tree, model)
+    if owner is None:
+        return ""
+    known, places = list(owner.model_fields), dict(_places(tree, model))
+    if any(isinstance(part, int) for part in path) and (near := nearest(str(path[-1]), known)):
+        return f"did you mean '{near}'?"  # an entry of a list has nothing to do with other sections
+    elsewhere = [place for place, key in places.items() if key == path[-1] and place != dotted(path)]
+    if elsewhere:
+        return "did you mean " + " or ".join(f"'{place}'" for place in elsewhere[:3]) + "?"
+    found = nearest(str(path[-1]), known)
+    if found:
+        return f"did you mean '{found}'?"
+    replacing = _replacing(path, tree)
+    if replacing:
+        return f"not a key of {replacing[0]!r}: {replacing[1]}"
+    near = nearest(str(path[-1]), places.values(), LIKENESS_ELSEWHERE)
+    if near:
+        return "did you mean '" + next(place for place, key in places.items() if key == near) + "'?"
+    return "known keys: " + ", ".join(known)
+
+
+def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
+    """(name, advice) where --set or the environment gave the section around `path` another name, and the file has
+    written keys for the old one."""
+    item: Item | None = tree
+    found: tuple[str, str] | None = None
+    for depth, part in enumerate(path[:-1], 1):
+        item = item.get(part) if item is not None else None
+        name = item.get("name") if item is not None else None
+        if name is not None and name.place.origin in ("--set", "env"):
+            section = dotted(path[:depth])
+            found = str(name.value), f"to replace the section, --set {section}='{{name: {name.value}, ...}}'"
+    return found
+
+
+def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """("a.b.c", "c") of every key that the chosen components know, and of every argument that is written."""
+    owner = model_at(above, tree, model)
+    section, depth = descend(tree, above)
+    free = owner is not None and owner.model_config.get("extra") == "allow" and depth == len(above)
+    taken = list(section.value) if free and isinstance(section.value, dict) else []
+    for key in dict.fromkeys([*(owner.model_fields if owner is not None else ()), *taken]):
+        if key != "name":
+            yield dotted((*above, key)), key
+            found = owner.model_fields.get(key) if owner is not None else None
+            if len(above) < 2 and (found is None or typing.get_origin(found.annotation) not in (list, tuple)):
+                yield from _places(tree, model, (*above, key))
+
+
+def description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | int, ...]) -> str:
+    """Returns what a key means, from the docstring of its field; "" where it has none."""
+    owner = model_at(path[:-1], tree, model)
+    found = owner.model_fields.get(str(path[-1])) if owner else None
+    return " ".join((found.description or "").split("\n\n")[0].split()) if found else ""
+
+
+def allowed(details: ErrorDetails) -> list[str]:
+    """The values that a Literal allows, from pydantic's "'a', 'b' or 3"."""
+    expected = details.get("ctx", {}).get("expected", "")
+    return [quoted or bare for quoted, bare in re.findall(r"'([^']*)'|([\w.+-]+)(?=,| or |$)", expected)]

@@ -1,0 +1,36 @@
+"""Paths of keys and positions to a value of a config: as text, and where the value stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decentnode.config.yaml_source import Item, Location
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """ "a.b[2].c"."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def place_of(tree: Item, path: Sequence[str | int]) -> Location | None:
+    """Where the value at `path` stands, or the nearest section around it; None when nothing of it was written.
+
+    A section stands where its key is.
+    """
+    item, depth = descend(tree, path)
+    if not depth and path:
+        return None
+    return item.key if item.key is not None and isinstance(item.value, dict) else item.place
+
+
+def descend(tree: Item, path: Sequence[str | int]) -> tuple[Item, int]:
+    """Returns the item at `path`, or the nearest one around it, and how many parts of the path lead to it."""
+    for depth, part in enumerate(path):
+        found = tree.get(part)
+        if found is None:
+            return tree, depth
+        tree = found
+    return tree, len(path)

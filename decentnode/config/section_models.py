@@ -1,0 +1,71 @@
+"""Which class a section of a config is read into, also within lists and unions: its fields are the section's keys."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pydantic
+
+from decentnode.config.component import Section
+from decentnode.config.yaml_source import Item
+from decentnode.errors import UsageError
+
+
+def model_at(
+    path: Sequence[str | int], tree: Item, model: type[pydantic.BaseModel]
+) -> type[pydantic.BaseModel] | None:
+    """The class whose fields are the keys of the section at `path`."""
+    item: Item | None = tree
+    owner: type[pydantic.BaseModel] | None = model
+    annotations: list[Any] = []
+    for part in path:
+        if isinstance(part, int):
+            annotations = [*_entry_types(annotations, item.plain() if item else [])]
+        else:
+            found = owner.model_fields.get(part) if owner else None
+            if found is None:
+                return None
+            annotations = [found.annotation, *found.metadata]
+        item = item.get(part) if item else None
+        owner = next(_models(annotations, item.plain() if item else {}), None)
+    return owner
+
+
+def _models(annotations: Sequence[Any], value: Any) -> Iterator[type[pydantic.BaseModel]]:
+    for annotation in reversed(_chosen(annotations, value)):
+        if isinstance(annotation, Section):
+            name = annotation.name_of(value)
+            try:
+                yield annotation.config_of(name)
+            except (UsageError, TypeError, AttributeError):
+                return
+        elif isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+            yield annotation
+        else:
+            yield from _models(_within(annotation), value)
+
+
+def _entry_types(annotations: Sequence[Any], value: list[Any]) -> Iterator[Any]:
+    """The annotations of the entries of a list."""
+    for annotation in _chosen(annotations, value):
+        if typing.get_origin(annotation) in (list, tuple):
+            yield typing.get_args(annotation)[0]
+        elif not isinstance(annotation, type):
+            yield from _entry_types(_within(annotation), value)
+
+
+def _within(annotation: Any) -> list[Any]:
+    return [each for each in typing.get_args(annotation) if not isinstance(each, str)]
+
+
+def _chosen(annotations: Sequence[Any], value: Any) -> Sequence[Any]:
+    """Of a union whose members are told apart by a tag, the one that a value is of; all there is otherwise."""
+    by = next((each for each in annotations if isinstance(each, pydantic.Discriminator)), None)
+    if by is None or not callable(by.discriminator):
+        return annotations
+    tag = by.discriminator(value)
+    members = [member for each in annotations if each is not by for member in _within(each)]
+    tagged = [m for m in members if any(isinstance(t, pydantic.Tag) and t.tag == tag for t in _within(m))]
+    return tagged if isinstance(tag, str) else annotations
