@@ -1,0 +1,98 @@
+"""A config file of decentralizepy: its values by section and key, and a report of all that is unknown or misspelled."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from decentnode.compat.decentralizepy.keys import KEYS
+from decentnode.config.component import nearest
+from decentnode.errors import ConfigError
+
+SECTIONS = ("DATASET", "OPTIMIZER_PARAMS", "TRAIN_PARAMS", "COMMUNICATION", "SHARING", "NODE")
+
+
+class ConfigFile:
+    """The sections of one file, read value by value; what is wrong gathers in `problems`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file that cannot be read."""
+        self.path = path
+        self.problems: list[str] = []
+        self.sections = _read(path)
+        for name in self.sections:
+            if name not in SECTIONS:
+                self.problem(f"[{name}]: is no section of decentralizepy{hint(name, SECTIONS)}")
+
+    def problem(self, text: str) -> None:
+        """Report what is wrong."""
+        self.problems.append(text)
+
+    def section(self, name: str, keys: tuple[str, ...] | None = None) -> dict[str, str]:
+        """The values of a section. Reports those whose keys are none of `keys`, or of KEYS."""
+        values = self.sections.get(name, {})
+        if name not in self.sections and name != "NODE":
+            self.problem(f"[{name}]: is missing")
+        known = keys if keys is not None else KEYS[name]
+        if name != "OPTIMIZER_PARAMS":  # whose further keys are arguments of the optimizer
+            for key in values:
+                if key not in known:
+                    self.problem(f"[{name}] {key}: is no key of it{hint(key, known)}")
+        return values
+
+    def value(self, section: str, key: str, default: Any, kind: type) -> Any:
+        """A value of the file as a whole number, float, bool or text; the default where it is not there, or empty."""
+        text = self.sections.get(section, {}).get(key, "").strip()
+        if not text:
+            return default
+        try:
+            if kind is bool:
+                return {"true": True, "false": False}[text.lower()]
+            return kind(text.strip("\"'") if kind is str else text)
+        except (ValueError, KeyError):
+            self.problem(f"[{section}] {key}: must be {_kind(kind)}, got {text!r:.60}")
+            return default
+
+    def numbers(self, section: str, key: str) -> list[float] | None:
+        """A Python list of numbers, which is read as such and not evaluated."""
+        text = self.sections.get(section, {}).get(key, "").strip()
+        if not text:
+            return None
+        try:
+            found = ast.literal_eval(text.strip("\"'"))
+            return [float(each) for each in found]
+        except (ValueError, SyntaxError, TypeError):
+            self.problem(f"[{section}] {key}: must be a list of numbers, got {text!r:.60}")
+            return None
+
+    def one_of(self, section: str, key: str, known: Iterable[str]) -> str:
+        """A value that must be one of the names `known`; "", reported, where it is not."""
+        name: str = self.value(section, key, "", str)
+        names = list(known)
+        if name not in names:
+            self.problem(f"[{section}] {key}: must be one of {', '.join(names)}, got {name!r}{hint(name, names)}")
+            return ""
+        return name
+
+
+def _read(path: Path) -> dict[str, dict[str, str]]:
+    parser = configparser.RawConfigParser(inline_comment_prefixes=(";",), comment_prefixes=("#", ";"))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise ConfigError([f"{path}: cannot be read as a config file: {error}"], str(path)) from error
+    return {name: dict(parser.items(name)) for name in parser.sections()}
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """Returns the end of a sentence about an unknown word: what was probably meant, or ""."""
+    found = nearest(word, known)
+    return f"; did you mean {found!r}?" if found else ""
+
+
+def _kind(kind: type) -> str:
+    return {bool: "True or False", int: "a whole number", float: "a number"}.get(kind, "a text")
