@@ -17,23 +17,25 @@ from torch import Tensor
 from decentnode.errors import CheckpointError
 
 MARK = "#"
+ALIGNMENT = 64
+"""Bytes: tensors of every dtype may begin at their multiples."""
 
 
 def encode(state: Any, name: str, tensors: dict[str, Tensor], *, copy: bool) -> Any:
     """Returns the JSON tree of `state`; its tensors go to `tensors`, named by their place below `name`.
 
-    The tensors are on the CPU and contiguous. copy: whether `state` goes on changing; a tensor that nobody else holds
-    is taken as it is. Raises CheckpointError for a value that cannot be stored, with its place.
+    The tensors are contiguous and on the CPU, those of a GPU after `to_host`, which must be called before they change.
+    copy: whether `state` goes on changing; a tensor that nobody else holds is taken as it is. Raises CheckpointError
+    for a value that cannot be stored, with its place.
     """
     if isinstance(state, Tensor):
         plain, kind = state.detach(), "tensor"
         if plain.is_complex():  # which the files do not have
             plain, kind = torch.view_as_real(plain.resolve_conj()), "complex"
-        if plain.device.type != "cpu":
-            plain = plain.to("cpu")
-        elif copy or not plain.is_contiguous():
-            plain = plain.clone(memory_format=torch.contiguous_format)
-        tensors[name] = plain.contiguous()
+        if not plain.is_cuda:
+            copied = plain.is_cpu and (copy or not plain.is_contiguous())
+            plain = plain.to("cpu", copy=copied, memory_format=torch.contiguous_format)
+        tensors[name] = plain
         return {MARK: [kind, name]}
     if isinstance(state, np.ndarray):
         tensors[name] = torch.from_numpy(np.array(state, order="C"))
@@ -49,6 +51,25 @@ def encode(state: Any, name: str, tensors: dict[str, Tensor], *, copy: bool) -> 
     if isinstance(state, list):
         return _each(state, name, tensors, copy=copy)
     return _number_or_text(state, name)
+
+
+def to_host(tensors: dict[str, Tensor]) -> None:
+    """Puts copies in host memory in the place of those tensors that lie on GPUs. Blocking, once for each GPU: they are
+    all under way to pinned memory before the host waits."""
+    on_gpus: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cuda:
+            on_gpus.setdefault(tensor.device, {})[name] = tensor
+    for theirs in on_gpus.values():
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in theirs.values()]
+        pinned = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
+        for (name, tensor), place in zip(theirs.items(), pinned.split(sizes), strict=True):
+            tensors[name] = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensors[name].copy_(tensor, non_blocking=True)
+    for device in on_gpus:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
 
 
 def _each(values: Iterable[Any], name: str, tensors: dict[str, Tensor], *, copy: bool) -> list[Any]:

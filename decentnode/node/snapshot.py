@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from decentnode.checkpoint.state import decode, encode
+from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.checkpoint.store import Cut, Manifest, Snapshot
 from decentnode.checkpoint.streams import load_streams, streams
 from decentnode.errors import CheckpointError
@@ -18,7 +18,7 @@ from decentnode.node.resumable import Resumable
 
 
 def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
-    """Returns a copy of the node's whole state. Blocking for one copy of its memory.
+    """Returns a copy of the node's whole state. Blocking for one copy of its memory, and once for the GPU.
 
     The sharing rule's `state_dict` has copies already. What flies nowhere: between two rounds every payload of this
     node was delivered or given up, and every one that came is mixed, under every schedule.
@@ -33,6 +33,7 @@ def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
         "streams": encode(streams(training.model.device), "streams", tensors, copy=False),
         "progress": encode(node.progress(), "progress", tensors, copy=False),
     }
+    to_host(tensors)
     return Snapshot(node.uid, cut, identity, tree, tensors)
 
 

@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from decentnode import clock
 from decentnode.checkpoint import store
-from decentnode.checkpoint.state import decode, encode
+from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.checkpoint.streams import load_streams, streams
 from decentnode.errors import CheckpointError
 from decentnode.metrics import reader
@@ -315,6 +315,7 @@ class TrainingRun:
         goes on with a checkpoint that all ranks have."""
         tensors: dict[str, Tensor] = {}
         tree = encode(self._state(), "state", tensors, copy=False)
+        to_host(tensors)
         cut = store.Cut(self.path.name, self.done, self.model.generation, "", self._ranks.members)
         folder = self.path / store.FOLDER
         snapshot = store.Snapshot(self.uid, cut, self._config, tree, tensors)

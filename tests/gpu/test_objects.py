@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from decentnode.errors import EnvironmentFault, UsageError
 from tests.api.small import Points, experiment, net
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.gpu
 
 
@@ -59,6 +63,22 @@ def test_a_gpu_that_is_not_there_is_told_before_the_run() -> None:
         with pytest.raises(EnvironmentFault, match=words):
             experiment(mapping={"device": device}).run(progress=False)
     assert not list(Path().glob("runs/*/*"))  # no run has begun
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_forks_of_a_process_that_has_not_used_its_gpu_give_the_bits_of_this_one(device: str) -> None:
+    """Of another process: this one may have, in a test before."""
+    script = (
+        "import torch\nfrom tests.api.small import experiment\nfrom tests.api.test_objects import states\n"
+        f"made = experiment(mapping={{'device': '{device}'}})\n"
+        "forked = made.run(progress=False, processes=True)\nhere = made.run(progress=False)\n"
+        "same = [torch.equal(a, b) for a, b in zip(states(here), states(forked), strict=True)]\n"
+        "print(forked.status, len(same), all(same))\n"
+    )
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120,
+                          env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    assert done.stdout.split() == ["finished", "20", "True"], done.stderr
 
 
 def test_forks_of_a_process_that_uses_its_gpu_are_refused() -> None:

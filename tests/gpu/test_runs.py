@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import decentnode
-from decentnode.checkpoint.state import decode, encode
+from decentnode.checkpoint.state import decode, encode, to_host
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, bound, draw, one_round
 
@@ -66,6 +66,7 @@ def test_what_a_checkpoint_has_of_a_rule_comes_back_to_the_gpu(name: str) -> Non
     for old, new in zip(rules, restored, strict=True):
         kept: dict[str, Tensor] = {}
         tree = encode(old.state_dict(), "rule", kept, copy=True)
+        to_host(kept)
         assert all(tensor.is_cpu for tensor in kept.values())
         new.load_state_dict(decode(tree, kept, models[0].device))
     for r in range(3, 6):

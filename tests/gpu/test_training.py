@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from decentnode.build import build_in_process, step_all
-from decentnode.checkpoint.state import decode, encode
+from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.samples import PADDING, DataSpec, LazySamples, NodeSamples, Rows, Samples
 from decentnode.simulate.population import Population
 from decentnode.tasks.base import Task
@@ -164,6 +164,7 @@ def test_a_round_of_all_nodes_at_once_waits_for_losses_and_finite_models(way: st
 def moved_by_a_file(state: dict[str, Any]) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     tree = encode(state, "training", tensors, copy=True)
+    to_host(tensors)
     assert all(each.is_cpu for each in tensors.values())
     found: dict[str, Any] = decode(tree, tensors)
     return found
