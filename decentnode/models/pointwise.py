@@ -1,0 +1,39 @@
+"""Keeps the gradients of strided 1x1 convolutions within their memory on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+ONEDNN_CHANNELS = 16
+"""From so many channels on, oneDNN's workspace is large enough: its block of channels, which is 8 without AVX-512."""
+
+
+def thin_inputs(module: nn.Module) -> nn.Module:
+    """Lets every 1x1 convolution of few channels that skips pixels get those alone that it uses, and skip none itself:
+    the same function of the same parameters. Returns the module.
+
+    Where images lie in memory with their channels last (`training.channels_last`, torch.compile on a CPU, models that
+    lay them out so), oneDNN up to 3.14 writes behind the end of its workspace for the gradient of such a convolution's
+    weights (https://github.com/uxlfoundation/oneDNN/issues/6035). A resnet of 4 channels died in its first steps:
+    "corrupted double-linked list", "free(): invalid size", or SIGSEGV.
+    """
+    for part in module.modules():
+        if type(part) is nn.Conv2d and _is_affected(part):  # a subclass may read its stride, or the input's size
+            part.register_forward_pre_hook(partial(_thinned, part.stride))
+            part.stride = (1, 1)
+    return module
+
+
+def _is_affected(layer: nn.Conv2d) -> bool:
+    return (
+        layer.kernel_size == (1, 1) and layer.stride != (1, 1) and layer.padding in ((0, 0), "valid")
+        and layer.groups == 1 and layer.in_channels < ONEDNN_CHANNELS
+    )  # fmt: skip
+
+
+def _thinned(stride: tuple[int, ...], _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
+    (images,) = inputs  # [B, C, H, W] or [C, H, W]
+    return (images[..., :: stride[0], :: stride[1]],)
