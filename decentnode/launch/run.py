@@ -129,25 +129,9 @@ class Run:
 
     def _on_message(self, worker: Worker, message: ChildMessage) -> None:
         if isinstance(message, Progress):
-            self._deadlines.heard = clock.now()
-            self.ledger.progress(message.uid, message.record)
-            self.observer.progress(message.uid, message.record)
-            if message.record.get("kind") == "generation":
-                self._losses.generation(message.record)
-            elif message.record.get("kind") == "control":
-                self._controlling.told(message.record, self)
-            elif message.record.get("kind") == "apart":
-                self.observer.notice(apart_notice(message.record))
-            elif message.record.get("kind") == "resumed":
-                self._on_resumed(message.uid, message.record)
+            self._on_progress(message)
         elif isinstance(message, Bound):
-            worker.bound.add(message.uid)
-            self.nodes.endpoints[str(message.uid)] = [message.control, message.bulk]
-            if self.nodes.phase == "running":
-                worker.send(Peers(self.nodes.endpoints))
-            elif len(self.nodes.endpoints) == len(self.facts.local):
-                self.nodes.enter("joining")
-                self.nodes.tell_all(Peers(self.nodes.endpoints))
+            self._on_bound(worker, message)
         elif isinstance(message, NodeJoined):
             worker.joined.add(message.uid)
             everybody = all(len(worker.joined) >= len(worker.uids) for worker in self.nodes.workers)
@@ -163,21 +147,7 @@ class Run:
         elif isinstance(message, LeaveAnswer):
             self._leaving.answered(message, self)
         elif isinstance(message, Finished):
-            self._leaving.ended(message)
-            worker.finished.add(message.uid)
-            if self.records is not None:
-                self.records.keep_modules(message.modules)
-            self.ledger.lost.pop(message.uid, None)
-            if message.left:
-                self._on_left(worker, message)
-                return
-            self._strikes.stop()
-            self.ledger.finished[message.uid] = message
-            self._deadlines.first_finish = self._deadlines.first_finish or clock.now()
-            worker.leaving_since = clock.now() if worker.over else None
-            if message.stopped:
-                # also where another machine was asked: a node that is on its way back into the run hears it here
-                self.nodes.tell_all(StopRun())
+            self._on_finished(worker, message)
         elif isinstance(message, Failed):
             self._leaving.ended(message)
             worker.failed.add(message.uid)
@@ -185,6 +155,49 @@ class Run:
             self._losses.died(message)
         elif isinstance(message, Closed) and not worker.over:
             self._losses.start_apart(message.uid)
+
+    def _on_progress(self, message: Progress) -> None:
+        """A record of a node's metrics.jsonl: some tell of more than figures."""
+        self._deadlines.heard = clock.now()
+        self.ledger.progress(message.uid, message.record)
+        self.observer.progress(message.uid, message.record)
+        kind = message.record.get("kind")
+        if kind == "generation":
+            self._losses.generation(message.record)
+        elif kind == "control":
+            self._controlling.told(message.record, self)
+        elif kind == "apart":
+            self.observer.notice(apart_notice(message.record))
+        elif kind == "resumed":
+            self._on_resumed(message.uid, message.record)
+
+    def _on_bound(self, worker: Worker, message: Bound) -> None:
+        """A node listens: once all of this machine do, all hear where; one that is started again hears it at once."""
+        worker.bound.add(message.uid)
+        self.nodes.endpoints[str(message.uid)] = [message.control, message.bulk]
+        if self.nodes.phase == "running":
+            worker.send(Peers(self.nodes.endpoints))
+        elif len(self.nodes.endpoints) == len(self.facts.local):
+            self.nodes.enter("joining")
+            self.nodes.tell_all(Peers(self.nodes.endpoints))
+
+    def _on_finished(self, worker: Worker, message: Finished) -> None:
+        """A node ended as it should: after its last round, after a stop, or because it was asked to leave."""
+        self._leaving.ended(message)
+        worker.finished.add(message.uid)
+        if self.records is not None:
+            self.records.keep_modules(message.modules)
+        self.ledger.lost.pop(message.uid, None)
+        if message.left:
+            self._on_left(worker, message)
+            return
+        self._strikes.stop()
+        self.ledger.finished[message.uid] = message
+        self._deadlines.first_finish = self._deadlines.first_finish or clock.now()
+        worker.leaving_since = clock.now() if worker.over else None
+        if message.stopped:
+            # also where another machine was asked: a node that is on its way back into the run hears it here
+            self.nodes.tell_all(StopRun())
 
     def _on_left(self, worker: Worker, message: Finished) -> None:
         """A node left in peace: the others go on, and its end is not that of the run."""

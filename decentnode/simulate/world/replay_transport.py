@@ -10,14 +10,16 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from decentnode.communication.base import Arrival, AveragingGroup, Exchange, Pending
+from decentnode.communication.base import Arrival, AveragingGroup, Exchange
 from decentnode.communication.run_state import Steps, Wait, at_once
 from decentnode.errors import Interrupted, Regrouping
 from decentnode.payload import Payload
 from decentnode.simulate.world.records import Event, Life
-from decentnode.simulate.world.transport import Simulated, SimulatedExchange, SimulatedMean
+from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.waits import SimulatedExchange
 from decentnode.wire.generation import Limits, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.membership.state import name_of
@@ -125,19 +127,6 @@ class ReplayedExchange(SimulatedExchange):
         return frozenset() if self.event is None else self.event.uids(key)
 
 
-class ReplayedMean(SimulatedMean):
-    """Comes to its end where the run's did."""
-
-    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
-        of = self._of
-        assert isinstance(of, Replayed)
-        if of.life.ahead("averaged", key=self._key) is None:
-            if not self._closing and of.life.ahead("stopping") is not None:
-                raise Interrupted("the run was asked to stop")
-            yield from of.end()
-        return (yield from super().steps(timeout_seconds))
-
-
 class Replayed(Simulated):
     """One process's end of the simulated network, where its record says what comes of every wait."""
 
@@ -204,9 +193,15 @@ class Replayed(Simulated):
     def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:  # noqa: ARG002
         return at_once(None)
 
-    def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
-        super().mean(key, tensor, closing)
-        return ReplayedMean(self, key, closing, tensor)
+    def mean_steps(
+        self, key: str, closing: bool, shape: torch.Size, device: torch.device, timeout_seconds: float
+    ) -> Steps[tuple[Tensor, int]]:
+        """Comes to its end where the run's did."""
+        if self.life.ahead("averaged", key=key) is None:
+            if not closing and self.life.ahead("stopping") is not None:
+                raise Interrupted("the run was asked to stop")
+            yield from self.end()
+        return (yield from super().mean_steps(key, closing, shape, device, timeout_seconds))
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:  # noqa: ARG002
         return at_once({})

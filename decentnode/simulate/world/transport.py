@@ -1,20 +1,19 @@
 """The networked transport in a simulation: its real parts, put together for one thread and virtual time.
 
-What blocks elsewhere is handed out as waits here (`run_state.Steps`); calls that could only block are refused. Payloads
+What blocks elsewhere is handed out as waits here (waits.py); calls that could only block are refused. Payloads
 travel by a path of its own: chunks over simulated connections, to every neighbor.
-
-One file: it meets the whole contract of a transport, as communication/zeromq/transport.py does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from decentnode import clock, entropy
-from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange, Pending
+from decentnode.communication.base import AveragingGroup, Communication, Exchange, Pending
 from decentnode.communication.counters import Counters
 from decentnode.communication.hooks import PendingGeneration
 from decentnode.communication.order_wait import OrderWait
@@ -24,7 +23,7 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.receive.staging import Leases
-from decentnode.communication.run_state import Quorum, RunFacts, Steps, Wait, without_waits
+from decentnode.communication.run_state import Quorum, Steps, Wait, without_waits
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.protocol.collective_state import (
@@ -48,6 +47,14 @@ from decentnode.errors import PeerLost
 from decentnode.payload import Payload
 from decentnode.simulate.world.place import Place
 from decentnode.simulate.world.shell import Shell, held
+from decentnode.simulate.world.waits import (
+    STEPPED,
+    SimulatedExchange,
+    SteppedFacts,
+    SteppedGeneration,
+    SteppedMean,
+    Until,
+)
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Slot
@@ -56,72 +63,6 @@ from decentnode.wire.session import Session
 
 LOOK_SECONDS = 0.02
 """How often a process that closes looks whether everything has left."""
-STEPPED = "a simulated node's waits are steps"
-"""Why a call that could only block is refused."""
-
-
-class Until(Wait):
-    """The wait for a moment."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-
-    def step(self, now: float) -> bool:
-        return now >= self.deadline
-
-
-class Facts(RunFacts):
-    """Facts whose waits are stepped by the simulation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notified: Callable[[], None] = lambda: None
-        """A wait of this node may be over."""
-
-    def notify(self) -> None:
-        self.notified()
-
-
-class SimulatedExchange(InboxExchange):
-    """Tells the witness what is mixed."""
-
-    witness: Callable[[Arrival], None]
-
-    def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
-        for step in super().steps(timeout_seconds):
-            if isinstance(step, Arrival):
-                self.witness(step)
-            yield step
-            if isinstance(step, Arrival):
-                self.witness(step)
-
-
-class SimulatedMean(Pending):
-    def __init__(self, of: Simulated, key: str, closing: bool, like: Tensor) -> None:
-        self._of, self._key, self._closing = of, key, closing
-        self._shape, self._device = like.shape, like.device
-
-    def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        raise NotImplementedError(STEPPED)
-
-    def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
-        wait = MeanWait(self._of.collectives, self._key, self._closing, timeout_seconds, clock.now())
-        yield wait
-        assert wait.result is not None
-        mean, contributors = wait.result
-        self._of.place.witness.averaged(self._of, self._key, mean.view(self._shape), contributors)
-        return mean.view(self._shape).to(self._device), contributors
-
-
-class SimulatedGeneration(PendingGeneration):
-    def __init__(self, of: Simulated) -> None:
-        self._of = of
-
-    def wait(self) -> Generation:
-        raise NotImplementedError(STEPPED)
-
-    def steps(self) -> Steps[Generation]:
-        return self._of.next_generation()
 
 
 class Simulated(Communication[ZeroMQConfig]):
@@ -131,7 +72,7 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def __init__(self, config: ZeroMQConfig, schemas: tuple[Schema, ...], place: Place) -> None:
         self.config, self.schemas, self.place = config, schemas, place
-        self.uid, self.counters, self.facts = place.uid, Counters(), Facts()
+        self.uid, self.counters, self.facts = place.uid, Counters(), SteppedFacts()
         run = entropy.draw(8) if place.uid == 0 else None
         self.session = Session(place.uid, place.num_nodes, place.digest, run, founders=place.founders)
         sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
@@ -279,7 +220,19 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.raise_if_over()
         self.place.witness.contributed(self, key, tensor)
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
-        return SimulatedMean(self, key, closing, tensor)
+        shape, device = tensor.shape, tensor.device
+        return SteppedMean(lambda seconds: self.mean_steps(key, closing, shape, device, seconds))
+
+    def mean_steps(
+        self, key: str, closing: bool, shape: torch.Size, device: torch.device, timeout_seconds: float
+    ) -> Steps[tuple[Tensor, int]]:
+        """As `Pending.wait` of the mean `key`, which is to have this shape and lie on this device."""
+        wait = MeanWait(self.collectives, key, closing, timeout_seconds, clock.now())
+        yield wait
+        assert wait.result is not None
+        mean, contributors = wait.result
+        self.place.witness.averaged(self, key, mean.view(shape), contributors)
+        return mean.view(shape).to(device), contributors
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
         raise NotImplementedError(STEPPED)
@@ -345,7 +298,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.reconfiguration.leave(f"node {self.uid} comes from outside", clock.now())
 
     def regroup(self) -> PendingGeneration:
-        return SimulatedGeneration(self)
+        return SteppedGeneration(self.next_generation)
 
     def next_generation(self) -> Steps[Generation]:
         """What `PendingGeneration.steps` are."""
@@ -365,7 +318,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.links.restart(fresh)
         self.shell.credits.clear()
 
-    # -- the end ----------------------------------------------------------------------------------------------
+    # -- orders -----------------------------------------------------------------------------------------------
 
     @property
     def orders_apart(self) -> bool:
@@ -386,6 +339,8 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def order_steps(self, round: int, until: float) -> Steps[None]:
         yield OrderWait(self.facts, round, until)
+
+    # -- the end ----------------------------------------------------------------------------------------------
 
     def announce_stop(self) -> None:
         self.facts.stopping = True
