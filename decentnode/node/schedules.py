@@ -10,7 +10,9 @@ from decentnode.node.asynchronous.base import mailboxes
 from decentnode.node.asynchronous.epidemic import Epidemic
 from decentnode.node.asynchronous.gossip_async import GossipAsync
 from decentnode.node.asynchronous.push_sum import SUMS, AsynchronousPushSum
-from decentnode.node.schedule import Overlapped, Schedule, Sequential
+from decentnode.node.overlapped import Overlapped
+from decentnode.node.schedule import Schedule
+from decentnode.node.sequential import Sequential
 from decentnode.sharing.base import Sharing
 
 SCHEDULES: dict[str, type[Schedule]] = {

@@ -14,7 +14,8 @@ from decentnode.communication.run_state import at_once, without_waits
 from decentnode.graph.base import RoundView, view
 from decentnode.node.buffers import BufferExchange
 from decentnode.node.fragment_exchange import FragmentExchange
-from decentnode.node.schedule import Schedule, Sequential
+from decentnode.node.schedule import Schedule
+from decentnode.node.sequential import Sequential
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment

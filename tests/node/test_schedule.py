@@ -16,7 +16,9 @@ from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.schedule import Overlapped, Schedule, Sequential
+from decentnode.node.overlapped import Overlapped
+from decentnode.node.schedule import Schedule
+from decentnode.node.sequential import Sequential
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment

@@ -17,7 +17,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import Interrupted, PeerFault
 from decentnode.node.fragment_exchange import FragmentExchange
-from decentnode.node.schedule import Sequential
+from decentnode.node.sequential import Sequential
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.fragments import Fragment
