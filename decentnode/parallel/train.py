@@ -9,9 +9,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import shlex
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,16 +26,14 @@ from decentnode.checkpoint import store
 from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.checkpoint.streams import load_streams, streams
 from decentnode.errors import CheckpointError
-from decentnode.metrics import reader
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
-from decentnode.metrics.run_folder import SCRIPT, create, node_dir
-from decentnode.metrics.writer import MetricsWriter
-from decentnode.metrics.writer import encode as line_of
+from decentnode.metrics.run_folder import SCRIPT, create
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
 from decentnode.parallel.resume import accumulated, take_up_accumulated
-from decentnode.parallel.train_ranks import checkpoints_of_anybody, checkpoints_of_ranks, hold, ranks_of
+from decentnode.parallel.train_ranks import checkpoints_of_anybody, checkpoints_of_ranks, ranks_of
+from decentnode.parallel.train_records import RankRecords, figures_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
 
@@ -147,16 +143,13 @@ class TrainingRun:
             encode(self._state(), "state", {}, copy=False)  # what cannot be kept is told now, not after an epoch
         self._began, self._planned = clock.now(), 0
         self.path = self._directory(Path(runs), name, resume)
-        self._writer = MetricsWriter(self._folder / "metrics.jsonl")
-        self._sent = 0
-        """Bytes that earlier processes of the run had sent."""
         self._epoch: _Epoch | None = None
         self._random: dict[str, Any] | None = None
         """The states of the process's random generators at which the run goes on, until it does."""
         came = model._member is not None and model._member.came_at is not None
         if came:
             self.done = self._epoch_of_step()
-            self._forget_later()
+            self._records.forget_from(self.done)
         elif resume:
             self._go_on()
         self._from = self.done
@@ -193,10 +186,8 @@ class TrainingRun:
         return path
 
     def _take(self, path: Path) -> None:
-        """Make this rank's folder in the run's directory, and keep others from recording there. Raises as `hold`."""
-        self._folder = node_dir(path, self.uid)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = hold(self._folder)
+        """Begin to record as this rank in the run's directory. Raises as `RankRecords`."""
+        self._records = RankRecords(path, self.uid)
 
     def _made(self, runs: Path, name: str) -> Path:
         text = yaml.safe_dump(self._config, sort_keys=False)
@@ -269,13 +260,13 @@ class TrainingRun:
             "kind": "round", "round": self.done, "time": clock.wall(), "seconds": seconds,
             "train_seconds": max(0.0, seconds - waited), "wait_seconds": waited, "steps": steps,
             "steps_per_second": steps / seconds, "lr": self.model._rate(),
-            "data_bytes_sent": self._sent + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
+            "data_bytes_sent": self._records.sent + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
         }  # fmt: skip
         if epoch.losses:
             record["loss"] = float(epoch.loss) / epoch.losses
         if epoch.samples:
             record |= {"samples": epoch.samples, "samples_per_second": epoch.samples / seconds}
-        self._writer.write(record)
+        self._records.write(record)
         self.done, self._epoch = self.done + 1, None
 
     def evaluate(self) -> dict[str, float]:
@@ -283,8 +274,8 @@ class TrainingRun:
         all ranks. Returns the record's figures."""
         self._says("evaluates")
         found = self._ranks.measured(None if self._evaluate_model is None else self._measure)
-        self._writer.write({"kind": "evaluation", "round": self.done, "time": clock.wall(), **found,
-                            "contributors": self.model.world_size})  # fmt: skip
+        self._records.write({"kind": "evaluation", "round": self.done, "time": clock.wall(), **found,
+                             "contributors": self.model.world_size})  # fmt: skip
         return found
 
     def _measure(self) -> dict[str, float]:
@@ -359,31 +350,18 @@ class TrainingRun:
         if self._ranks.folder is None:
             for later in (one.cut for one in found if one.cut.round > self.done):  # this rank alone has it
                 store.remove(self.path / store.FOLDER, later.folder, self.uid)
-        self._forget_later()
+        self._records.forget_from(self.done)
 
     def _begin_anew(self, others: set[int]) -> None:
         """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has
         checkpoints nevertheless. Raises CheckpointError where more than a first epoch would be lost."""
-        epochs = max((record["round"] + (record["kind"] != "evaluation") for record in
-                      reader.read(self._folder / "metrics.jsonl")), default=0)  # fmt: skip
+        epochs = self._records.epochs
         if others or epochs > bool(self._keep):
             has = f"checkpoints of {' and '.join(map(str, sorted(others)))} ranks alone" if others else "none"
             world = len(self._ranks.members)
             raise CheckpointError(f"{self.path} has records of {epochs} epochs and no checkpoint that all "
                                   f"{world} ranks have ({has}): move it away, or resume=False")  # fmt: skip
-        self._keep_records([])
-
-    def _forget_later(self) -> None:
-        kept = [record for record in reader.read(self._folder / "metrics.jsonl")
-                if record["round"] < self.done + (record["kind"] == "evaluation")]  # fmt: skip
-        self._keep_records(kept)
-        self._sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
-
-    def _keep_records(self, kept: Sequence[dict[str, Any]]) -> None:
-        path = self._folder / "metrics.jsonl"
-        write_atomic(path, b"".join(map(line_of, kept)).decode())
-        self._writer.close()
-        self._writer = MetricsWriter(path)
+        self._records.forget_from(-1)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -400,16 +378,10 @@ class TrainingRun:
             ended_before = self.done == self._from and (self.path / "summary.json").exists()
             if self.uid == min(told) and not ended_before:
                 self._summarize(self._of_the_gone(set(told)) | {uid: json.loads(each) for uid, each in told.items()})
-        self._writer.close()
-        self._lock.close()
+        self._records.close()
 
     def _says(self, doing: str) -> None:
-        """Writes what this rank does for `decentnode status`; a disk that refuses costs that alone."""
-        status = {"uid": self.uid, "pid": os.getpid(), "time": clock.wall(), "round": self.done,
-                  "rounds": self._planned, "doing": doing, "waiting_for": [], "waiting_seconds": 0.0, "edges": {},
-                  "faults": {}}  # fmt: skip
-        with contextlib.suppress(OSError):
-            write_atomic(self._folder / "status.json", json.dumps(status))
+        self._records.says(doing, self.done, self._planned)
 
     def _of_the_gone(self, present: set[int]) -> dict[int, dict[str, Any]]:
         """The figures of nodes that are no ranks any more, by what they recorded on this machine."""
@@ -420,18 +392,9 @@ class TrainingRun:
 
     def figures(self, uid: int | None = None) -> dict[str, Any]:
         """A node's closing figures, this one's when None, by the names of summary.json."""
-        uid = self.uid if uid is None else uid
-        records = list(reader.read(node_dir(self.path, uid) / "metrics.jsonl"))
-        rounds = [each for each in records if each["kind"] == "round"]
-        last: dict[str, Any] = next((each for each in reversed(records) if each["kind"] == "evaluation"), {})
-        seconds = [each["seconds"] for each in rounds]
-        measured = {key: value for key, value in last.items() if key not in ("kind", "time", "round", "contributors")}
-        return measured | {
-            "uid": uid, "rounds": self.done if uid == self.uid else len(rounds), "evaluated_round": last.get("round"),
-            "round_seconds_median": statistics.median(seconds) if seconds else None,
-            "round_seconds_total": sum(seconds), "wait_seconds": sum(each["wait_seconds"] for each in rounds),
-            "bytes_data": rounds[-1]["data_bytes_sent"] if rounds else 0, "bytes_metadata": 0,
-        }  # fmt: skip
+        if uid is None or uid == self.uid:
+            return figures_of(self.path, self.uid) | {"rounds": self.done}
+        return figures_of(self.path, uid)
 
     def _summarize(self, nodes: Mapping[int, Mapping[str, Any]]) -> None:
         summaries.write(self.path / "summary.json", {

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 from collections.abc import Callable, Mapping
-from io import FileIO
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from decentnode import clock
 from decentnode.checkpoint import store
-from decentnode.errors import EnvironmentFault
 from decentnode.metrics.run_folder import folder_name
 from decentnode.parallel.averages import consensus_distance
 from decentnode.parallel.ddp import DecentralizedDataParallel
@@ -21,34 +16,6 @@ from decentnode.parallel.exchange import mean_over_ranks
 from decentnode.parallel.process_group import device_of_group, num_ranks, together
 
 Measure = Callable[[], Mapping[str, float]]
-
-HELD_SECONDS = 10.0
-"""How long a rank waits for the process that recorded as it before: one whose peer was killed needs a moment to end."""
-AGAIN_SECONDS = 0.1
-
-
-def hold(folder: Path) -> FileIO:
-    """Blocking for HELD_SECONDS at most: keeps other processes from recording into a node's folder until the file that
-    is returned is closed or this process ends, however it does. Raises OSError, EnvironmentFault where one does record:
-    with the launcher alone killed, its ranks train on.
-
-    A lock of the process (fcntl): workers that it has forked do not hold it on.
-    """
-    path, until = folder / "lock", clock.now() + HELD_SECONDS
-    file = FileIO(path, "a")
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return file  # a disk without locks
-            if clock.now() > until:
-                file.close()
-                raise EnvironmentFault(f"another process still records into {folder}, see the pid in its status.json: "
-                                       "end it, or move the run away") from None  # fmt: skip
-        else:
-            return file
-        clock.sleep(AGAIN_SECONDS)
 
 
 class RunRanks:

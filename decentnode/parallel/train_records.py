@@ -1,0 +1,109 @@
+"""What one rank of a recorded training writes into its folder of the run's directory, and what is read of it there."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import statistics
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from decentnode import clock
+from decentnode.errors import EnvironmentFault
+from decentnode.metrics import reader
+from decentnode.metrics.run_folder import node_dir
+from decentnode.metrics.writer import MetricsWriter, encode
+from decentnode.system import write_atomic
+
+HELD_SECONDS = 10.0
+"""How long a rank waits for the process that recorded as it before: one whose peer was killed needs a moment to end."""
+AGAIN_SECONDS = 0.1
+
+
+class RankRecords:
+    """The records (metrics.jsonl) and the status of a rank, which no other process writes meanwhile."""
+
+    def __init__(self, run: Path, uid: int) -> None:
+        """Blocking for HELD_SECONDS at most. Makes the rank's folder in the run's directory. Raises OSError,
+        EnvironmentFault where another process records there."""
+        self._uid, self._folder = uid, node_dir(run, uid)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self._folder)
+        self._writer = MetricsWriter(self._folder / "metrics.jsonl")
+        self.sent = 0
+        """Bytes that earlier processes of the run had sent."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record."""
+        self._writer.write(record)
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs there are records of."""
+        records = reader.read(self._folder / "metrics.jsonl")
+        return max((record["round"] + (record["kind"] != "evaluation") for record in records), default=0)
+
+    def forget_from(self, epoch: int) -> None:
+        """Drop the records of this epoch and of all after it, which are trained once more; an evaluation before its
+        first step is kept. -1: drop all."""
+        path = self._folder / "metrics.jsonl"
+        kept = [record for record in reader.read(path) if record["round"] < epoch + (record["kind"] == "evaluation")]
+        self.sent = max((int(record.get("data_bytes_sent", 0)) for record in kept), default=0)
+        write_atomic(path, b"".join(map(encode, kept)).decode())
+        self._writer.close()
+        self._writer = MetricsWriter(path)
+
+    def says(self, doing: str, epoch: int, planned: int) -> None:
+        """Write what this rank does for `decentnode status`; a disk that refuses costs that alone."""
+        status = {"uid": self._uid, "pid": os.getpid(), "time": clock.wall(), "round": epoch, "rounds": planned,
+                  "doing": doing, "waiting_for": [], "waiting_seconds": 0.0, "edges": {}, "faults": {}}  # fmt: skip
+        with contextlib.suppress(OSError):
+            write_atomic(self._folder / "status.json", json.dumps(status))
+
+    def close(self) -> None:
+        """Others may record here again."""
+        self._writer.close()
+        self._lock.close()
+
+
+def figures_of(run: Path, uid: int) -> dict[str, Any]:
+    """Returns a node's closing figures, as far as it has recorded, by the names of summary.json."""
+    records = list(reader.read(node_dir(run, uid) / "metrics.jsonl"))
+    rounds = [each for each in records if each["kind"] == "round"]
+    last: dict[str, Any] = next((each for each in reversed(records) if each["kind"] == "evaluation"), {})
+    seconds = [each["seconds"] for each in rounds]
+    measured = {key: value for key, value in last.items() if key not in ("kind", "time", "round", "contributors")}
+    return measured | {
+        "uid": uid, "rounds": len(rounds), "evaluated_round": last.get("round"),
+        "round_seconds_median": statistics.median(seconds) if seconds else None,
+        "round_seconds_total": sum(seconds), "wait_seconds": sum(each["wait_seconds"] for each in rounds),
+        "bytes_data": rounds[-1]["data_bytes_sent"] if rounds else 0, "bytes_metadata": 0,
+    }  # fmt: skip
+
+
+def hold(folder: Path) -> FileIO:
+    """Blocking for HELD_SECONDS at most: keeps other processes from recording into a node's folder until the file that
+    is returned is closed or this process ends, however it does. Raises OSError, EnvironmentFault where one does record:
+    with the launcher alone killed, its ranks train on.
+
+    A lock of the process (fcntl): workers that it has forked do not hold it on.
+    """
+    path, until = folder / "lock", clock.now() + HELD_SECONDS
+    file = FileIO(path, "a")
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return file  # a disk without locks
+            if clock.now() > until:
+                file.close()
+                raise EnvironmentFault(f"another process still records into {folder}, see the pid in its status.json: "
+                                       "end it, or move the run away") from None  # fmt: skip
+        else:
+            return file
+        clock.sleep(AGAIN_SECONDS)
