@@ -303,7 +303,8 @@ class Checkpoints:
         for problem in problems:
             logger.warning("%s", problem)
         without = [uid for uid in node.generation.members if not rows[uid][0]]
-        where = GoingOn(round, max(row[2] for row in rows) - 1, without)
+        # A stop can find some nodes before an evaluation that others have finished: then all make it again.
+        where = GoingOn(round, min(row[2] for row in rows if row[0]) - 1, without)
         yield from go_on(node, restored, "" if mine is None else mine.cut.folder, where)
         self._gone_on(None if restored is None else mine, round)
         node.record({

@@ -29,7 +29,7 @@ class GoingOn:
     round: int
     """Its first one."""
     evaluated: int
-    """After how many rounds the last evaluation was; -1 before the first."""
+    """After how many rounds the last evaluation was that all nodes with a checkpoint finished; -1 before the first."""
     without: Sequence[int]
     """Members that have no checkpoint."""
 

@@ -26,6 +26,9 @@ NODES, ROUNDS = 4, 7
 TRAINING = {"local_steps": 2, "batch_size": 5, "optimizer": {"name": "adam", "lr": 0.01},
             "lr_schedule": {"name": "cosine", "T_max": 20, "every": "step", "warmup": 3}}  # fmt: skip
 
+OF_THE_MACHINE = ("seconds", "overlap", "waited", "control", "checkpoint")
+"""In names of figures that depend on its speed."""
+
 
 class Fleet:
     """The nodes of a run in one process: dropout, statistics, a schedule of the learning rate, unequal data."""
@@ -81,12 +84,12 @@ class Fleet:
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in self.records if record["kind"] == kind]
 
-    def states(self) -> list[Any]:
-        """All that a node is, but for what depends on the machine's speed."""
+    def states(self, besides: str = "seconds") -> list[Any]:
+        """All that a node is, but for what depends on the machine's speed, and figures named by `besides`."""
         found = []
         for node in self.nodes:
-            figures = {key: value for key, value in node.figures().items() if not any(
-                word in key for word in ("seconds", "overlap", "waited", "control", "checkpoint"))}  # fmt: skip
+            figures = {key: value for key, value in node.figures().items()
+                       if not any(word in key for word in (*OF_THE_MACHINE, besides))}  # fmt: skip
             found.append([module_state(node.training.model.module), node.training.state_dict(),
                           node.sharing_state(), figures])  # fmt: skip
         return found
@@ -107,10 +110,11 @@ def whole_until(folder: Path, round: int) -> None:
             shutil.rmtree(place)
 
 
-def check_resumed(straight: Fleet, resumed: Fleet, round: int) -> None:
+def check_resumed(straight: Fleet, resumed: Fleet, round: int, besides: str = "seconds") -> None:
+    """besides: as in `Fleet.states`."""
     assert {record["round"] for record in resumed.of_kind("resumed")} == {round}
     assert resumed.later(round) == straight.later(round) and resumed.later(round)
-    for uid, (one, other) in enumerate(zip(straight.states(), resumed.states(), strict=True)):
+    for uid, (one, other) in enumerate(zip(straight.states(besides), resumed.states(besides), strict=True)):
         for part, before, after in zip(("model", "training", "rule", "figures"), one, other, strict=True):
             assert same(before, after), f"{part} of node {uid} differs"
 

@@ -149,7 +149,9 @@ def test_a_stop_leaves_a_checkpoint_of_the_round_after_which_all_ended(
     assert 4 <= ended < ROUNDS
     assert {manifest.cut.round for uid in range(NODES) for manifest in store.scan([tmp_path / "b"], uid)[0]} == {ended}
     resumed = Fleet(tmp_path / "c", RULES[name], **never).resume(tmp_path / "b").run()
-    check_resumed(straight, resumed, ended)
+    check_resumed(straight, resumed, ended, besides="bytes_evaluation")  # one that the stop cut short is made again
+    assert {each["round"]: each["uid"] for each in resumed.of_kind("evaluation")}.get(4) == (3 if ended == 4 else None)
+    assert [node.course.numbers() for node in resumed.nodes] == [node.course.numbers() for node in straight.nodes]
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_who_leaves_and_comes_back_ends_with_the_others(lost: int, back: int) ->
 
 
 def test_nodes_without_files_end_with_the_others(tmp_path: Path) -> None:
-    keys = {**STOP, "early_stop": {"figure": FIGURE, "patience": 3}}
+    keys = {**STOP, "early_stop": {"figure": FIGURE, "patience": 3, "after": 4}}
     Fleet(tmp_path / "a", **{**keys, "rounds": 4}).run()
     for path in (tmp_path / "a").glob("0*/000.*"):
         path.unlink()
