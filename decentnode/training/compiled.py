@@ -52,7 +52,8 @@ def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> 
     elif config.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
         raise EnvironmentFault(f"training.compile.backend must be one of {', '.join(known)}, got {config.backend!r}")
     # Code that is replaced by the plain module once there are too many shapes would give other bits after a resume.
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # torch 2.6 has this name alone; later ones have it beside a new one, as they have the next.
+    torch._dynamo.config.fail_on_cache_limit_hit = True
     mode = None if config.mode == "default" else config.mode
     made: Forward = torch.compile(
         _own_code(module, config), mode=mode, backend=config.backend, dynamic=config.dynamic, fullgraph=config.fullgraph
@@ -114,7 +115,7 @@ def failure_of(error: Exception) -> EnvironmentFault | None:
 
     if isinstance(error, exceptions.FailOnRecompileLimitHit):
         return EnvironmentFault("training.compile: batches have more than "
-                                f"{torch._dynamo.config.recompile_limit} shapes; dynamic: true makes one code for all")
+                                f"{torch._dynamo.config.cache_size_limit} shapes; dynamic: true makes one code for all")
     if isinstance(error, exceptions.TorchDynamoException):
         first = str(error).strip().split("\n")[0]
         return EnvironmentFault(f"training.compile: this model cannot be compiled here: {first:.300}")

@@ -205,9 +205,9 @@ def recompile_limit() -> Iterator[Callable[[int], object]]:
     """Sets the limit for one test. monkeypatch would delete the option when it is undone, as torch keeps it elsewhere
     than in the module, and then every later compilation of the process fails."""
     with contextlib.ExitStack() as until_the_end:
-        yield lambda limit: until_the_end.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+        yield lambda limit: until_the_end.enter_context(torch._dynamo.config.patch(cache_size_limit=limit))
         torch._dynamo.reset()
-    assert torch._dynamo.config.recompile_limit >= 8
+    assert torch._dynamo.config.cache_size_limit >= 8
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -38,14 +38,6 @@ NCCL_ENVIRONMENT = {
 """Deadlines are the run's own: torch's watchdog would take the whole process down. Set where nothing else is."""
 
 
-class _Op(dist.P2POp):
-    """P2POp's own constructor looks for the group in torch's registry of global ranks, where this one is not."""
-
-    def __init__(self, op: Callable[..., Any], tensor: Tensor, peer: int, group: Any) -> None:
-        self.op, self.tensor, self.group, self.tag = op, tensor, group, 0
-        self.peer = self.group_peer = peer
-
-
 class Communicator(abc.ABC):
     """Used from one issuing thread (R6, R10); batches may be waited for on another."""
 
@@ -65,20 +57,26 @@ class Communicator(abc.ABC):
         return Calls(self._group, tuple(self._rank), scatters=self.device.type == "cuda")
 
     def batch(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
-        """Launch one `batch_isend_irecv` with every peer inside (R3), peers ascending; what `wait` takes.
+        """Launch one batch of point-to-point operations with every peer inside (R3), sends first, peers ascending; what
+        `wait` takes.
 
         sends, receives: (uid, contiguous tensor on `device`), unchanged until waited for. Not blocking. Every send
         needs its receive in the peer's batch of the same number, of the same size (R1): neither backend says so
         when it is missing. Raises ValueError for more than MAX_OPERATIONS, RuntimeError when a connection broke.
         """
-        operations = [
-            *(_Op(dist.isend, tensor, self._rank[uid], self._group) for uid, tensor in sorted(sends, key=_uid)),
-            *(_Op(dist.irecv, tensor, self._rank[uid], self._group) for uid, tensor in sorted(receives, key=_uid)),
-        ]
-        if len(operations) > MAX_OPERATIONS:
-            raise ValueError(f"a batch must have at most {MAX_OPERATIONS} operations, got {len(operations)}")
-        works: list[Any] = dist.batch_isend_irecv(operations) if operations else []  # type: ignore[arg-type]
-        return works
+        if len(sends) + len(receives) > MAX_OPERATIONS:
+            raise ValueError(
+                f"a batch must have at most {MAX_OPERATIONS} operations, got {len(sends) + len(receives)}"
+            )
+        if not sends and not receives:
+            return []
+        # torch's batch_isend_irecv does this, but up to torch 2.6 only for groups in its registry of global ranks
+        coalesces = self.device.type == "cuda"  # NCCL
+        if coalesces:
+            self._group._start_coalescing(self.device)
+        works = [self._group.send([tensor], self._rank[uid], 0) for uid, tensor in sorted(sends, key=_uid)]
+        works += [self._group.recv([tensor], self._rank[uid], 0) for uid, tensor in sorted(receives, key=_uid)]
+        return [self._group._end_coalescing(self.device)] if coalesces else works
 
     @abc.abstractmethod
     def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
@@ -158,9 +156,9 @@ class NcclCommunicator(Communicator):
 
     def leave(self, clean: bool) -> None:
         """An abort may hang itself (nccl#863): it gets ABORT_SECONDS, and the end of the process does the rest."""
-        end = threading.Thread(
-            target=self._backend.shutdown if clean else self._backend.abort, name=f"nccl {self.uid} ends", daemon=True
-        )
+        backend: Any = self._backend
+        shutdown = backend.shutdown if hasattr(backend, "shutdown") else backend._shutdown  # the latter in torch 2.6
+        end = threading.Thread(target=shutdown if clean else backend.abort, name=f"nccl {self.uid} ends", daemon=True)
         end.start()
         end.join(ABORT_SECONDS)
         if end.is_alive():
