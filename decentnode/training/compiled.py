@@ -61,6 +61,13 @@ def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> 
     return made
 
 
+def reuses_memory(config: CompileConfig, device: torch.device) -> bool:
+    """Whether steps run as CUDA graphs: the next pass then overwrites gradients that autograd has taken over as they
+    are (pytorch #169545), with an error or without."""
+    modes = ("reduce-overhead", "max-autotune")
+    return device.type == "cuda" and (config.mode in modes or config.backend == "cudagraphs")
+
+
 class _Code:
     """A code object that is the compiler's key for all modules of one kind."""
 

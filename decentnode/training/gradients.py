@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
-from decentnode.training.compiled import CompileConfig, Forward, compiled, failure_of
+from decentnode.training.compiled import CompileConfig, Forward, compiled, failure_of, reuses_memory
 from decentnode.training.losses import Loss
 from decentnode.training.precision import Attempt, LossScale, autocast, unsupported
 from decentnode.training.supervised_config import SupervisedConfig
@@ -25,7 +25,9 @@ class Gradients:
         self._forward: Forward = model.module
         chosen = CompileConfig() if config.compile is True else config.compile
         self._compiles = bool(chosen)
+        self._reuses_memory = False
         if chosen:
+            self._reuses_memory = reuses_memory(chosen, model.device)
             self._forward = compiled(model.module, chosen, model.device)
         self._scale = LossScale(uid) if config.amp == "fp16" else None
         self._repeated = 0
@@ -59,10 +61,20 @@ class Gradients:
         if size <= batch:
             return self._add_gradient(inputs, targets, total, None, scale)
         whole = self._task.units(targets)
+        own = set[Tensor]()
         for start in range(0, size, batch):
             part = slice(start, start + batch)
             self._add_gradient(inputs[part], targets[part], total, whole, scale)
+            if self._reuses_memory and start + batch < size:
+                self._keep(own)
         return whole
+
+    def _keep(self, own: set[Tensor]) -> None:
+        """Moves gradients to memory that the next pass does not overwrite; own: parameters whose are there already."""
+        for p in self._parameters:
+            if p.grad is not None and p not in own:
+                p.grad = p.grad.clone()
+                own.add(p)
 
     def _add_gradient(
         self, inputs: Tensor, targets: Tensor, total: Tensor, whole: int | Tensor | None, scale: float

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decentnode.build import build_in_process, step_all
 from decentnode.checkpoint.state import decode, encode, to_host
@@ -18,6 +18,7 @@ from decentnode.tasks.base import Task
 from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tasks.next_token import NextToken, NextTokenConfig
 from decentnode.tensors import FlatModel
+from decentnode.training import gradients
 from decentnode.training.optimizers import _optimizers
 from decentnode.training.source import Source
 from decentnode.training.supervised import Supervised
@@ -76,6 +77,43 @@ def training(device: torch.device, samples: Any = None, module: Callable[[], nn.
     made = model_of("lstm", hidden=6).make(spec) if texts else (module or convolution)()
     config = SupervisedConfig.model_validate({"batch_size": 4, "local_steps": 3, **keys})
     return Supervised(config, FlatModel(made.to(device)), task, NodeSamples(samples, samples), seed=1, uid=0)
+
+
+class Overwritten(torch.autograd.Function):
+    """Hands a model's gradients out in memory that the next pass overwrites, as CUDA graphs do."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: list[Tensor], module: nn.Module, batch: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.memory, ctx.parameters = memory, parameters
+        with torch.enable_grad():
+            ctx.inner = module(batch)
+        return ctx.inner.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        found = torch.autograd.grad(ctx.inner, ctx.parameters, gradient)
+        for place, each in zip(ctx.memory, found, strict=True):
+            place.copy_(each)
+        return None, None, None, *(place.view(place.shape) for place in ctx.memory)
+
+
+@pytest.mark.parametrize("compile", [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}])
+def test_gradients_add_up_over_passes_whose_memory_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, compile: dict[str, str]
+) -> None:
+    """By a stand-in for CUDA graphs, which the pretended GPU has not."""
+    keys = {"accumulate": 3, "clip_norm": 0.5, "module": lambda: nn.Sequential(nn.Flatten(), nn.Linear(108, 4))}
+
+    def graphs(module: nn.Module, *_: Any) -> Callable[[Tensor], Tensor]:
+        parameters = list(module.parameters())
+        memory = [torch.empty_like(each) for each in parameters]
+        return lambda batch: Overwritten.apply(memory, module, batch, *parameters)
+
+    monkeypatch.setattr(gradients, "compiled", graphs)
+    plain, graphed = training(GPU, **keys), training(GPU, compile=compile, **keys)
+    for round in range(2):
+        plain.local_update(round), graphed.local_update(round)
+    assert torch.equal(plain.model.parameters, graphed.model.parameters)
 
 
 # -- waits of the host --------------------------------------------------------------------------------------------
