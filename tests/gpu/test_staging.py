@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from decentnode.communication.receive.chunking import TensorPlan
 from decentnode.communication.receive.staging import CudaCopies, Staging
+from decentnode.communication.zeromq.generations.generation_paths import GenerationPaths
 from decentnode.payload import TensorSpec
 
 pytestmark = pytest.mark.gpu
@@ -32,3 +36,18 @@ def test_bytes_come_and_go_as_they_are() -> None:
         expected_again = expected.clone()
         expected.zero_()
         assert y.is_cuda and torch.equal(y.cpu(), expected_again)
+
+
+def test_a_generation_that_first_uses_sockets_takes_slots_for_what_leaves() -> None:
+    """The one before it had neighbors in shared memory alone: its slots are for what arrives."""
+    placement: Any = SimpleNamespace(lift=None)
+    sender: Any = SimpleNamespace(staging=None)
+    run: Any = SimpleNamespace(
+        sender=sender, schemas=(SimpleNamespace(tensors={"x": SPEC}),),
+        inbox=SimpleNamespace(device=torch.device("cuda", 0), state=SimpleNamespace(placement=placement)),
+    )  # fmt: skip
+    paths, x = GenerationPaths(run, None), torch.ones(3, device="cuda")  # type: ignore[arg-type]
+    paths._take_pinned(outwards=False)
+    assert placement.lift is not None and sender.staging.fetch(PLAN, x) is None
+    paths._take_pinned(outwards=True)
+    assert torch.equal(fetched_whole(sender.staging, x), x.cpu())

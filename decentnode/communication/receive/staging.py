@@ -152,13 +152,20 @@ class Staging:
     """One node's slots."""
 
     def __init__(self, copies: Copies, specs: Sequence[TensorSpec]) -> None:
-        """specs: of everything that may leave; OUT_SLOTS are taken for each size and dtype."""
+        """specs: as `take` has them."""
         self._copies = copies
-        kinds = dict.fromkeys((spec.max_elements, spec.dtype) for spec in specs if spec.max_elements)
-        self._out = {kind: [_Slot(copies.host(*kind)) for _ in range(OUT_SLOTS)] for kind in kinds}
+        self._out: dict[tuple[int, torch.dtype], list[_Slot]] = {}
+        self.take(specs)
         model_slots = [copies.host(IN_BYTES, torch.uint8) for _ in range(IN_SLOTS)]
         self._in: list[tuple[Tensor, Mark | None]] = [(home, None) for home in model_slots]
         self._next = 0
+
+    def take(self, specs: Sequence[TensorSpec]) -> None:
+        """Takes OUT_SLOTS for each size and dtype of what may leave, where it has none for these yet. specs: of all of
+        it. May wait for the device."""
+        for kind in dict.fromkeys((spec.max_elements, spec.dtype) for spec in specs if spec.max_elements):
+            if kind not in self._out:
+                self._out[kind] = [_Slot(self._copies.host(*kind)) for _ in range(OUT_SLOTS)]
 
     def fetch(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
         """Queue the copies of all chunks of a tensor of `plan`; None while every slot is leased. Not blocking.
@@ -191,6 +198,6 @@ class Staging:
         return out
 
 
-def staging_of(device: torch.device, specs: Sequence[TensorSpec]) -> Staging | None:
-    """Of a GPU; None elsewhere."""
-    return Staging(CudaCopies(device), specs) if device.type == "cuda" else None
+def staging_of(device: torch.device) -> Staging | None:
+    """Of a GPU, for what arrives until `take` is called; None elsewhere."""
+    return Staging(CudaCopies(device), []) if device.type == "cuda" else None

@@ -83,6 +83,17 @@ def test_a_slot_is_taken_again_when_its_last_lease_is_dropped() -> None:
     assert floats(held[1].piece(1)) == [1] * 4  # type: ignore[union-attr]
 
 
+def test_slots_for_what_leaves_are_taken_when_a_generation_first_needs_them() -> None:
+    """The generation before had neighbors in shared memory alone."""
+    copies = Pageable()
+    made = Staging(copies, [])
+    assert made.fetch(PLAN, torch.ones(10)) is None and copies.taken == IN_SLOTS
+    for _ in range(2):
+        made.take([SPEC])
+        fetched = made.fetch(PLAN, torch.ones(10))
+        assert fetched is not None and copies.taken == OUT_SLOTS + IN_SLOTS
+
+
 def test_shorter_payloads_and_empty_ones() -> None:
     made = Staging(Pageable(), [TensorSpec(torch.int32, 10, False)])
     plan = TensorPlan("at", TensorSpec(torch.int32, 10, False), 4)

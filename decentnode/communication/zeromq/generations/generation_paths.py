@@ -54,7 +54,7 @@ class GenerationPaths:
         taken = {uid: routing.path(run.uid, uid) for uid in run.session.members if uid != run.uid}
         peers = {name: frozenset(uid for uid, path in taken.items() if path == name) for name in routing.names()}
         used = set(taken.values())
-        if run.sender.staging is None and not used.isdisjoint(("zeromq", "shared_memory", "collective")):
+        if not used.isdisjoint(("zeromq", "shared_memory", "collective")):
             self._take_pinned("zeromq" in used)
         leases = Leases()
         leases.hurry = run.driver.hurry
@@ -132,9 +132,13 @@ class GenerationPaths:
                 path.close(broken)
 
     def _take_pinned(self, outwards: bool) -> None:
-        """H5: what passes between a GPU and the host's memory gets its slots before round 0."""
+        """H5: what passes between a GPU and the host's memory gets its slots before round 0, or before the first of the
+        generation that needs them."""
         run = self._run
-        specs = [spec for each in run.schemas for spec in each.tensors.values()] if outwards else []
-        run.sender.staging = staging_of(run.inbox.device, specs)
-        if run.sender.staging is not None:
-            run.inbox.state.placement.lift = run.sender.staging.lift
+        if run.sender.staging is None:
+            run.sender.staging = staging_of(run.inbox.device)
+        if run.sender.staging is None:
+            return
+        run.inbox.state.placement.lift = run.sender.staging.lift
+        if outwards:
+            run.sender.staging.take([spec for each in run.schemas for spec in each.tensors.values()])
