@@ -30,8 +30,9 @@ ADAM = partial(decent_dp.optim_fn_adam, lr=1e-2)
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone, whose models stay on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -92,6 +93,7 @@ def test_a_process_sees_its_own_gpu_alone(
     for name, value in (("CUDA_VISIBLE_DEVICES", shown), ("LOCAL_WORLD_SIZE", ranks), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(parallel, "initialize_dist", lambda *given: (1, *given))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert decent_dp.initialize_dist("gloo") == (1, "gloo") and os.environ["CUDA_VISIBLE_DEVICES"] == left
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decentnode.compat import decent_dp
 from decentnode.compat.decent_dp import Edge, Topology, TopologyReg
+from tests.parallel.work import models
 from tests.parallel.work.models import batch, flat, model
 
 RATE, CLIP = 0.1, 0.5
@@ -116,7 +117,7 @@ def resumed(rank: int, n: int, average: int, at: int) -> dict[str, list[float]]:
 
     def wrapped(bucket_size_in_mb: float) -> decent_dp.DecentralizedDataParallel:
         return decent_dp.DecentralizedDataParallel(
-            torch.nn.Sequential(*model()[:1], torch.nn.BatchNorm1d(8), *model(1)[1:]),  # type: ignore[index]
+            torch.nn.Sequential(*model()[:1], torch.nn.BatchNorm1d(8).to(models.DEVICE), *model(1)[1:]),  # type: ignore[index]
             lambda named: torch.optim.SGD([p for _, p in named], lr=RATE, momentum=0.9),
             lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
             "custom", bucket_size_in_mb=bucket_size_in_mb, faithful=True,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from decentnode.compat.sdtl import CommOptimizer
+from tests.parallel.work import models
 
 STARTS = torch.tensor([[0.5, 0.0, -1.0], [0.0, 2.0, 1.0], [-0.5, 0.5, 0.0]])
 GOALS = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, -1.0], [-2.0, 0.0, 4.0]])
@@ -22,8 +23,9 @@ def train(rank: int, n: int) -> dict[str, Any]:
         ends = []
         saved: Any = None
         for resumed in (False, True):
-            x = STARTS[rank].clone().requires_grad_()
-            y = STARTS[rank].flip(0).requires_grad_()  # a parameter group of its own
+            x = STARTS[rank].clone().to(models.DEVICE).requires_grad_()
+            y = STARTS[rank].flip(0).to(models.DEVICE).requires_grad_()  # a parameter group of its own
+            goals = GOALS.to(models.DEVICE)
             local = torch.optim.SGD([{"params": [x]}, {"params": [y]}], lr=RATE)
             comm = CommOptimizer(local, name, n, LOCAL, STRENGTH, PERIOD, faithful=True)
             if resumed:
@@ -35,7 +37,7 @@ def train(rank: int, n: int) -> dict[str, Any]:
                 if t == 6 and not resumed:
                     saved = x.detach().clone(), y.detach().clone(), copy.deepcopy(comm.state_dict())
                 comm.zero_grad()
-                (0.5 * ((x - GOALS[rank]).square().sum() + (y - GOALS[rank - 1]).square().sum())).backward()
+                (0.5 * ((x - goals[rank]).square().sum() + (y - goals[rank - 1]).square().sum())).backward()
                 comm.step()
             ends.append([*x.tolist(), *y.tolist()])
         found[name] = ends

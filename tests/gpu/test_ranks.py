@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from decentnode.parallel import DecentralizedDataParallel
-from tests.compat import work_scripts
-from tests.compat.test_scripts import check
 from tests.gpu.pretended import build
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import meeting, models, training
@@ -58,15 +56,6 @@ def test_comm_optimizers(n: int, backend: str, name: str) -> None:
 def test_exchanges_behind_the_next_steps(name: str) -> None:
     """Sums of what lies on the GPU are under way while numbers of the CPU pass."""
     assert all(found["same"] for found in on_gpus(2, "gloo", meeting.overlapped, name, 1))
-
-
-def test_the_main_loop_of_sdtl() -> None:
-    check(on_gpus(2, "gloo", work_scripts.sdtl, "LSGD"))
-
-
-@pytest.mark.parametrize("kind", ["cnn", "gpt2"])
-def test_the_experiments_of_decent_dp(kind: str) -> None:
-    check(on_gpus(2, "gloo", work_scripts.decent, kind))
 
 
 @pytest.mark.parametrize(("backend", "device", "gpus", "says"), [

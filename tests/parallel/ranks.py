@@ -27,6 +27,8 @@ def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connect
         if device == "cuda":
             models.DEVICE = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(models.DEVICE)
+        else:
+            torch.cuda.is_available = lambda: False  # Decent-DP's face moves models to a GPU where there is one
         dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=n,
                                 device_id=models.DEVICE if backend == "nccl" else None)  # fmt: skip
         result = work(rank, n, *args)
