@@ -44,6 +44,8 @@ def test_the_devices_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Zeta")
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state())  # of GPUs that are not there
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *_: None)
     machines = [{"nodes": 1, "host": "127.0.0.1", "device": "cuda:7"},
                 {"nodes": 4, "host": "127.0.0.2", "device": ["cuda:0", "cuda:1", "cuda:0", "cpu"]}]  # fmt: skip
     experiment = load(QUICKSTART, [

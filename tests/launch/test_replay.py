@@ -23,6 +23,8 @@ from tests.launch.test_generations import generations, go_on
 from tests.launch.test_supervisor import Witness, faulty, run
 
 RECORD = {"record": True}
+ON_THE_CPU = {"device": "cpu"}
+"""Where runs whose rounds go on without a node are recorded by themselves."""
 MORE = pytest.mark.skipif(not scale(0, 1), reason="under --stress")
 
 
@@ -71,7 +73,7 @@ def test_a_run_that_went_on_from_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_whose_node_is_killed_and_comes_back(tmp_path: Path) -> None:
     outcome, listener = go_on(tmp_path, "DiesInTheRun", rounds=30,
-                              node={"restarts": 1, "checkpoint": {"every": 1}},
+                              node={"restarts": 1, "checkpoint": {"every": 1}}, mapping=ON_THE_CPU,
                               keys={"pid_file": str(tmp_path / "pid")})  # fmt: skip
     assert outcome.exit_code == 0, listener.failures
     told = repeated(outcome)
@@ -122,7 +124,7 @@ def test_a_run_that_goes_on_without_a_late_neighbor(tmp_path: Path, rule: str) -
         tmp_path, witness, sharing={"name": rule}, communication={"name": "zeromq", "timeout_seconds": 2},
         training={**experiment()["training"], "name": "tests.launch.faults:WaitsForFile",
                   "pid_file": str(tmp_path / "file")},
-        node={"rounds": 12, "evaluate_every": 0, "missing": "return_weight"},
+        node={"rounds": 12, "evaluate_every": 0, "missing": "return_weight"}, mapping=ON_THE_CPU,
     )  # fmt: skip
     assert outcome.exit_code == 0, witness.failures
     assert outcome.run_dir is not None

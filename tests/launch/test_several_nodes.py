@@ -134,7 +134,7 @@ def test_neither_digest_nor_checkpoints_know_of_it() -> None:
 
 def test_auto_is_a_process_per_core_where_there_are_many_small_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_cores", lambda: 2)
-    many = ["graph={name: ring, nodes: 9}", "mapping={nodes_per_machine: 9, nodes_per_process: auto}"]
+    many = ["graph={name: ring, nodes: 9}", "mapping={nodes_per_machine: 9, nodes_per_process: auto, device: cpu}"]
     assert build.processes_of(made(*many), 0) == [(0, 1, 2, 3, 4), (5, 6, 7, 8)]
     assert build.threads_of(made(*many), 8) == 1
     large = "model={name: mlp, hidden: [2048, 2048]}"

@@ -89,7 +89,8 @@ def test_a_node_sends_as_many_models_as_it_drew_and_nothing_to_others() -> None:
 def test_who_gets_nothing_waits_for_the_first_to_come() -> None:
     nodes, _ = made("node.schedule=epidemic", "node.asynchronous={arrivals: 1, deadline_seconds: 5}")
     nodes[0].begin_round(0)
-    own, other = nodes[0].training.model.parameters.clone(), torch.ones(910)
+    own = nodes[0].training.model.parameters.clone()
+    other = torch.ones_like(own)
     steps = nodes[0]._finish_round(0)
     assert next(steps) is None
     nodes[3].communication.publish(7, {0: Payload({"x": 0 * other})}, 0)

@@ -230,7 +230,7 @@ def test_in_a_simulated_world(seed: int) -> None:
                                           "timeout_seconds": 20})  # fmt: skip
     gone = seed % NODES
     faults = Faults(plan=(Kill(nodes=(gone,), at_round=2), Restart(nodes=(gone,), at_seconds=9.0 + seed)))
-    run = Watched("graph={name: ring, nodes: 4}", "node.rounds=20")
+    run = Watched("graph={name: ring, nodes: 4}", "node.rounds=20", "mapping.device=cpu")  # payloads are from there
     setting = Setting(NODES, config, Limits(2.0, 20.0, 3, 20), faults, seed, lambda _uid, _round: 0.5)
     world = World(setting, run.make)  # type: ignore[arg-type]
     assert world.run(1000) and not any(process.error for process in world.lives)

@@ -184,7 +184,8 @@ def ran(case: Case, lr: float = LR, lossy: bool = False) -> Left:
     nodes = [build(experiment, uid, join(uid), records.append) for uid in range(NODES)]
     draws = torch.Generator().manual_seed(9)
     for node in nodes:
-        node.training.model.parameters.add_(torch.randn(node.training.model.num_parameters, generator=draws), alpha=0.3)
+        noise = torch.randn(node.training.model.num_parameters, generator=draws).to(node.training.model.device)
+        node.training.model.parameters.add_(noise, alpha=0.3)
     before = torch.stack([node.training.model.parameters.clone() for node in nodes])
     step_all(nodes)
     assert [node.round for node in nodes] == [ROUNDS] * NODES and len(nodes[0].reports) == NODES
@@ -204,8 +205,8 @@ def ran(case: Case, lr: float = LR, lossy: bool = False) -> Left:
 
 
 @functools.lru_cache(8)
-def loaded(case: Case, lr: float) -> Experiment:
-    return load(QUICKSTART, case.sections(lr), {}, check=lr > 0)
+def loaded(case: Case, lr: float, *more: str) -> Experiment:
+    return load(QUICKSTART, [*case.sections(lr), *more], {}, check=lr > 0)
 
 
 def refusal(case: Case) -> str:

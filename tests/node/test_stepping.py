@@ -94,7 +94,8 @@ def spread(nodes: Sequence[Node]) -> None:
     """Models that are apart, so that mixing shows."""
     draws = torch.Generator().manual_seed(9)
     for node in nodes:
-        node.training.model.parameters.add_(torch.randn(node.training.model.num_parameters, generator=draws), alpha=0.3)
+        noise = torch.randn(node.training.model.num_parameters, generator=draws).to(node.training.model.device)
+        node.training.model.parameters.add_(noise, alpha=0.3)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +125,7 @@ def test_the_bits_are_those_of_the_twin(rule: str, kind: str, schedule: str) -> 
     elif refusal(case):
         case = Case(rule=rule, graph="tree" if rule == "relaysgd" else "complete")
     assert not refusal(case), refusal(case)
-    experiment = loaded(case, 0.05)
+    experiment = loaded(case, 0.05, "mapping.device=cpu")  # where the payloads of `built` are
     twin = build_in_process(experiment)
     spread(twin)
     step_all(twin)

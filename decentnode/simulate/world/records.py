@@ -157,7 +157,8 @@ def read_lives(run: Path, num_nodes: int) -> Lives:
         lives[uid] = _read(path, uid)
         if not lives[uid]:
             raise UsageError(f"{path} does not say what the node did with models: a run is recorded with run.record: "
-                             f"true, and with auto where node.missing is not fail; older versions record none")
+                             f"true, and with auto where node.missing is not fail and models are in the host's memory; "
+                             "older versions record none")
     return lives
 
 

@@ -53,7 +53,7 @@ def test_server_steps_are_those_of_the_papers(rule: str, keys: dict[str, float])
     of = experiment({"name": rule, "clients": CHOSEN, **keys})
     nodes, hand = ran(of), ByHand(of)
     c: Any = of.sharing
-    x = hand.start.double().numpy()
+    x = hand.start.double().cpu().numpy()
     m, v = np.zeros_like(x), np.full_like(x, keys.get("tau", 0.0) ** 2)
     for r in range(ROUNDS):
         d = mean_change(hand, torch.from_numpy(x).float(), r)
