@@ -73,6 +73,13 @@ def test_against_float64() -> None:
     assert torch.allclose(mix_into(model, model, 0.3, received).double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("out", "arrived"), [(999, 1000), (1001, 1000), (1000, 999), (1000, 1001), (1000, 1)])
+def test_tensors_of_another_size_are_refused(out: int, arrived: int) -> None:
+    """The compiled loop read behind shorter arrivals, and wrote behind a shorter result."""
+    with pytest.raises(ValueError, match=r"must be \[1000\], got"):
+        mix_into(torch.zeros(out), torch.zeros(1000), 0.5, [(torch.zeros(1000), 0.2), (torch.zeros(arrived), 0.3)])
+
+
 def test_weights_that_sum_to_one_keep_what_all_agree_on() -> None:
     same = torch.full((1000,), 0.75)
     mix_into(same, same, 0.5, [(same.clone(), 0.25), (same.clone(), 0.25)])

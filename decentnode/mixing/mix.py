@@ -35,7 +35,12 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
     memory. received: (r_k [P], w_k) on the same device, of that dtype or a narrower one, which is converted block by
     block. On a CPU the result has the bits of mul and add_ over the whole tensors; a GPU adds products without rounding
     them first (fused multiply-add), in float32 for models of 16 bits. Not blocking on a GPU.
+
+    Raises ValueError for tensors of another shape: loops and kernels would read and write beyond them.
     """
+    for each in (out, *[tensor for tensor, _ in received]):
+        if each.shape != model.shape:
+            raise ValueError(f"tensors that are mixed must be {list(model.shape)}, got {list(each.shape)}")
     if model.device.type == "cuda" and _suits_kernel(out, model, received):
         kernel = _kernel()
         if kernel is not None:
