@@ -1,6 +1,6 @@
 """A node per GPU: NCCL between them, and CUDA IPC where two nodes share one. Skipped by name with fewer than two GPUs.
 
-The same runs by gloo's batched path, which issues the same calls in the same order, are in the default suite.
+The same runs by gloo's batched path, which issues the same calls in the same order, need no GPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def models_of(folder: Path, *overrides: str) -> tuple[dict[str, torch.Tensor], d
     return found, json.loads((outcome.run_dir / "summary.json").read_text())
 
 
-@pytest.mark.sampled(one=["rule"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     ("device", "backend"), [("cpu", "gloo"), pytest.param("cuda", "nccl", marks=GPUS)], ids=["gloo", "nccl"]
 )
+@pytest.mark.slow
 def test_batches_give_the_bits_of_one_process(tmp_path: Path, device: str, backend: str, rule: str) -> None:
     """Several neighbors, compressed and whole payloads: every send meets its receive in the order of the batches."""
     nodes = min(8, torch.cuda.device_count()) if device == "cuda" else 3

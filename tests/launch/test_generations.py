@@ -143,8 +143,9 @@ def test_a_node_that_freezes_is_left_behind_and_comes_back(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
-    outcome, _ = go_on(tmp_path, "Dies", nodes=3, node={"min_nodes": 3}, communication={"start_timeout_seconds": 2})
+    outcome, _ = go_on(tmp_path, "Dies", nodes=3, node={"min_nodes": 3}, communication={"start_timeout_seconds": 10})
     assert outcome.exit_code == 8
     assert outcome.failure is not None and outcome.failure.uid == 2
     assert outcome.run_dir is not None

@@ -43,6 +43,7 @@ def test_events_and_status_are_those_of_processes(tmp_path: Path) -> None:
     assert told == [[(uid, "joined", None, ""), (uid, "finished", None, "3 rounds")] for uid in range(3)]
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_is_told_apart_from_those_that_lose_it(tmp_path: Path) -> None:
     code, events, status = left_by(tmp_path, "communication=inproc", "training.optimizer.lr=1e30")
     assert code != 0

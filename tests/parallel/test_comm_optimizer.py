@@ -48,6 +48,7 @@ def test_pulls_in_between_go_to_the_last_leader() -> None:
 @pytest.mark.parametrize(("hosts", "leader", "wrapper"), [
     ("aabb", 2, 2), ("abab", 1, 1), ("aaab", 4, 1), ("aaaa", 4, 4),
 ])  # fmt: skip
+@pytest.mark.slow
 def test_without_torchrun_machines_are_counted(hosts: str, leader: int, wrapper: int) -> None:
     for found in run_ranks(4, meeting.machines, list(hosts)):
         assert found == (leader, wrapper, 4)

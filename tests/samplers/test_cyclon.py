@@ -28,6 +28,7 @@ def test_every_node_is_known_to_about_as_many(shuffled: Population) -> None:
     assert shuffled.longest == 6
 
 
+@pytest.mark.slow
 def test_all_reach_all_by_the_targets_of_a_few_rounds(shuffled: Population) -> None:
     assert connected(shuffled.targets(3))
     one, two = shuffled.targets(1), shuffled.targets(2)

@@ -110,9 +110,9 @@ def spread(models: list[Tensor]) -> float:
     return float((stacked - stacked.mean(0)).norm())
 
 
-@pytest.mark.sampled(one=["options", "step"])
 @pytest.mark.parametrize(("options", "step"), [({"name": "stc", "fraction": 0.05}, 0.4), ({"name": "choco"}, 0.4),
                                                ({"name": "choco", "choose": "random"}, 0.4)])  # fmt: skip
+@pytest.mark.slow
 def test_a_larger_step_does_not_bring_them_together(options: dict[str, Any], step: float) -> None:
     found, config, search = parts(options)
     ring = make("ring", nodes=8)
