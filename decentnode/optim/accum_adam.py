@@ -140,8 +140,11 @@ class AccumAdam(Optimizer):
                  eps=group["eps"], amsgrad=False, maximize=group["maximize"])  # fmt: skip
 
         states = [self.state[p] for p in params]
-        grads: list[Tensor] = [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-                               for p in params if (g := p.grad) is not None]  # fmt: skip
+        # a gradient may be of another dtype, too (`Tensor.grad_dtype`)
+        grads: list[Tensor] = [
+            g if (g.stride(), g.dtype) == (p.stride(), p.dtype) else torch.empty_like(p).copy_(g)
+            for p in params if (g := p.grad) is not None
+        ]  # fmt: skip
         if size == 1:
             apply(params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states])
             return

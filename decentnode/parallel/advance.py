@@ -148,7 +148,7 @@ class AdamSteps:
 
     def take(self, optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Rows | None:
         """Counts one step and returns its rows; None, with nothing changed, where torch has to take the step: for other
-        settings, before there is a state, where a gradient is missing or has another layout.
+        settings, before there is a state, where a gradient is missing or has another layout or dtype.
 
         groups: the parameter groups, with these parameters alone. The rows are valid until the next call, and as long
         as the gradients exist.
@@ -160,6 +160,8 @@ class AdamSteps:
         gradients: list[Any] = [p.grad for p in self.params]
         try:
             if [gradient.stride() for gradient in gradients] != self._strides:
+                return None
+            if set(map(operator.attrgetter("dtype"), gradients)) != {torch.float32}:  # see `Tensor.grad_dtype`
                 return None
             self._rows["gradient"] = [gradient.data_ptr() for gradient in gradients]
         except (AttributeError, RuntimeError):  # one is None, or its layout has no strides: torch knows what to do

@@ -50,6 +50,23 @@ def test_a_window_of_one_is_adam_bit_for_bit(ours: type, theirs: type, decay: fl
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="gradients have their parameters' dtype in this torch")
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("window", [1, 2])
+def test_gradients_of_another_dtype_are_converted(fused: bool | None, window: int) -> None:
+    """The compiled loop took 16 bits for 32, and read as many bytes behind the gradient."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        p = torch.zeros(kernel.SMALLEST).requires_grad_()
+        p.grad_dtype = dtype
+        p.grad = torch.linspace(-1, 1, p.numel()).to(torch.bfloat16).to(dtype)
+        optimizer = AccumAdam([p], lr=0.01, accum_iter=window, fused=fused)
+        for _ in range(3):
+            optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
 def reference(x: Tensor, grads: list[Tensor], s: int, lr: float, decay: float, decoupled: bool) -> Tensor:
     """docs/explanation/algorithms.rst, "AccumAdam", line by line in float64."""
     x, b1, b2, eps = x.double().clone(), 0.9, 0.999, 1e-8
