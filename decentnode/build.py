@@ -19,6 +19,7 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping, checked_device
+from decentnode.models.recurrent import expect_copies
 from decentnode.node.node import Node, NodeParts
 from decentnode.node.rounds import Record
 from decentnode.node.rules import Rules
@@ -163,6 +164,8 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
             for index, ((start, stop), part, graph) in enumerate(parts)
         )
         shapes = [layout.shapes_in(*span) for span in layout.ranges]
+
+    expect_copies(module, model.device)
 
     def make_rules() -> list[Sharing]:
         rules = [make_sharing(experiment.sharing, machines) for _ in shapes]

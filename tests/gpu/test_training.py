@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 
 from decentnode.build import build_in_process, step_all
 from decentnode.checkpoint.state import decode, encode, to_host
+from decentnode.experiment import load
+from decentnode.models import recurrent
 from decentnode.samples import PADDING, DataSpec, LazySamples, NodeSamples, Rows, Samples
 from decentnode.simulate.population import Population
 from decentnode.tasks.base import Task
@@ -28,6 +32,7 @@ from tests.models.test_models import CHECKED, OF_IDS
 from tests.models.test_models import make as model_of
 from tests.simulate.test_batched import OPTIONS, batched, compare, experiment
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.gpu
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 IMAGES, LENGTH = (3, 6, 6), 7
@@ -322,3 +327,24 @@ def test_each_node_on_its_row() -> None:
                                    "test_samples: 9, partition: iid}"), "rows")  # fmt: skip
     assert engine.population.rows.device == engine.population.buffers.device == GPU
     assert bool(engine.population.rows.isfinite().all())
+
+
+def test_what_cudnn_says_of_recurrent_layers_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pretended GPU has no cuDNN: the test says it in its place."""
+    monkeypatch.setattr(recurrent, "_told", set())
+    (tmp_path / "play.txt").write_text("ANNA:\nWho is there? It is only the wind.\n\nBERT:\nIt is me again.\n\n" * 20)
+    config = "configs/tasks/next_character.yaml"
+    texts = [f"data={{name: text, file: {tmp_path}/play.txt, window: 8, partition: iid}}", "node.rounds=1"]
+    with warnings.catch_warnings(record=True) as heard, caplog.at_level("INFO"):
+        warnings.simplefilter("always")
+        for device in ("cpu", "cuda", "cuda"):
+            made = build_in_process(load(ROOT / config, [*texts, f"mapping.device={device}"]))[0]
+            made.training.local_update(0)
+            assert caplog.text.count("cuDNN wants them") == (device == "cuda")
+        warnings.warn(f"{recurrent.WARNING}. This means they need to be compacted at every call", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert [str(each.message) for each in heard if "RNN" in str(each.message) or "else" in str(each.message)] == [
+        "something else"
+    ]
