@@ -56,4 +56,4 @@ class ByHand:
         with torch.no_grad():
             model.copy_(x)
         self.trainings[uid].local_update(round, direction)
-        return model.detach() - x
+        return model.detach() - x.to(model.device)

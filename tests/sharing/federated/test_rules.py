@@ -39,7 +39,7 @@ def ran(of: Experiment) -> list[Node]:
 
 
 def mean_change(hand: ByHand, x: Tensor, round: int) -> np.ndarray:
-    changes = [hand.change(uid, x, round).double().numpy() for uid in drawn(round, CHOSEN)]
+    changes = [hand.change(uid, x, round).double().cpu().numpy() for uid in drawn(round, CHOSEN)]
     found: np.ndarray = np.mean(changes, axis=0)
     return found
 
@@ -64,7 +64,7 @@ def test_server_steps_are_those_of_the_papers(rule: str, keys: dict[str, float])
         m = c.beta1 * m + (1 - c.beta1) * d
         v = c.beta2 * v + (1 - c.beta2) * d**2 if rule == "fedadam" else v - (1 - c.beta2) * d**2 * np.sign(v - d**2)
         x = x + c.server_lr * m / (np.sqrt(v) + c.tau)
-    torch.testing.assert_close(flat(nodes[0]).double(), torch.from_numpy(x), atol=1e-6, rtol=0)
+    torch.testing.assert_close(flat(nodes[0]).double().cpu(), torch.from_numpy(x), atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
