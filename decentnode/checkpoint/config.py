@@ -48,7 +48,7 @@ class CheckpointConfig(Settings):
     """What a node keeps of itself, so that its run can be resumed (docs/howto/resume.rst)."""
 
     every: int | None = Field(None, ge=1)
-    """Rounds between two checkpoints."""
+    """Rounds between two checkpoints; with an asynchronous schedule of the lowest node."""
     minutes: float | None = Field(None, gt=0)
     """Minutes between two checkpoints, in place of `every` or beside it: the lowest node sees that they are over, and
     names a coming round for all."""

@@ -33,12 +33,13 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Cut:
-    """One moment of a run: between two rounds, on all members of a generation, with no payload under way."""
+    """One moment of a run: between two rounds, on all members of a generation, with no payload that was received and
+    not sent."""
 
     run: str
     """The run's id in hex, "" where it has none."""
     round: int
-    """How many rounds are over."""
+    """How many rounds are over; where nodes are in different ones, a number that grows from cut to cut."""
     generation: int
     origin: str
     """Of the generation's name, in hex."""
@@ -89,6 +90,11 @@ class Manifest:
     tree: Any = field(repr=False)
     tensor_bytes: int
     tensor_digest: str
+
+    @property
+    def round(self) -> int:
+        """How many rounds the node itself had finished: those of the cut, unless nodes were in different ones."""
+        return int(self.tree["progress"].get("round", self.cut.round))
 
     def load(self) -> dict[str, Tensor]:
         """Returns the tensors. Raises CheckpointError where they are not those that were written."""

@@ -106,6 +106,11 @@ class Pending(abc.ABC):
         """Whether `wait` may be called: always, but in process, where it cannot block until others are stepped."""
         return True
 
+    @property
+    @abc.abstractmethod
+    def arrived(self) -> bool:
+        """Whether the mean is here: all have contributed. Not blocking."""
+
     @abc.abstractmethod
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         """(mean, on the device of what was given; number of contributors). Raises PeerLost naming who was waited for,

@@ -94,6 +94,8 @@ def resumed_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "resumed"."""
     without = record.get("without", [])
     what = f"goes on after round {record.get('round')}"
+    if record.get("own_rounds"):
+        what = f"goes on, each node after the last round of its own, the first one after round {record.get('round')}"
     if not without:
         return what
     return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \

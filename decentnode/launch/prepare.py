@@ -60,7 +60,7 @@ def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
     found = resume.find(experiment, request.resume)
     if found is None:
         return [["resume", "no checkpoint on this machine: its nodes take the mean of the others' models"]]
-    lines = [["resume", f"{found.run}, newest checkpoint here after round {found.newest.cut.round}"]]
+    lines = [["resume", f"{found.run}, newest checkpoint here after round {found.newest.round}"]]
     if experiment.faults:
         struck = "`faults` of rounds to come strike it, and those at seconds from its start"
         lines.append(["", f"{struck}; --set 'faults=[]' goes on without any"])

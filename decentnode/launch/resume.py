@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decentnode.checkpoint import store
-from decentnode.checkpoint.store import FOLDER, Cut, Manifest
+from decentnode.checkpoint.store import FOLDER, Manifest
 from decentnode.errors import CheckpointError, UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.identity import compared, identity
@@ -84,23 +84,28 @@ def finished(found: Found, experiment: Experiment) -> str:
     except (OSError, ValueError):
         return ""
     rounds, stop = experiment.node.rounds, experiment.node.early_stop
-    cut = _newest_of_all(found, experiment.make_graph().num_nodes)
-    if summary.get("status") != "finished" or cut is None:
+    done = _done_by_all(found, experiment.make_graph().num_nodes)
+    if summary.get("status") != "finished" or done is None:
         return ""
-    if cut.round < rounds and stop is not None and summary.get("ended") == "early_stop":
-        why = ended_early(stop, summary.get("best") or {}) if cut.round == summary.get("rounds") else ""
-        return f"{found.run} ended early, after {cut.round} of {rounds} rounds: {why}; more patience than " \
+    if done < rounds and stop is not None and summary.get("ended") == "early_stop":
+        why = ended_early(stop, summary.get("best") or {}) if done == summary.get("rounds") else ""
+        return f"{found.run} ended early, after {done} of {rounds} rounds: {why}; more patience than " \
                f"{stop.patience}, or --set node.early_stop=null, goes on" if why else ""  # fmt: skip
-    if cut.round < rounds:
+    if done < rounds:
         return ""
-    return f"{found.run} is finished: it has done {cut.round} of {rounds} rounds; --set node.rounds=N goes on to N"
+    return f"{found.run} is finished: it has done {done} of {rounds} rounds; --set node.rounds=N goes on to N"
 
 
-def _newest_of_all(found: Found, num_nodes: int) -> Cut | None:
+def _done_by_all(found: Found, num_nodes: int) -> int | None:
+    """Returns how many rounds were over at the newest cut that all of its members have, on the furthest of them; None
+    without such a cut."""
     folders = [folder / FOLDER for folder in found.folders]
-    whole = [{each.cut for each in store.scan(folders, uid, found.runs)[0]} for uid in range(num_nodes)]
+    whole = [{each.cut: each.round for each in store.scan(folders, uid, found.runs)[0]} for uid in range(num_nodes)]
     complete = [cut for cut in set().union(*whole) if all(cut in whole[uid] for uid in cut.members)]
-    return max(complete, key=lambda cut: cut.age, default=None)
+    if not complete:
+        return None
+    newest = max(complete, key=lambda cut: cut.age)
+    return max(whole[uid][newest] for uid in newest.members)
 
 
 def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -> None:

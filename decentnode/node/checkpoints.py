@@ -1,4 +1,4 @@
-"""When the nodes of a run make checkpoints, all after the same round, and how they go on from them together."""
+"""When the nodes of a run make checkpoints, and how they go on from them together."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from decentnode.communication.run_state import Steps
 from decentnode.errors import CheckpointError, PeerLost
 from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.course import Best
+from decentnode.node.due_apart import DueApart
 from decentnode.node.due_by_minutes import DueByMinutes
 from decentnode.node.going_on import OF_MODELS, GoingOn, evaluate_if_due, go_on
 from decentnode.node.resumable import Resumable
@@ -65,7 +66,8 @@ class Checkpoints:
     """The checkpoints of one node. Everything runs on its training thread but the writing (checkpoint/writer.py).
 
     Every member of a generation makes a checkpoint after the same rounds. With `every` they follow from the round, with
-    `minutes` from what the lowest member says (node/due_by_minutes.py).
+    `minutes` from what the lowest member says (node/due_by_minutes.py). Where nodes are in different rounds, each makes
+    it after one of its own (node/due_apart.py).
 
     A checkpoint is removed when there are `keep` newer ones, except the newest that all nodes are known to have: with
     each, nodes tell each other in a mean whether the one before is on their disks.
@@ -87,8 +89,8 @@ class Checkpoints:
         found, _ = store.scan([folder], node.uid)
         self._cuts = [manifest.cut for manifest in found]
         """Of this node, on the disk or being written."""
-        self._copies: dict[Cut, tuple[float, float]] = {}
-        """(copy_seconds, wait_seconds) of those being written."""
+        self._copies: dict[Cut, tuple[int, float, float]] = {}
+        """(the node's round, copy_seconds, wait_seconds) of those being written."""
         self._whole = {*self._cuts}
         self._known_to_all: Cut | None = None
         """The newest that every node is known to have."""
@@ -96,8 +98,10 @@ class Checkpoints:
         self._best = None if best is None else Best.of(best, node.training, "node.checkpoint.best")
         self._best_cut: Cut | None = None
         minutes = self.config.minutes
-        self._by_minutes = None if minutes is None else DueByMinutes(node, minutes)
-        self.begin_generation()
+        apart = self.enabled and node.schedule.asynchronous
+        self._apart = DueApart(node, self.config) if apart else None
+        self._by_minutes = None if apart or minutes is None else DueByMinutes(node, minutes)
+        self._forget()
 
     def closing_figures(self) -> dict[str, float | int | str]:
         """Returns what checkpoints have cost, by the names of summary.json; nothing without any."""
@@ -112,8 +116,13 @@ class Checkpoints:
 
     # -- while rounds go on -----------------------------------------------------------------------------------
 
-    def begin_generation(self) -> None:
-        """Forget what was under way with the members of another generation."""
+    def begin_generation(self) -> Steps[None]:
+        """Forget what was under way with the members of another generation; as steps."""
+        self._forget()
+        if self._apart is not None:
+            yield from self._apart.begin_generation()
+
+    def _forget(self) -> None:
         self._last_round = -1
         self._before: Cut | None = None
         """The checkpoint before, made by the same members."""
@@ -127,6 +136,11 @@ class Checkpoints:
         if not self.enabled:
             return
         self._collect()
+        if self._apart is not None:
+            if self._apart.begin_if_due(None if self._told is None else self._told[0]):
+                yield from self._tell_all()
+                self._cut(regular=True, best=False)
+            return
         round = self.node.round
         due = (yield from self._by_minutes.is_due()) if self._by_minutes is not None else False
         if round and round != self._last_round:
@@ -147,7 +161,7 @@ class Checkpoints:
         which a run can go on from; the one before stays until all are known to have a newer one.
         """
         node = self.node
-        if self.enabled and node.round and node.round != self._last_round:
+        if self.enabled and node.round and (node.round != self._last_round or self._apart is not None):
             self._collect()
             patience_seconds = STOP_SECONDS if node.communication.stopping else None
             self._cut(regular=True, best=False, patience_seconds=patience_seconds)
@@ -175,7 +189,7 @@ class Checkpoints:
         told, before = self._told, self._before
         whole = before is not None and before in self._whole
         mean = torch.tensor([float(whole)], dtype=torch.float64)
-        self._told = self.node.communication.mean(f"checkpoint/whole-{self.node.round}", mean), before
+        self._told = self.node.communication.mean(f"checkpoint/whole-{self.cut.round}", mean), before
         if told is not None:
             pending, cut = told
             found = yield from mean_unless_ending(self.node, pending, "which checkpoint all of them have")
@@ -194,6 +208,8 @@ class Checkpoints:
         self._last_round = node.round
         if self._by_minutes is not None:
             self._by_minutes.begin_period(started)
+        if self._apart is not None:
+            self._apart.begin_period(started)
         if not free:
             self.figures.miss("the one before was still being written")
             logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
@@ -202,7 +218,7 @@ class Checkpoints:
         snapshot = capture(node, cut, self._identity)
         copied = clock.now() - started
         self.figures.copy_seconds += copied
-        self._copies[cut] = copied, started - waited
+        self._copies[cut] = node.round, copied, started - waited
         self._cuts = [cut, *(each for each in self._cuts if each != cut)]
         self._writer.give(snapshot)
         if best:
@@ -227,7 +243,8 @@ class Checkpoints:
         """The cut that a checkpoint made now belongs to."""
         node = self.node
         now = node.generation
-        return Cut(node.communication.run_id.hex(), node.round, now.number, now.origin.hex(), tuple(now.members))
+        round = node.round if self._apart is None else self._apart.cuts.number
+        return Cut(node.communication.run_id.hex(), round, now.number, now.origin.hex(), tuple(now.members))
 
     def _is_best(self) -> bool:
         """Whether this round's evaluation is the best so far; then it is noted as such. Raises UsageError."""
@@ -249,11 +266,11 @@ class Checkpoints:
             self._note(each)
 
     def _note(self, written: Written) -> None:
-        copied, waited = self._copies.pop(written.cut, (0.0, 0.0))
+        round, copied, waited = self._copies.pop(written.cut, (written.cut.round, 0.0, 0.0))
         if written.problem:
             self._cuts = [cut for cut in self._cuts if cut != written.cut]
             self.figures.miss(written.problem)
-            self.node.record({"kind": "checkpoint", "round": written.cut.round, "problem": written.problem})
+            self.node.record({"kind": "checkpoint", "round": round, "problem": written.problem})
             return
         self._whole.add(written.cut)
         figures = self.figures
@@ -261,7 +278,7 @@ class Checkpoints:
         figures.bytes += written.bytes
         figures.cpu_seconds += written.cpu_seconds
         self.node.record({
-            "kind": "checkpoint", "round": written.cut.round, "time": clock.wall(), "bytes": written.bytes,
+            "kind": "checkpoint", "round": round, "time": clock.wall(), "bytes": written.bytes,
             "copy_seconds": copied, "wait_seconds": waited, "write_seconds": written.seconds,
             "writer_cpu_seconds": written.cpu_seconds, "best": written.cut == self._best_cut,
         })  # fmt: skip
@@ -285,7 +302,7 @@ class Checkpoints:
             chosen = yield from agreed_cut(node, [each.cut for each in manifests], attempt)
             if chosen is None:
                 raise CheckpointError(no_common_cut(node.uid, manifests, problems))
-            round, key = chosen
+            number, key = chosen
             mine = next((each for each in manifests if each.cut.key == key), None)
             restored = None
             if mine is not None:
@@ -296,20 +313,26 @@ class Checkpoints:
                     problems.append(str(error))
                     manifests.remove(mine)
             evaluated = int(restored.progress["evaluated"]) + 1 if restored is not None else 0
-            rows = yield from gathered(node, f"resume/read-{attempt}", [int(restored is not None),
-                                             int(mine is not None and restored is None), evaluated], 3)  # fmt: skip
+            own = [int(restored is not None), int(mine is not None and restored is None), evaluated,
+                   0 if mine is None or restored is None else mine.round + 1]  # fmt: skip
+            rows = yield from gathered(node, f"resume/read-{attempt}", own, len(own))
             if not any(row[1] for row in rows):
                 break
         for problem in problems:
             logger.warning("%s", problem)
         without = [uid for uid in node.generation.members if not rows[uid][0]]
+        apart = node.schedule.asynchronous
+        round = (own[3] or max(row[3] for row in rows)) - 1
         # A stop can find some nodes before an evaluation that others have finished: then all make it again.
-        where = GoingOn(round, min(row[2] for row in rows if row[0]) - 1, without)
+        last = evaluated if apart else min(row[2] for row in rows if row[0])
+        where = GoingOn(round, last - 1, without)
         yield from go_on(node, restored, "" if mine is None else mine.cut.folder, where)
+        if self._apart is not None:
+            self._apart.cuts.meet(number)
         self._gone_on(None if restored is None else mine, round)
         node.record({
             "kind": "resumed", "round": round, "time": clock.wall(), "without": without, "problems": problems[:20],
-            "rule": "anew" if without else "restored",
+            "rule": "anew" if without else "restored", **({"own_rounds": True} if apart else {}),
         })  # fmt: skip
         yield from evaluate_if_due(node, where)
         if restored is not None:
@@ -362,7 +385,7 @@ class Checkpoints:
         run, history = self.node.communication.run_id.hex(), self.node.communication.history
         for manifest in store.scan([self._folder], self.node.uid, {run})[0]:
             cut = manifest.cut
-            if not 0 <= first_round - cut.round <= self.config.recent:
+            if not 0 <= first_round - manifest.round <= self.config.recent:
                 continue
             try:
                 restored = Restored.read(manifest)
@@ -372,9 +395,9 @@ class Checkpoints:
             except CheckpointError as error:
                 logger.warning("%s", error)
                 continue
-            logger.info("goes on from its own checkpoint after round %d", cut.round)
+            logger.info("goes on from its own checkpoint after round %d", manifest.round)
             if history is not None:
-                history.restored(cut.round, (cut.generation, bytes.fromhex(cut.origin)), digest)
+                history.restored(manifest.round, (cut.generation, bytes.fromhex(cut.origin)), digest)
             return True
         if history is not None:
             history.restored()

@@ -271,6 +271,10 @@ class RecordedMean(Pending):
     def ready(self) -> bool:
         return self._of.ready
 
+    @property
+    def arrived(self) -> bool:
+        return self._of.arrived
+
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         found = self._of.wait(timeout_seconds)
         self._history.averaged(self._key)

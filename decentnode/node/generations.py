@@ -71,7 +71,7 @@ class NodeGenerations:
         missed = not alone and (yield from evaluation_missed(node, first_round))
         yield from self._come_to(first_round, generation)
         if node.checkpoints is not None:
-            node.checkpoints.begin_generation()
+            yield from node.checkpoints.begin_generation()
         deal_samples(node, node.round)
         yield from begin_rules_anew(node, "generation")
         if self._sampling is not None:

@@ -24,10 +24,10 @@ rule's state it keeps what outlives a generation."""
 
 @dataclass(frozen=True)
 class GoingOn:
-    """Where a run goes on, the same on all nodes."""
+    """Where a run goes on, the same on all nodes, unless these are in different rounds."""
 
     round: int
-    """Its first one."""
+    """Its first one; of a node without a checkpoint the furthest one's."""
     evaluated: int
     """After how many rounds the last evaluation was that all nodes with a checkpoint finished; -1 before the first."""
     without: Sequence[int]
@@ -48,7 +48,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         if restored is not None:
             restored.put_rule(node)  # for what outlives a generation
         node.round = where.round
-        yield from begin_rules_anew(node, "resume")
+        yield from begin_rules_anew(node, "resume", frozenset(where.without))
     elif restored is not None:
         restored.put_rule(node)
     if restored is None:

@@ -58,10 +58,10 @@ def deal_samples(node: Resumable, first_round: int) -> None:
                     training.dealt[-1].adopted)  # fmt: skip
 
 
-def begin_rules_anew(node: Resumable, key: str) -> Steps[None]:
+def begin_rules_anew(node: Resumable, key: str, without: frozenset[int] = frozenset()) -> Steps[None]:
     """Let the sharing rules begin anew, as steps; those that need a sum over all members for it get that. key: begins
-    the sums' names, the same on all nodes."""
-    for index, (rule, model, view) in enumerate(node.renew_rules()):
+    the sums' names, the same on all nodes. without: as for `Node.renew_rules`."""
+    for index, (rule, model, view) in enumerate(node.renew_rules(without)):
         totals = {}
         for name, own in rule.to_be_summed(model, view).items():
             pending = begin_mean(node.communication, f"{key}/rule-{index}/{name}", own, closing=True)

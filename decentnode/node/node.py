@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -264,11 +264,17 @@ class Node:
             self.communication.announce_stop()
         self.doing = "ending"
         views, _ = self._rules.views(self.round, self.generation)
+        cuts = self.schedule.cuts
+        cuts.holds = False
         yield from self.schedule.drain(views[0][0])
         timeout_seconds = self.communication.config.timeout_seconds
-        pending = self.communication.mean("end/rounds", torch.tensor([float(done)], dtype=torch.float64), closing=True)
-        mean, _ = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)
-        self._ended = float(mean) > 0  # else somebody asked for a stop
+        number = cuts.number if self.uid == self.generation.members[0] else 0  # the lowest one's is the greatest
+        told = torch.tensor([float(done), number], dtype=torch.float64)
+        pending = self.communication.mean("end/rounds", told, closing=True)
+        mean, contributors = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)
+        self._ended = float(mean[0]) > 0  # else somebody asked for a stop
+        last = 1 + round(float(mean[1]) * contributors)
+        cuts.meet(max(last, self.config.rounds) if self._ended else last)
 
     def makes_no_more(self) -> bool:
         """Whether no round begins any more, on all nodes alike or because of a stop."""
@@ -276,10 +282,11 @@ class Node:
 
     # -- as generations of members begin ---------------------------------------------------------------------
 
-    def renew_rules(self) -> list[tuple[Sharing, Tensor, RoundView]]:
+    def renew_rules(self, without: frozenset[int] = frozenset()) -> list[tuple[Sharing, Tensor, RoundView]]:
         """Let the sharing rules begin anew, but for what outlives a generation of members. Returns them, each with its
-        part of the model and its view of the first phase of the round that comes."""
-        self._rules.renew(self.generation)
+        part of the model and its view of the first phase of the round that comes. without: further members of which
+        nothing outlives it."""
+        self._rules.renew(replace(self.generation, fresh=self.generation.fresh | without))
         return self._rules.at(self.round, self.generation)
 
     # -- one round --------------------------------------------------------------------------------------------
@@ -384,7 +391,9 @@ class Node:
 
     def progress(self) -> dict[str, Any]:
         """Returns figures and counters of the rounds so far, which a resumed run goes on from."""
+        sampling = self.rounds.sampling
         return {
+            "round": self.round, **({} if sampling is None else {"sampling": sampling.state_dict()}),
             **self.rounds.totals.state_dict(), "evaluation": dict(self.evaluation), "evaluated": self.evaluated,
             "counters": self.communication.counters.totals(), "course": self.course.state_dict(),
         }
@@ -392,6 +401,8 @@ class Node:
     def load_progress(self, state: Mapping[str, Any]) -> None:
         """Restores what `progress` returned."""
         self.rounds.totals.load_state_dict(state)
+        if self.rounds.sampling is not None:
+            self.rounds.sampling.load_state_dict(state["sampling"])
         self.evaluation, self.evaluated = dict(state["evaluation"]), state["evaluated"]
         self.course.load_state_dict(state.get("course"))
         self.communication.counters.earlier = dict(state["counters"])

@@ -61,6 +61,7 @@ class NodeRules:
         assert self._renew is not None
         former = self.schedule
         self._take(self._renew())
+        self.schedule.cuts = former.cuts
         self.schedule.succeed(former, generation)
         for fragment, before in zip(self.schedule.fragments, former.fragments, strict=True):
             fragment.rule.succeed(before.rule)
@@ -81,10 +82,15 @@ class NodeRules:
                 for fragment, (view, *_) in zip(self.schedule.fragments, views, strict=True)]  # fmt: skip
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns copies of all that the fragments' rules and exchanges keep between rounds."""
-        return [fragment.state_dict() for fragment in self.schedule.fragments]
+        """Returns copies of all that the fragments' rules and exchanges keep between rounds; then, where the schedule
+        itself keeps anything, that."""
+        own = self.schedule.state_dict()
+        return [*(fragment.state_dict() for fragment in self.schedule.fragments), *([own] if own else [])]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restores what `state_dict` returned. Raises ValueError for the state of other rules or fragments."""
-        for fragment, each in zip(self.schedule.fragments, state, strict=True):
+        count = len(self.schedule.fragments)
+        for fragment, each in zip(self.schedule.fragments, state[:count], strict=True):
             fragment.load_state_dict(each)
+        for each in state[count:]:
+            self.schedule.load_state_dict(each)

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.config import AsynchronousConfig
+from decentnode.node.asynchronous.cuts import Cuts
 from decentnode.node.background import BackgroundMixer
 from decentnode.node.dumps import Dumps
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
@@ -68,6 +69,8 @@ class Schedule(abc.ABC):
         self._due: tuple[FragmentExchange, ...] = ()
         """Fragments that are exchanged in the round under way."""
         self._mixing: BackgroundMixer | None = None
+        self.cuts = Cuts()
+        """Where nodes are in different rounds: which checkpoints belong together. It outlives generations."""
 
     asynchronous: ClassVar[bool] = False
     """Whether nodes are in different rounds at one time. Such a schedule exchanges float buffers itself."""
@@ -103,6 +106,13 @@ class Schedule(abc.ABC):
 
     def succeed(self, former: Schedule, generation: Generation) -> None:  # noqa: B027
         """In a new generation of members: take from the schedule before what outlives a generation; here nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the schedule itself keeps between rounds; nothing changes its tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Restores what `state_dict` returned."""
 
     def drain(self, view: RoundView) -> Steps[None]:  # noqa: ARG002
         """After the last round: bring what is under way to its end, as steps. view: of the round that would be next."""

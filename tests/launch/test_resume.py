@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -21,6 +22,8 @@ from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read, read_kind
 from decentnode.report import repeats
 from decentnode.report.closing import closing
+from tests.cli.terminal import wait_until
+from tests.commands import started
 from tests.launch.faults import experiment
 
 
@@ -114,6 +117,42 @@ def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, ca
     assert found["bytes_sent_total"] == plain["bytes_sent_total"] and found["accuracy_mean"] == plain["accuracy_mean"]
     assert found["checkpoints_kept"] == len([*(by_processes / "checkpoints").glob("0*/000.json")])
     assert found["checkpoints"] == 2 and found["checkpoint_copy_seconds"] > 0 and found["checkpoint_cpu_seconds"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sets", [
+    ["node.schedule=gossip_async", "sharing=push_sum"], ["node.schedule=ad_psgd"], ["node.schedule=epidemic"],
+], ids=["push_sum", "ad_psgd", "epidemic"])  # fmt: skip
+def test_a_run_without_rounds_in_common_is_killed_and_goes_on(tmp_path: Path, sets: list[str]) -> None:
+    """Everything at once by SIGKILL, as if the power failed; each node goes on from a round of its own."""
+    training = {**experiment()["training"], "name": "tests.launch.faults:Slow"}
+    node = {"rounds": 60, "evaluate_every": 0, "checkpoint": {"every": 3}}
+    folder = Folder(tmp_path, communication={"name": "auto"}, node=node, training=training)
+    checkpoints = tmp_path / "runs" / "tiny" / "latest" / "checkpoints"
+
+    def whole() -> int:
+        return sum(len([*place.glob("*.json")]) == 4 for place in checkpoints.glob("0*"))
+
+    with started(tmp_path, "run", "tiny.yaml", *(f"--set={each}" for each in sets)) as process:
+        wait_until(lambda: whole() > 0, "checkpoints of all nodes")
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for each in family:
+            each.kill()
+        psutil.wait_procs(family, timeout=60)
+    assert not (checkpoints.parent / "summary.json").exists()
+    with pytest.raises(DecentnodeError, match=r"(?s)these keys differ:.*graph"):
+        folder.run(*sets, "graph={name: ring, nodes: 3}", "mapping.nodes_per_machine=3", resume="")
+    with pytest.raises(DecentnodeError, match=r"(?s)these keys differ:.*node\.schedule"):
+        folder.run("node.schedule=sequential", resume="")
+    run = folder.done(*sets, resume="")
+    assert folder.told.notices[-1].startswith("goes on, each node after the last round of its own")
+    rounds = [read_kind(run / f"nodes/{uid:03d}/metrics.jsonl", "round") for uid in range(4)]
+    assert all([each["round"] for each in found] == list(range(len(found))) for found in rounds), "none twice"
+    found = json.loads((run / "summary.json").read_text())
+    assert max(map(len, rounds)) == 60 and found["resumed"]["round"] > 0
+    assert rounds[0][-1]["loss"] < 0.9 * rounds[0][0]["loss"]
+    outcome = folder.run(*sets, resume="")
+    assert outcome.exit_code == 0 and "is finished: it has done 60 of 60 rounds" in folder.told.notices[-1]
 
 
 @pytest.mark.slow

@@ -210,6 +210,24 @@ def test_push_sum_comes_together_to_the_last_bit_of_a_model_however_long_it_runs
     assert float((models - exact).abs().max()) < 8 * one * float(models.abs().max())
 
 
+def test_what_is_lost_is_sent_again_also_by_nodes_that_have_too_little_to_share() -> None:
+    """As after a change of generation or a crash: nearly all is in sums that nobody has seen."""
+    made = stepped("push_sum", 3)
+    for node in made.nodes.values():
+        schedule = node.schedule
+        assert isinstance(schedule, AsynchronousPushSum)
+        x, w = node.training.model.parameters.double() * 0.45, 0.45
+        for uid, each in schedule._sent.items():
+            schedule._sent[uid] = _Sum(each.x + x, each.w + w)
+        schedule.rule.weight -= 2 * w
+    total, weight = mass(made)
+    assert weight == pytest.approx(3) and all(node.schedule.rule.weight < LEAST_WEIGHT + 1e-9  # type: ignore[attr-defined]
+                                              for node in made.nodes.values())  # fmt: skip
+    make_rounds(made, 60)
+    assert [node.schedule.rule.weight for node in made.nodes.values()] == pytest.approx([1.0] * 3)  # type: ignore[attr-defined]
+    assert torch.allclose(mass(made)[0], total, atol=1e-5) and spread(made.nodes) < 1e-5
+
+
 def test_neighbors_that_got_equal_shares_have_one_sum_together() -> None:
     """The memory for them does not grow with a node's neighbors; who comes later has one of its own."""
     made = stepped("push_sum", 3)
@@ -327,7 +345,7 @@ def test_what_a_stranger_may_say_changes_no_model() -> None:
     (["sharing.name=topk"], r"node.schedule: topk needs what its neighbors send in one round, got gossip_async"),
     (["sharing.name=local_sgd"], r"node.schedule: local_sgd needs"),
     (["sharing={name: push_sum, compression: {name: int8}}"], r"sharing.compression: running sums must arrive"),
-    (["node.checkpoint={every: 5}"], r"node.checkpoint: a checkpoint is of one round of all nodes, got gossip_async"),
+    (["node.checkpoint={every: 5, best: accuracy_merged}"], r"checkpoint.best: the best one is told by an evaluation"),
     (["node.early_stop=accuracy_merged"], r"node.early_stop: all nodes have to end after the same round"),
     (["node.schedule=ad_psgd", "sharing.name=push_sum"], r"sharing: two nodes of ad_psgd average .*, got push_sum"),
     (["node.schedule=ad_psgd", "sharing.compression={name: int8}"], r"sharing: two nodes of ad_psgd .*, got a codec"),

@@ -21,6 +21,10 @@ class Slow(Pending):
         self.looks -= 1
         return self.looks < 0
 
+    @property
+    def arrived(self) -> bool:
+        return self.looks < 0
+
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         raise AssertionError("nobody waits here")
 

@@ -72,7 +72,12 @@ class InprocPending(Pending):
     def ready(self) -> bool:
         hub = self._owner.hub
         ended = bool(hub.failed) or self._owner.regrouping or (hub.stopping and not self._closing)
-        return ended or len(hub.means[self._key]) == len(hub.generation.members)
+        return ended or self.arrived
+
+    @property
+    def arrived(self) -> bool:
+        hub = self._owner.hub
+        return len(hub.means.get(self._key, ())) == len(hub.generation.members)
 
     def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
         while self._owner.hub.behind and not self.ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
@@ -24,9 +25,10 @@ LOOKED_AT = 8
 OF_COPIES = ("stale", "wait_seconds")
 """Those that are about newest models, not about running sums."""
 REASONS = {
-    "checkpoint": "a checkpoint is of one round of all nodes",
-    "early_stop": "all nodes have to end after the same round",
+    ("early_stop",): "all nodes have to end after the same round",
+    ("checkpoint", "best"): "the best one is told by an evaluation of all nodes",
 }
+"""Keys of `node` that are refused, and why."""
 
 
 def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
@@ -48,9 +50,12 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
     if experiment.parameters is not None:
         yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or schedule: "
                       "sequential would do", other=("node", "schedule"))  # fmt: skip
-    for key, why in REASONS.items():
-        if getattr(node, key):
-            yield Problem(("node", key), f": {why}, got {name}, in which nodes are in different ones; leave it out",
+    for path, why in REASONS.items():
+        section: Any = node
+        for key in path:
+            section = getattr(section, key, None)
+        if section:
+            yield Problem(("node", *path), f": {why}, got {name}, in which nodes are in different ones; leave it out",
                           other=("node", "schedule"))  # fmt: skip
     yield from _transport(experiment)
 

@@ -243,7 +243,7 @@ class ADPSGD(Asynchronous):
                 return
             if again:
                 due = clock.now() + LOOK_SECONDS
-            found = yield from self.communication.collect_steps(0, count=1, seconds=LOOK_SECONDS)
+            found = yield from self.collect(count=1, seconds=LOOK_SECONDS)
             with torch.no_grad():
                 self._hear(found)
 
@@ -253,8 +253,24 @@ class ADPSGD(Asynchronous):
         stay = {*generation.members} - generation.fresh
         self._pairs = {uid: pair for uid, pair in former._pairs.items() if uid in stay}
         self._messages, self.given, self.taken = former._messages, former.given, former.taken
-        for pair in self._pairs.values():  # what was under way is lost
+        self._say_again()
+
+    def _say_again(self) -> None:
+        """What was under way is lost."""
+        for pair in self._pairs.values():
             pair.unsaid, pair.due, pair.closed = pair.unsaid or pair.change is not None, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"pairs": {uid: dict(vars(pair)) for uid, pair in self._pairs.items()}, "messages": self._messages,
+                "given": dict(self.given), "taken": dict(self.taken),
+                "answered_meanwhile": self._answered_meanwhile, "refused": self._refused}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pairs = {uid: _Pair(**each) for uid, each in state["pairs"].items()}
+        self._messages, self._refused = int(state["messages"]), state["refused"]
+        self._answered_meanwhile = bool(state["answered_meanwhile"])
+        self.given, self.taken = Counter(state["given"]), Counter(state["taken"])
+        self._say_again()
 
     def report(self) -> dict[str, float]:
         return {"averaged_pairs": self.given.total() + self.taken.total()}

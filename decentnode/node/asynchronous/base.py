@@ -18,6 +18,7 @@ from decentnode.node.asynchronous.copies import Copies, Copy
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed
 from decentnode.node.schedule import Schedule
 from decentnode.payload import Payload
+from decentnode.sharing.decoding import MALFORMED
 
 
 class Asynchronous(Schedule):
@@ -31,6 +32,8 @@ class Asynchronous(Schedule):
         """The neighbors' float buffers."""
         self._round = -1
         """The one under way, or the last; -1 before the first."""
+        self._held: dict[int, list[Collected]] = {}
+        """By channel: what came of nodes that have made a checkpoint before this one has; until the next round."""
 
     @property
     def config(self) -> AsynchronousConfig:
@@ -76,6 +79,9 @@ class Asynchronous(Schedule):
         """As `Communication.publish`, with its seconds in `times`."""
         if self.communication.history is not None:
             self.communication.history.published(round, channel, outgoing)
+        if self.cuts.number:
+            marked = {id(each): self.cuts.marked(each) for each in outgoing.values()}  # one object stays one
+            outgoing = {uid: marked[id(each)] for uid, each in outgoing.items()}
         started = clock.now()
         refused = self.communication.publish(round, outgoing, channel)
         self.times.send += clock.now() - started
@@ -84,13 +90,28 @@ class Asynchronous(Schedule):
     def collect(
         self, channel: int = 0, sources: Collection[int] = (), seconds: float = 0.0, count: int = 0
     ) -> Steps[list[Collected]]:
-        """As `Communication.collect_steps`, with its seconds in `times`."""
-        started = clock.now()
+        """As `Communication.collect_steps`, with its seconds in `times`. What was published after a checkpoint that
+        this node has not made yet is held back until then."""
+        started, held = clock.now(), self._held.pop(channel, [])
         found = yield from self.communication.collect_steps(
-            channel, count=count, sources=sources, seconds=seconds
+            channel, count=max(0, count - len(held)), sources=sources, seconds=seconds
         )
         self.times.wait += clock.now() - started
-        return found
+        return [plain for each in [*held, *found] for plain in self._admitted(each, channel)]
+
+    def _admitted(self, each: Collected, channel: int) -> Iterable[Collected]:
+        """Yields a payload without the number of its source's checkpoint, unless it is held back."""
+        cuts = self.cuts
+        try:
+            plain, number = cuts.read(each)
+        except ValueError as error:
+            self.communication.counters.fault(MALFORMED, each.source, f"{error} from {each.source}")
+            return
+        if cuts.holds and number > cuts.number:
+            cuts.heard = max(cuts.heard, number)
+            self._held.setdefault(channel, []).append(each)
+        else:
+            yield plain
 
     def record(self, copies: Iterable[Copy], channel: int = 0) -> None:
         """These copies are about to be mixed: keep which they are, where the node keeps a record."""

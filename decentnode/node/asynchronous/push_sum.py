@@ -56,6 +56,8 @@ class AsynchronousPushSum(Asynchronous):
         self._seen: dict[int, _Sum] = {}
         self._came: dict[int, int] = {}
         """By source: the round of this node in which its newest sum came."""
+        self._kept = 0
+        """Rounds in a row in which the node has kept all that it has."""
         self._mixed = 0
         """Sources of which there was something new in the last round."""
 
@@ -65,10 +67,23 @@ class AsynchronousPushSum(Asynchronous):
         return cast("PushSum", self.sharing)
 
     def _publish_round(self, round: int) -> None:
-        view, rule, model = self.view, self.rule, self.model.parameters
-        own = view.out_weights[view.uid] * rule.weight
-        if not view.neighbors or own < LEAST_WEIGHT:
+        view = self.view
+        if not view.neighbors:
             return
+        if view.out_weights[view.uid] * self.rule.weight >= LEAST_WEIGHT:
+            self._kept = 0
+            self._share()
+        else:
+            self._kept += 1
+            if self._kept & (self._kept - 1):
+                return  # its sums are said again ever less often: the last ones may be lost, and others wait for them
+        said = {each: Payload({"x": each.x}, {"w": each.w}) for each in self._sent.values()}
+        self.publish(round, {uid: said[self._sent[uid]] for uid in view.neighbors if uid in self._sent})
+        self.publish_buffers(round)
+
+    def _share(self) -> None:
+        """Take the neighbors' shares from the model, and add them to their sums."""
+        view, rule, model = self.view, self.rule, self.model.parameters
         together: dict[tuple[_Sum, float], list[int]] = {}  # neighbors by their sum so far, and their share
         nothing = _Sum(torch.zeros(1, dtype=SUMS, device=model.device).expand(model.numel()))
         for uid in view.neighbors:
@@ -85,12 +100,8 @@ class AsynchronousPushSum(Asynchronous):
                     torch.add(before.x[a:b], x, alpha=share, out=after.x[a:b])
                     left.sub_(after.x[a:b] - before.x[a:b], alpha=len(uids))
                 model[a:b] = left.div_(rule.weight)
-        outgoing: dict[int, Payload] = {}
         for uids, after in zip(together.values(), sums, strict=True):
             self._sent |= dict.fromkeys(uids, after)
-            outgoing |= dict.fromkeys(uids, Payload({"x": after.x}, {"w": after.w}))
-        self.publish(round, outgoing)
-        self.publish_buffers(round)
 
     def _mix_round(self, round: int) -> Steps[None]:
         found = yield from self.collect()
@@ -129,6 +140,18 @@ class AsynchronousPushSum(Asynchronous):
         self._sent = {uid: each for uid, each in former._sent.items() if uid in stay}
         self._seen = {uid: each for uid, each in former._seen.items() if uid in stay}
         self._came = {uid: round for uid, round in former._came.items() if uid in stay}
+
+    def state_dict(self) -> dict[str, Any]:
+        sums = list(dict.fromkeys(self._sent.values()))
+        return {"sums": [vars(each) for each in sums], "came": dict(self._came),
+                "sent": {uid: sums.index(each) for uid, each in self._sent.items()},
+                "seen": {uid: vars(each) for uid, each in self._seen.items()}}  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        sums = [_Sum(**each) for each in state["sums"]]
+        self._sent = {uid: sums[index] for uid, index in state["sent"].items()}
+        self._seen = {uid: _Sum(**each) for uid, each in state["seen"].items()}
+        self._came = dict(state["came"])
 
     def report(self) -> dict[str, float]:
         ages = [self._round - self._came[uid] for uid in self.view.sources if uid in self._came]

@@ -112,8 +112,9 @@ class ReplayedCheckpoints:
         self.resuming = False
         yield from evaluate_if_due(node, where)
 
-    def begin_generation(self) -> None:
+    def begin_generation(self) -> Steps[None]:
         """Nothing is under way."""
+        yield from ()
 
     def finish(self) -> None:
         """Nothing is being written."""

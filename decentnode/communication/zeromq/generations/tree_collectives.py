@@ -20,6 +20,11 @@ class PendingMean(Pending):
         self._owner, self._key, self._closing = owner, key, closing
         self._shape, self._device = like.shape, like.device
 
+    @property
+    def arrived(self) -> bool:
+        with self._owner.state.lock:
+            return self._key in self._owner.of.means.done
+
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         wait = self._owner.mean_wait(self._key, self._closing, timeout_seconds)
         self._owner.state.block(wait)

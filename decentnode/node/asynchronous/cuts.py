@@ -1,0 +1,49 @@
+"""Which checkpoints belong together where nodes are in different rounds.
+
+A node puts the number of its last checkpoint on all that it publishes, and makes the one of a greater number that it
+hears of before it mixes what carries it. So of the checkpoints with one number none has received what another one has
+not sent yet (a consistent cut; Lai and Yang 1987, On distributed snapshots). What was under way is in none of them, as
+if a crash had lost it: running sums and pairs make up for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from decentnode.communication.parts import Collected
+from decentnode.payload import Payload, ScalarSpec
+
+NUMBER = "checkpoint"
+"""The name of the scalar."""
+_SPEC = ScalarSpec(int, 1, 1 << 48)
+
+
+@dataclass
+class Cuts:
+    """The numbers of one node's checkpoints, which only grow."""
+
+    holds: bool = False
+    """Whether payloads are held back: the run makes checkpoints, and is not ending."""
+    number: int = 0
+    """Of its last one; 0 before the first."""
+    heard: int = 0
+    """The greatest that it knows of."""
+
+    def meet(self, number: int) -> None:
+        """Take up the number that others are at, without a checkpoint."""
+        self.number = self.heard = number
+
+    def marked(self, payload: Payload) -> Payload:
+        """Returns a payload with this node's number."""
+        return replace(payload, scalars={**payload.scalars, NUMBER: self.number})
+
+    def read(self, found: Collected) -> tuple[Collected, int]:
+        """Returns a payload without the number of its source, and the number; 0 for one without. Raises ValueError for
+        what is no such number."""
+        if NUMBER not in found.payload.scalars:
+            return found, 0
+        scalars = dict(found.payload.scalars)
+        number = scalars.pop(NUMBER)
+        if not _SPEC.accepts(number):
+            raise ValueError(f"{NUMBER} of {number}")
+        return replace(found, payload=replace(found.payload, scalars=scalars)), int(number)

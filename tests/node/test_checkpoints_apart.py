@@ -1,0 +1,201 @@
+"""Checkpoints of nodes that are in different rounds: they fit together, whenever the run is killed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decentnode.checkpoint import store
+from decentnode.checkpoint.state import decode
+from decentnode.communication.base import Communication
+from decentnode.communication.parts import Collected, Schema
+from decentnode.errors import CheckpointError
+from decentnode.faults import Faults, Kill, Restart
+from decentnode.node.asynchronous.cuts import NUMBER, Cuts
+from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
+from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.node import Node
+from decentnode.node.resume_agreement import ResumeFrom
+from decentnode.payload import Payload
+from decentnode.simulate.world.world import World
+from decentnode.wire.generation import Limits
+from tests.graph.contract import make
+from tests.node.test_asynchronous import FAULTY, LIMIT, NODES, mass, pairs, spread, started
+from tests.sharing.contract import RULES
+from tests.simulate.world.runs import Made
+
+SLOW = {2: 10.0, 4: 3.0}
+WAYS: dict[str, dict[str, Any]] = {
+    "push_sum": {"rule": "push_sum"}, "gossip": {"rule": "full", "buffers": 2}, "int8": {"rule": "full+int8"},
+    "pairs": {"rule": "full", "schedule": "ad_psgd", "buffers": 2},
+    "epidemic": {"rule": "full", "schedule": "epidemic"},
+    "cyclon": {"rule": "full", "schedule": "epidemic",
+               "sampler": {"name": "cyclon", "view": 4, "exchange": 2, "degree": 2}},
+}  # fmt: skip
+
+
+class Kept(Made):
+    """A run whose nodes write checkpoints to a folder, and go on from those of another one."""
+
+    def __init__(
+        self, folder: Path, resume: Path | None = None, *, rule: str = "push_sum", graph: Any = None, **node: Any
+    ) -> None:
+        given = {"schedule": "gossip_async", "rounds": 120, "lr": 0.0, "evaluate_every": 0, "checkpoint": {"every": 7}}
+        super().__init__(graph or make("ring", nodes=NODES), RULES[rule], **{**given, **node})
+        self.folder, self.from_where = folder, None if resume is None else ResumeFrom((resume,))
+
+    def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
+        node = super().make(uid, make_communication)
+        resume = self.from_where if not node.round else None
+        node.checkpoints = Checkpoints(node, self.folder, {}, resume)
+        return node
+
+    def until(self, seconds: float, **setting: Any) -> World:
+        """Everything ends at that moment, as if the power failed."""
+        given = {"seed": 1, "faults": Faults(links=FAULTY, lossy_seconds=8.0), **setting}
+        world = self.world(compute_seconds=lambda uid, _: 0.1 * SLOW.get(uid, 1.0), **given)
+        world.run(seconds)
+        for node in self.nodes.values():
+            assert isinstance(node.checkpoints, Checkpoints)
+            node.checkpoints.close(10.0)
+        return world
+
+
+def kept(folder: Path) -> dict[str, set[int]]:
+    """By cut: of which nodes there are checkpoints."""
+    found: dict[str, set[int]] = {}
+    for path in folder.glob("0*/*.json"):
+        found.setdefault(path.parent.name, set()).add(int(path.stem))
+    return found
+
+
+def resumed(made: Made) -> dict[int, dict[str, Any]]:
+    return {each["uid"]: each for each in made.records if each["kind"] == "resumed"}
+
+
+@pytest.mark.sampled(one=["seconds"])
+@pytest.mark.parametrize("seconds", [6.0, 8.3, 10.9])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_was_killed_goes_on_from_rounds_of_each_nodes_own(tmp_path: Path, way: str, seconds: float) -> None:
+    first = Kept(tmp_path / "a", **WAYS[way])
+    first.until(seconds)
+    rounds = {uid: node.round for uid, node in first.nodes.items()}
+    assert max(rounds.values()) < 120 and any(len(uids) == NODES for uids in kept(first.folder).values())
+    second = Kept(tmp_path / "b", first.folder, **WAYS[way])
+    world = second.until(LIMIT)
+    assert not any(process.error for process in world.lives), [process.error for process in world.lives]
+    begun = resumed(second)
+    assert begun.keys() == set(range(NODES)) and all(not each["without"] for each in begun.values())
+    assert len({each["round"] for each in begun.values()}) > 1 and begun[2]["round"] < begun[0]["round"]
+    assert all(0 < each["round"] <= rounds[uid] for uid, each in begun.items())
+    assert max(node.round for node in second.nodes.values()) == 120 and spread(second.nodes) < 0.4
+    if way == "push_sum":
+        total, weight = mass(second)
+        assert weight == pytest.approx(NODES, abs=1e-9) and torch.allclose(total, started(second), atol=1e-5)
+    if way == "pairs":
+        end = torch.stack([node.training.model.parameters for node in second.nodes.values()]).double()
+        assert torch.allclose(started(second), end.sum(0), atol=1e-4), "each pair averaged at both ends, or at neither"
+        found = pairs(second)
+        assert all(each.given[other] == found[other].taken[uid] for uid, each in found.items() for other in found)
+    # and once more, from the last checkpoint of the run that has ended
+    third = Kept(tmp_path / "c", second.folder, **{**WAYS[way], "rounds": 130})
+    third.until(LIMIT)
+    assert {uid: each["round"] for uid, each in resumed(third).items()} == \
+        {uid: node.round for uid, node in second.nodes.items()}  # fmt: skip
+    assert max(node.round for node in third.nodes.values()) == 130
+    if way == "push_sum":
+        assert mass(third)[1] == pytest.approx(NODES, abs=1e-9)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_no_checkpoint_has_received_what_another_one_has_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    """holds: else payloads that come too early are not held back, and the checkpoints do not fit together."""
+    if not holds:
+        read = Cuts.read
+
+        def unread(self: Cuts, found: Collected) -> tuple[Collected, int]:
+            plain, number = read(self, found)
+            self.heard = max(self.heard, number)
+            return plain, 0
+
+        monkeypatch.setattr(Cuts, "read", unread)
+    whole, fits, weights = 0, [], []
+    for seed in range(3):
+        made = Kept(tmp_path / str(seed), checkpoint={"every": 2, "keep": 50})
+        made.until(9.0, seed=seed)
+        for cut in (cut for cut, uids in kept(made.folder).items() if len(uids) == NODES):
+            manifests = [store.read_manifest(made.folder / cut / f"{uid:03d}.json") for uid in range(NODES)]
+            states = [decode(each.tree["sharing"], each.load()) for each in manifests]
+            weight = sum(state[0]["rule"]["weight"] for state in states)
+            for uid, (_, schedule) in enumerate(states):
+                for to, index in schedule["sent"].items():
+                    under_way = schedule["sums"][index]["w"] - states[to][1]["seen"].get(uid, {"w": 0.0})["w"]
+                    fits.append(under_way >= 0)
+                    weight += under_way
+            weights.append(weight)
+            whole += 1
+    assert whole > 6 and weights == pytest.approx([NODES] * whole, abs=1e-9)
+    assert all(fits) == holds
+
+
+@pytest.mark.parametrize("way", ["push_sum", "pairs"])
+def test_a_node_without_its_file_goes_on_from_the_mean_of_the_others(tmp_path: Path, way: str) -> None:
+    """Nothing of what it has said before counts: it begins anew, and the others forget its sums and offers."""
+    Kept(tmp_path / "a", **WAYS[way]).until(8.3)
+    for path in (tmp_path / "a").glob("*/003.*"):
+        path.unlink()
+    second = Kept(tmp_path / "b", tmp_path / "a", **WAYS[way])
+    world = second.until(LIMIT)
+    assert not any(process.error for process in world.lives)
+    begun = resumed(second)
+    assert all(each["without"] == [3] and each["rule"] == "anew" for each in begun.values())
+    assert begun[3]["round"] == max(each["round"] for each in begun.values())
+    assert max(node.round for node in second.nodes.values()) == 120 and spread(second.nodes) < 0.4
+    if way == "push_sum":
+        assert 0.5 * NODES < mass(second)[1] < 1.5 * NODES
+
+
+def test_no_file_at_all_is_an_error_that_names_it(tmp_path: Path) -> None:
+    made = Kept(tmp_path / "b", tmp_path / "a")
+    world = made.until(LIMIT)
+    errors = [process.error for process in world.lives]
+    assert all(errors) and any(isinstance(error, CheckpointError) for error in errors)
+    assert any("no round that all nodes have a whole checkpoint of" in str(error) for error in errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["push_sum", "pairs", "gossip"])
+def test_checkpoints_go_on_after_a_node_has_died_and_come_back(tmp_path: Path, way: str) -> None:
+    """In the new generation all make further ones, with greater numbers than before, and the run goes on from them."""
+    plan = (Kill(nodes=(4,), at_round=6), Restart(nodes=(4,), at_seconds=4.0))
+    given = {**WAYS[way], "missing": "regroup", "graph": make("complete", nodes=NODES), "rounds": 300}
+    setting: dict[str, Any] = {"limits": Limits(1.0, 20.0, 4, 300)}
+    first = Kept(tmp_path / "a", **given)
+    world = first.until(20.0, faults=Faults(plan=plan), **setting)
+    assert world.happened["kill"] == world.happened["restart"] == 1 and first.nodes[4].round > 6
+    numbers = {int(cut[:8]): uids for cut, uids in kept(first.folder).items() if len(uids) == NODES}
+    assert max(numbers) > max(each["round"] for each in first.records if each["kind"] == "generation")
+    second = Kept(tmp_path / "b", first.folder, **given)
+    world = second.until(LIMIT, faults=Faults(), **setting)
+    assert not any(process.error for process in world.lives)
+    assert all(not each["without"] for each in resumed(second).values()) and len(resumed(second)) == NODES
+    assert max(node.round for node in second.nodes.values()) == 300 and spread(second.nodes) < 0.05
+
+
+def test_a_number_that_is_none_is_a_fault_of_its_source(tmp_path: Path) -> None:
+    made = Kept(tmp_path / "a", rounds=3, checkpoint={"every": 50})
+    made.until(LIMIT)
+    schedule = made.nodes[0].schedule
+    assert isinstance(schedule, AsynchronousPushSum)
+    for number in (0, -1, 1.5, True, 1 << 60):
+        each = Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER: number}))
+        assert list(schedule._admitted(each, 0)) == []
+    assert schedule.cuts.heard < 5 and schedule.communication.counters.faults["malformed_payload"] == 5
+    plain, = schedule._admitted(Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER: 1})), 0)
+    assert plain.payload.scalars == {"w": 1.0}
