@@ -221,7 +221,8 @@ class Simulated(Communication[ZeroMQConfig]):
         self.place.witness.contributed(self, key, tensor)
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
         shape, device = tensor.shape, tensor.device
-        return SteppedMean(lambda seconds: self.mean_steps(key, closing, shape, device, seconds))
+        return SteppedMean(lambda seconds: self.mean_steps(key, closing, shape, device, seconds),
+                           lambda: key in self.collectives.means.done)  # fmt: skip
 
     def mean_steps(
         self, key: str, closing: bool, shape: torch.Size, device: torch.device, timeout_seconds: float

@@ -55,9 +55,13 @@ class SimulatedExchange(InboxExchange):
 class SteppedMean(Pending):
     """A mean on its way."""
 
-    def __init__(self, steps: Callable[[float], Steps[tuple[Tensor, int]]]) -> None:
-        """steps(timeout_seconds): as `Pending.steps`."""
-        self._steps = steps
+    def __init__(self, steps: Callable[[float], Steps[tuple[Tensor, int]]], arrived: Callable[[], bool]) -> None:
+        """steps(timeout_seconds): as `Pending.steps`. arrived(): as `Pending.arrived`."""
+        self._steps, self._arrived = steps, arrived
+
+    @property
+    def arrived(self) -> bool:
+        return self._arrived()
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         raise NotImplementedError(STEPPED)
