@@ -33,11 +33,12 @@
 #include <set>
 #include <string>
 
-at::Tensor on_host(const at::Tensor& given) {  // the same memory, as a tensor of the CPU
+at::Tensor on_host(const at::Tensor& given) {  // the same memory, as a tensor of the CPU that keeps it
   if (!given.defined() || given.device().is_cpu()) return given;
   auto options = given.options().device(c10::DeviceType::CPU);
   if (given.numel() == 0) return at::empty_strided(given.sizes(), given.strides(), options);
-  auto made = at::from_blob(const_cast<void*>(given.const_data_ptr()), given.sizes(), given.strides(), options);
+  auto made = at::from_blob(const_cast<void*>(given.const_data_ptr()), given.sizes(), given.strides(),
+                            [kept = given.storage()](void*) {}, options);
   if (given.is_conj()) made = made.conj();
   if (given.is_neg()) made = made._neg_view();
   return made;
