@@ -335,6 +335,9 @@ def test_what_cannot_be_translated_is_named(folder: Path, changes: dict[str, Any
 def test_all_problems_are_told_at_once(folder: Path) -> None:
     write(folder, DATASET={"shard": "2"}, TRAIN_PARAMS={"round": "2"}, SHARING={"sharing_class": "x"})
     assert "config.ini: 3 problems" in convert().output
+    write(folder, NODE={"timeouts": "2"})
+    found = convert("-ms", "3", "-ps", "1", "-ps", "1", "-ps", "2").output  # with no file of addresses
+    assert "config.ini: 2 problems" in found, found
     (folder / "config.ini").write_text("no section = 1")
     assert "cannot be read as a config file" in convert().output
 

@@ -8,6 +8,7 @@ here, in their order.
 from __future__ import annotations
 
 import ast
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class _Translator:
 
     def _mapping(self) -> None:
         self.file.section("COMMUNICATION")
-        self.file.one_of("COMMUNICATION", "comm_class", {"TCP": 0, "TCP_ACK": 0})
+        self.file.one_of("COMMUNICATION", "comm_class", ("TCP", "TCP_ACK"))
         machines, procs = self.command.machines, self.command.procs_per_machine
         offset = self.file.value("COMMUNICATION", "offset", 9000, int)
         addresses = self._addresses()
@@ -129,8 +130,9 @@ class _Translator:
                 self.file.problem(f"--procs-per-machine must have one number, or {machines} of them, got {len(procs)}")
             rows: list[Section] = [{"nodes": count} for count in procs]
             if machines > 1:
+                hosts = self._hosts(addresses)
                 for number, row in enumerate(rows):
-                    row |= {"host": self._hosts(addresses).get(str(number), ""), "base_port": offset}
+                    row |= {"host": hosts.get(str(number), ""), "base_port": offset}
             self.found.experiment["mapping"] = {"name": "table", "machines": rows}
             return
         mapping: Section = {"name": "linear", "machines": machines, "nodes_per_machine": procs[0]}
@@ -144,8 +146,6 @@ class _Translator:
         return self.file.path.parent / self.file.value("COMMUNICATION", "addresses_filepath", "ip.json", str)
 
     def _hosts(self, addresses: Path) -> dict[str, str]:
-        import json
-
         try:
             found = json.loads(addresses.read_text(encoding="utf-8"))
             return {str(key): str(value) for key, value in found.items()}
@@ -226,7 +226,7 @@ class _Translator:
 
     def _training(self) -> None:
         self.file.section("TRAIN_PARAMS")
-        self.file.one_of("TRAIN_PARAMS", "training_class", {"Training": 0, "LLMTraining": 0})
+        self.file.one_of("TRAIN_PARAMS", "training_class", ("Training", "LLMTraining"))
         steps = "local_epochs" if self.file.value("TRAIN_PARAMS", "full_epochs", False, bool) else "local_steps"
         training: Section = {
             "batch_size": self.file.value("TRAIN_PARAMS", "batch_size", 1, int),
@@ -319,7 +319,7 @@ class _Translator:
         self.found.experiment["node"] = {
             "rounds": self.command.iterations, "evaluate_every": min(self.command.test_after, self.command.iterations),
         }
-        if "timeout" in self.file.section("NODE"):
+        if "timeout" in self.file.sections.get("NODE", {}):
             seconds = self.file.value("NODE", "timeout", 1.0, float)
             self.found.experiment["node"] |= {
                 "schedule": "epidemic", "asynchronous": {"arrivals": self._nodes, "deadline_seconds": seconds},
