@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from decentnode.errors import AssemblyError, Interrupted, PeerLost
 from decentnode.launch.early_end import ECHO_SECONDS, GRACE_SECONDS, EarlyEnd
@@ -87,12 +88,18 @@ class Deadlines:
         return max((worker.leaving_since or 0.0 for worker in self._nodes.workers), default=0.0)
 
     def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
+        for uid in self._given_up(late):
+            title = f"node {uid}: {what}"
+            self._losses.died(Failed(uid, exit_code, title, title))
+
+    def _given_up(self, late: list[int]) -> Iterator[int]:
+        """Marks those of `late` that still run as failed, one after the other, and kills processes without any other
+        node."""
         for worker in self._nodes.workers:
             gone = [uid for uid in worker.left if uid in late] if worker.alive else []
             for uid in gone:
-                title = f"node {uid}: {what}"
                 worker.failed.add(uid)
-                self._losses.died(Failed(uid, exit_code, title, title))
+                yield uid
             if gone and worker.over:
                 worker.kill()
 
@@ -107,20 +114,15 @@ class Deadlines:
             self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
             return
         behind = []
-        for worker in self._nodes.workers:
-            gone = [uid for uid in worker.left if uid in late] if worker.alive else []
-            for uid in gone:
-                before = self._ledger.lost.get(uid)
-                since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
-                title = f"{since}, it was not back in time before the run was over"
-                worker.failed.add(uid)
-                self._ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
-                if before is None:
-                    behind.append(uid)
-                else:
-                    self._observer.notice(title)
-            if gone and worker.over:
-                worker.kill()
+        for uid in self._given_up(late):
+            before = self._ledger.lost.get(uid)
+            since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
+            title = f"{since}, it was not back in time before the run was over"
+            self._ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
+            if before is None:
+                behind.append(uid)
+            else:
+                self._observer.notice(title)
         if behind:
             title = f"node {names(sorted(behind))}: left behind, not back in time before the run was over"
             self._observer.notice(title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -29,6 +30,8 @@ class Overlapped(Schedule):
 
     _delta: Tensor | None = None
     """[P] the local update, kept while phases are mixed one after the other."""
+    _mixing: BackgroundMixer | None = None
+    """Mixes the round under way in the background."""
     _mixed: Tensor | None = None
     """[P] W x, where it is computed in the background."""
     _spans: list[tuple[FragmentExchange, int, int, RoundView]]
@@ -94,6 +97,13 @@ class Overlapped(Schedule):
         return self._settle()
 
     def abandon(self) -> None:
+        """As `Schedule.abandon`. Blocking until mixing in the background has ended; by then the communication has ended
+        the waits of its thread."""
+        mixing, self._mixing = self._mixing, None
+        if mixing is not None:
+            self.communication.exposed_since = clock.now()
+            with contextlib.suppress(Exception):
+                mixing.join()
         super().abandon()
         delta, self._delta = self._delta, None
         if delta is None:

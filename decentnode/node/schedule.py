@@ -12,7 +12,6 @@ Local steps come before the first phase, or where the rule says so (`Requirement
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from decentnode.communication.run_state import Steps
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.node.asynchronous.cuts import Cuts
-from decentnode.node.background import BackgroundMixer
 from decentnode.node.dumps import Dumps
 from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
 from decentnode.sharing.base import Sharing
@@ -68,7 +66,6 @@ class Schedule(abc.ABC):
         """The last round whose local steps are made; -1 before the first."""
         self._due: tuple[FragmentExchange, ...] = ()
         """Fragments that are exchanged in the round under way."""
-        self._mixing: BackgroundMixer | None = None
         self.cuts = Cuts()
         """Where nodes are in different rounds: which checkpoints belong together. It outlives generations."""
 
@@ -149,13 +146,7 @@ class Schedule(abc.ABC):
         """Wait for the last phase's exchanges, mix them into the model, and end the round."""
 
     def abandon(self) -> None:
-        """End mixing in the background, after the communication said that the generation or the run is over. Blocking;
-        the communication has ended the waits of the other thread by then."""
-        mixing, self._mixing = self._mixing, None
-        if mixing is not None:
-            self.communication.exposed_since = clock.now()
-            with contextlib.suppress(Exception):
-                mixing.join()
+        """Give up the round under way, after the communication said that the generation or the run is over."""
         for fragment in self._due:
             fragment.abandon()
 
