@@ -22,7 +22,7 @@ def thin_inputs(module: nn.Module) -> nn.Module:
     """
     for part in module.modules():
         if type(part) is nn.Conv2d and _is_affected(part):  # a subclass may read its stride, or the input's size
-            part.register_forward_pre_hook(partial(_thinned, part.stride))
+            part.register_forward_pre_hook(partial(_thinned, part.stride), with_kwargs=True)
             part.stride = (1, 1)
     return module
 
@@ -34,6 +34,8 @@ def _is_affected(layer: nn.Conv2d) -> bool:
     )  # fmt: skip
 
 
-def _thinned(stride: tuple[int, ...], _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Tensor]:
-    (images,) = inputs  # [B, C, H, W] or [C, H, W]
-    return (images[..., :: stride[0], :: stride[1]],)
+def _thinned(
+    stride: tuple[int, ...], _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Tensor], dict[str, Any]]:
+    images = inputs[0] if inputs else named["input"]  # [B, C, H, W] or [C, H, W]
+    return (images[..., :: stride[0], :: stride[1]],), {}

@@ -63,6 +63,7 @@ def test_it_is_done_once_and_its_copies_are_such_layers_too() -> None:
     assert thin_inputs(net) is net and list(net.state_dict()) == names
     for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net)), thin_inputs(net)):
         torch.testing.assert_close(each(images), expected)
+    torch.testing.assert_close(net[0](input=images), expected)
 
 
 class Own(nn.Conv2d):
