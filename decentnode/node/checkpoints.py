@@ -36,6 +36,10 @@ MOST_UNKNOWN = 4
 PROBLEM_TEXT = 200
 """Most characters of what keeps a node from writing a checkpoint in its closing figures."""
 
+TOLD_SECONDS = 1.0
+"""Where nodes are in different rounds: longest wait for what the others said of the checkpoint before. Whoever follows
+the rules has said it before the next number is under way."""
+
 STOP_SECONDS = 1.0
 """After a stop: longest wait for the checkpoint before to be written, while other nodes wait to close with this one."""
 
@@ -192,7 +196,9 @@ class Checkpoints:
         self._told = self.node.communication.mean(f"checkpoint/whole-{self.cut.round}", mean), before
         if told is not None:
             pending, cut = told
-            found = yield from mean_unless_ending(self.node, pending, "which checkpoint all of them have")
+            patience_seconds = None if self._apart is None else TOLD_SECONDS
+            what = "which checkpoint all of them have"
+            found = yield from mean_unless_ending(self.node, pending, what, patience_seconds)
             if found is not None and cut is not None and float(found[0]) * found[1] > found[1] - 0.5:
                 self._known_to_all = cut  # all contributors have it whole
 
@@ -312,12 +318,15 @@ class Checkpoints:
                 except CheckpointError as error:
                     problems.append(str(error))
                     manifests.remove(mine)
+                    restored = None
             evaluated = int(restored.progress["evaluated"]) + 1 if restored is not None else 0
             own = [int(restored is not None), int(mine is not None and restored is None), evaluated,
                    0 if mine is None or restored is None else mine.round + 1]  # fmt: skip
             rows = yield from gathered(node, f"resume/read-{attempt}", own, len(own))
             if not any(row[1] for row in rows):
                 break
+        else:
+            raise CheckpointError(no_common_cut(node.uid, manifests, problems))
         for problem in problems:
             logger.warning("%s", problem)
         without = [uid for uid in node.generation.members if not rows[uid][0]]
@@ -329,6 +338,7 @@ class Checkpoints:
         yield from go_on(node, restored, "" if mine is None else mine.cut.folder, where)
         if self._apart is not None:
             self._apart.cuts.meet(number)
+            self._apart.begin_period(clock.now())
         self._gone_on(None if restored is None else mine, round)
         node.record({
             "kind": "resumed", "round": round, "time": clock.wall(), "without": without, "problems": problems[:20],

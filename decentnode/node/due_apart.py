@@ -7,7 +7,7 @@ from decentnode.checkpoint import agreement
 from decentnode.checkpoint.config import CheckpointConfig
 from decentnode.communication.base import Pending
 from decentnode.communication.run_state import Steps
-from decentnode.node.asynchronous.cuts import Cuts
+from decentnode.node.asynchronous.cuts import MOST, Cuts
 from decentnode.node.evaluation import mean_of
 from decentnode.node.resumable import Resumable
 
@@ -51,7 +51,7 @@ class DueApart:
                 return False
             by_rounds = config.every is not None and node.round // config.every > self._round // config.every
             by_clock = config.minutes is not None and clock.now() - self._since >= 60 * config.minutes
-            if not (by_rounds or by_clock):
+            if not (by_rounds or by_clock) or cuts.number >= MOST:
                 return False
             cuts.heard = max(node.round, cuts.number + 1)
         cuts.number = cuts.heard

@@ -183,6 +183,29 @@ def test_damaged_and_partial_ones_are_named_and_the_one_before_is_taken(tmp_path
     assert "damaged" in told[2][0] and "partial" in told[1][0] and not told[0] and not told[3]
 
 
+def test_where_all_that_is_tried_is_damaged_on_all_nodes_the_run_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decentnode.checkpoint.agreement.MOST_CUTS", 1)
+    Fleet(tmp_path / "a", checkpoint={"every": 2, "keep": 9}).run()
+    for path in (tmp_path / "a").glob("*/*.safetensors"):
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"(?s)no round that all nodes have a whole checkpoint of.*is damaged"):
+        Fleet(tmp_path / "b").resume(tmp_path / "a").run()
+
+
+def test_a_checkpoint_of_another_model_is_not_gone_on_from(tmp_path: Path) -> None:
+    """A model's code may change while all keys of the experiment stay."""
+    Fleet(tmp_path / "a").run()
+    changed = Fleet(tmp_path / "b").resume(tmp_path / "a")
+    for node in changed.nodes:
+        node.training.model.module.register_buffer("further", torch.zeros(2))
+    with pytest.raises(CheckpointError, match=r"(?s)its own: none.*of another model: it differs in further"):
+        changed.run()
+
+
 def test_nodes_without_files_take_the_mean_of_the_others_and_say_so(tmp_path: Path) -> None:
     straight = Fleet(tmp_path / "a", rounds=3).run()
     for path in (tmp_path / "a").glob("0*/002.*"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from decentnode.communication.base import Communication
 from decentnode.communication.parts import Collected, Schema
 from decentnode.errors import CheckpointError
 from decentnode.faults import Faults, Kill, Restart
-from decentnode.node.asynchronous.cuts import NUMBER, Cuts
+from decentnode.node.asynchronous.cuts import MOST, NUMBER, Cuts
 from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
 from decentnode.node.checkpoints import Checkpoints
 from decentnode.node.node import Node
@@ -199,3 +200,68 @@ def test_a_number_that_is_none_is_a_fault_of_its_source(tmp_path: Path) -> None:
     assert schedule.cuts.heard < 5 and schedule.communication.counters.faults["malformed_payload"] == 5
     plain, = schedule._admitted(Collected(1, 1, Payload({"x": torch.ones(40)}, {"w": 1.0, NUMBER: 1})), 0)
     assert plain.payload.scalars == {"w": 1.0}
+
+
+class Lying(Cuts):
+    """Says other numbers than it is at."""
+
+    def marked(self, payload: Payload) -> Payload:
+        return replace(payload, scalars={**payload.scalars, NUMBER: self.made_up})
+
+    @property
+    def made_up(self) -> int:
+        raise NotImplementedError
+
+
+class Huge(Lying):
+    made_up = MOST  # type: ignore[assignment]
+
+
+class Ahead(Lying):
+    @property
+    def made_up(self) -> int:
+        return min(self.number + 1, MOST)
+
+
+class Back(Lying):
+    made_up = 1  # type: ignore[assignment]
+
+
+class Liar(Kept):
+    """Node 3 lies."""
+
+    lie: type[Cuts] = Cuts
+
+    def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
+        node = super().make(uid, make_communication)
+        if uid == 3:
+            node.schedule.cuts.__class__ = self.lie
+        return node
+
+
+@pytest.mark.sampled(one=["way"])
+@pytest.mark.parametrize("way", ["push_sum", "pairs", "gossip"])
+@pytest.mark.parametrize("lie", [Huge, Ahead, Back])
+def test_a_node_that_makes_numbers_up_stops_nobody(tmp_path: Path, lie: type[Cuts], way: str) -> None:
+    """It may spoil checkpoints; the others neither wait for those that were left out, nor refuse each other."""
+    first = Liar(tmp_path / "a", **WAYS[way])
+    first.lie = lie
+    world = first.until(LIMIT, faults=Faults())
+    assert not any(process.error for process in world.lives)
+    rounds = {uid: node.round for uid, node in first.nodes.items()}
+    assert min(rounds[uid] for uid in (0, 1, 5)) > 80 and rounds[2] >= 10 and rounds[4] >= 25, rounds
+    second = Kept(tmp_path / "b", first.folder, **{**WAYS[way], "rounds": 140})
+    world = second.until(LIMIT, faults=Faults())
+    assert not any(process.error for process in world.lives) and len(resumed(second)) == NODES
+    assert {uid: each["round"] for uid, each in resumed(second).items()} == rounds, "from the end of the first one"
+    assert not any(each.communication.counters.faults for made in (first, second) for each in made.nodes.values())
+    assert spread(second.nodes) < 0.05
+
+
+def test_a_resumed_run_has_its_checkpoint_already(tmp_path: Path) -> None:
+    Kept(tmp_path / "a").until(8.3)
+    second = Kept(tmp_path / "b", tmp_path / "a")
+    second.until(LIMIT)
+    begun = {uid: each["round"] for uid, each in resumed(second).items()}
+    made = [each["round"] for each in second.records if each["kind"] == "checkpoint" and each["uid"] == 0]
+    assert begun[0] % 7 != 6 and made[0] == 7 * (begun[0] // 7 + 1), (begun, made)

@@ -15,7 +15,9 @@ from decentnode.payload import Payload, ScalarSpec
 
 NUMBER = "checkpoint"
 """The name of the scalar."""
-_SPEC = ScalarSpec(int, 1, 1 << 48)
+MOST = 1 << 48
+"""The greatest; a run has as many only where somebody made one up, and begins no further checkpoint then."""
+_SPEC = ScalarSpec(int, 1, MOST)
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Cuts:
 
     def meet(self, number: int) -> None:
         """Take up the number that others are at, without a checkpoint."""
-        self.number = self.heard = number
+        self.number = self.heard = min(number, MOST)
 
     def marked(self, payload: Payload) -> Payload:
         """Returns a payload with this node's number."""
