@@ -21,7 +21,16 @@ from pydantic.fields import FieldInfo
 
 from decentnode.communication import COMMUNICATIONS
 from decentnode.compression import CODECS
-from decentnode.config.component import LIKENESS_ELSEWHERE, Config, Section, Settings, Table, load_class, nearest
+from decentnode.config.component import (
+    LIKENESS_ELSEWHERE,
+    Config,
+    Section,
+    Settings,
+    Table,
+    did_you_mean,
+    load_class,
+    nearest,
+)
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
@@ -195,21 +204,15 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     for each in component.keys:
         if each.name == key:
             return component, each
-    raise UsageError(f"{component.path} has no key {key!r}{_hint(key, [each.name for each in component.keys])}")
-
-
-def _hint(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a word that is none of `known`; empty where nothing is near it."""
-    meant = nearest(word, known)
-    return f"; did you mean {meant!r}?" if meant else ""
+    raise UsageError(f"{component.path} has no key {key!r}{did_you_mean(key, [each.name for each in component.keys])}")
 
 
 def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
-    """The same about the first word of "topk" or "topk.fraction": what stands elsewhere under that very word comes
+    """`did_you_mean` for the first word of "topk" or "topk.fraction": what stands elsewhere under that very word comes
     before a word of `known` that is near it, and that before what is near it elsewhere."""
     word, dot, rest = path.partition(".")
     exact = _elsewhere(word, dot + rest)
-    if not exact and (near := _hint(word, known)):
+    if not exact and (near := did_you_mean(word, known)):
         return near
     close = nearest(word, dict.fromkeys(name for table in TABLES.values() for name in table), LIKENESS_ELSEWHERE)
     paths = exact or (_elsewhere(close, dot + rest) if close else [])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import pydantic
 
-from decentnode.config.component import load_class, nearest
+from decentnode.config.component import did_you_mean, load_class
 from decentnode.errors import GraphError
 from decentnode.graph import GRAPHS, WEIGHTS
 
@@ -28,10 +28,7 @@ def family(name: str, options: dict[str, Any], seed: int, weights: str | None = 
     plain = ALIASES.get(plain.replace("_", ""), plain)
     known = [each for each in GRAPHS if each != "file"]
     if plain not in known:
-        hint = nearest(plain, known)
-        raise GraphError(
-            f"graph must be one of {', '.join(known)}, got {name!r}" + (f"; did you mean {hint!r}?" if hint else "")
-        )
+        raise GraphError(f"graph must be one of {', '.join(known)}, got {name!r}{did_you_mean(plain, known)}")
     found = load_class(plain, GRAPHS, "graph")
     given = {key: value for key, value in options.items() if value is not None}
     try:

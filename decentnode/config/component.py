@@ -159,6 +159,12 @@ def nearest(word: str, known: Iterable[str], likeness: float = LIKENESS) -> str 
     return by_lower[found[0]] if found else None
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about a word that is none of `known`: what was probably meant, or ""."""
+    found = nearest(word, known)
+    return f"; did you mean {found!r}?" if found else ""
+
+
 class Table(dict[str, str]):
     """A room's table whose outsiders need not be components: `adapt` ("module:function") makes a component of a foreign
     class, or returns None. libraries: for names such as "timm:resnet18" the component that finds what a library has
@@ -188,11 +194,9 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
     target = table.get(name, libraries.get(name.partition(":")[0], name) if ":" in name else name)
     module_name, colon, class_name = target.partition(":")
     if not colon:
-        hint = nearest(name, table)
         known = ", ".join([*table, *(f"{each}:NAME" for each in libraries)])
         raise UsageError(
-            f"{kind} must be one of {known}, or 'package.module:Class', got {name!r}"
-            + (f"; did you mean {hint!r}?" if hint else "")
+            f"{kind} must be one of {known}, or 'package.module:Class', got {name!r}{did_you_mean(name, table)}"
         )
     try:
         module = importlib.import_module(module_name)
@@ -203,11 +207,8 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
         raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error
     found = getattr(module, class_name, None)
     if found is None:
-        hint = nearest(class_name, [n for n, v in vars(module).items() if isinstance(v, type)])
-        raise UsageError(
-            f"{kind} {name!r}: module {module_name!r} has no class {class_name!r}"
-            + (f"; did you mean {hint!r}?" if hint else "")
-        )
+        hint = did_you_mean(class_name, [n for n, v in vars(module).items() if isinstance(v, type)])
+        raise UsageError(f"{kind} {name!r}: module {module_name!r} has no class {class_name!r}{hint}")
     if not isinstance(found, type):
         raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
     return table.component(found) if target == name and name not in table and isinstance(table, Table) else found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from decentnode import entropy
-from decentnode.config.component import nearest
+from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.launch import request_files, supervisor_file
 from decentnode.launch.messages import OrderRun
@@ -39,9 +39,8 @@ def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
     EnvironmentFault where the folder cannot be written, or nobody answers in time.
     """
     if action not in ACTIONS:
-        hint = nearest(action, ACTIONS)
         raise UsageError(f"the action must be one of {', '.join(ACTIONS)}, got {action[:40]!r}"
-                         + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+                         + did_you_mean(action, ACTIONS))  # fmt: skip
     if over := _over(run):
         raise UsageError(f"{run.name} cannot be asked to {action}: {over}")
     found = request_files.ask(

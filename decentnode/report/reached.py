@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from decentnode.config.component import nearest
+from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.metrics.figures import AXES, VIRTUAL, Curve, Figure, TaskMetrics, curve_name
 from decentnode.report.repeats import Ran
@@ -50,9 +50,8 @@ def target_of(text: str, measured: TaskMetrics) -> Target:
     name = name or curve_name(measured.main)
     curve = measured.curves.get(name)
     if curve is None:
-        hint = nearest(name, measured.curves)
         raise UsageError(f"--target must name one of {', '.join(measured.curves)}, got {name!r}"
-                         + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+                         + did_you_mean(name, measured.curves))  # fmt: skip
     try:
         number = float(value)
     except ValueError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decentnode.config.component import nearest
+from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
@@ -179,9 +179,8 @@ def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Cu
     known = curves_of(drawn)
     for metric in metrics:
         if metric not in known:
-            hint = nearest(metric, known)
             raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
-                             + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+                             + did_you_mean(metric, known))  # fmt: skip
     return {metric: known[metric] for metric in metrics}
 
 

@@ -244,9 +244,8 @@ def direction(metric: str, better: Mapping[str, str]) -> int:
     """Returns 1 where lower values of a figure are better, -1 where higher ones are. better: "higher" or "lower" by the
     figure's name. Raises UsageError for a figure that runs do not have."""
     if metric not in better:
-        from decentnode.config.component import nearest
+        from decentnode.config.component import did_you_mean
 
-        hint = nearest(metric, better)
         raise UsageError(f"--metric must be one of {', '.join(better)}, which these runs have, got {metric!r}"
-                         + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+                         + did_you_mean(metric, better))  # fmt: skip
     return 1 if better[metric] == "lower" else -1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from decentnode.config.component import nearest
+from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.experiment.tree import flow
 from decentnode.rng import GLOBAL, stream
@@ -120,9 +120,8 @@ def _plain(key: str, value: Any) -> Any:
 
 def _law(key: str, kind: str, arguments: str) -> Law:
     if kind not in LAWS:
-        hint = nearest(kind, LAWS)
         raise UsageError(f"-g {key}: a distribution must be one of {', '.join(LAWS)}, got {kind!r}"
-                         + (f"; did you mean {hint!r}?" if hint else ""))  # fmt: skip
+                         + did_you_mean(kind, LAWS))  # fmt: skip
     try:
         low, high = (float(each) for each in arguments.split(","))
     except ValueError:

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from decentnode.config.component import Config, load_class, nearest
+from decentnode.config.component import Config, did_you_mean, load_class, nearest
 from decentnode.config.signature import parameters_of
 from decentnode.errors import UsageError
 
@@ -38,10 +38,9 @@ def chosen(name: str, table: Mapping[str, type[Any]], kind: str, base: type[Any]
     if ":" in name:
         return _own(name, kind, base)
     if name not in table:
-        hint = nearest(name, table)
         raise problem_at(
             "name", f"must be one of {', '.join(sorted(table))}, or 'package.module:Class', got {name!r}"
-            + (f"; did you mean '{hint}'?" if hint else ""), name,
+            + did_you_mean(name, table), name,
         )
     return table[name]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.compat.decentralizepy.keys import KEYS
-from decentnode.config.component import nearest
+from decentnode.config.component import did_you_mean
 from decentnode.errors import ConfigError
 
 SECTIONS = ("DATASET", "OPTIMIZER_PARAMS", "TRAIN_PARAMS", "COMMUNICATION", "SHARING", "NODE")
@@ -25,7 +25,7 @@ class ConfigFile:
         self.sections = _read(path)
         for name in self.sections:
             if name not in SECTIONS:
-                self.problem(f"[{name}]: is no section of decentralizepy{hint(name, SECTIONS)}")
+                self.problem(f"[{name}]: is no section of decentralizepy{did_you_mean(name, SECTIONS)}")
 
     def problem(self, text: str) -> None:
         """Report what is wrong."""
@@ -40,7 +40,7 @@ class ConfigFile:
         if name != "OPTIMIZER_PARAMS":  # whose further keys are arguments of the optimizer
             for key in values:
                 if key not in known:
-                    self.problem(f"[{name}] {key}: is no key of it{hint(key, known)}")
+                    self.problem(f"[{name}] {key}: is no key of it{did_you_mean(key, known)}")
         return values
 
     def value(self, section: str, key: str, default: Any, kind: type) -> Any:
@@ -73,7 +73,8 @@ class ConfigFile:
         name: str = self.value(section, key, "", str)
         names = list(known)
         if name not in names:
-            self.problem(f"[{section}] {key}: must be one of {', '.join(names)}, got {name!r}{hint(name, names)}")
+            self.problem(f"[{section}] {key}: must be one of {', '.join(names)}, got {name!r}"
+                         + did_you_mean(name, names))  # fmt: skip
             return ""
         return name
 
@@ -86,12 +87,6 @@ def _read(path: Path) -> dict[str, dict[str, str]]:
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise ConfigError([f"{path}: cannot be read as a config file: {error}"], str(path)) from error
     return {name: dict(parser.items(name)) for name in parser.sections()}
-
-
-def hint(word: str, known: Iterable[str]) -> str:
-    """Returns the end of a sentence about an unknown word: what was probably meant, or ""."""
-    found = nearest(word, known)
-    return f"; did you mean {found!r}?" if found else ""
 
 
 def _kind(kind: type) -> str:
