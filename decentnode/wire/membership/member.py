@@ -88,14 +88,14 @@ class Membership(MemberState):
         """Ask for another generation though nobody is missed: this node cannot go on in the one in force."""
         if self.stage == "steady":
             self.end_generation(reason)
-            self._succession.turn(now)
+            self._succession.find_leader(now)
         return self._take_events(now)
 
     def stop(self, now: float) -> list[GenerationEvent]:
         """The run is to stop: where too few are left, any number is enough to close."""
         self.stopping = True
         if self.stage == "short":
-            self._succession.turn(now)
+            self._succession.find_leader(now)
         return self._take_events(now)
 
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:
@@ -145,7 +145,7 @@ class Membership(MemberState):
 
         waiting_for: the nodes that the training waits for; waiting_since: since when.
         """
-        self._merging.look(now)
+        self._merging.ping_others(now)
         due = min(self._repeat_at, self.watch.next_ask(waiting_since) if self.stage == "steady" else math.inf)
         if now < due:
             return self._take_events(now)
@@ -161,22 +161,22 @@ class Membership(MemberState):
             self._look_after(waiting_for, waiting_since, now)
         elif self.stage == "suspecting" and self.yields_until:
             if now >= self.yields_until:
-                self._succession.turn(now)
+                self._succession.find_leader(now)
         elif self.stage == "suspecting":
-            self._succession.ask(now)
+            self._succession.report_missed(now)
         elif self.stage in ("preparing", "committing"):
             if self._leader.tick(now):
-                self._succession.turn(now)
+                self._succession.find_leader(now)
         elif self.stage == "outside":
             self._request_join(now)
         elif self.stage == "short":
             if self.stopping:
-                self._succession.turn(now)  # to close, any number is enough
+                self._succession.find_leader(now)  # to close, any number is enough
             else:
                 self.ping_all()  # nodes that went on without this one say so
         elif now - self.coordinator_heard > self.watch.patience:
             self.suspects.add(self.coordinator)
-            self._succession.turn(now)
+            self._succession.find_leader(now)
         else:
             self._follower.repeat()
         return self._take_events(now)
@@ -221,7 +221,7 @@ class Membership(MemberState):
             self.coordinator_heard = now
         elif self.stage == "short" and pong.source in self.suspects:
             self.suspects.discard(pong.source)
-            self._succession.turn(now)
+            self._succession.find_leader(now)
 
     def _on_bye(self, bye: Bye, now: float) -> None:
         if name_of(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
@@ -234,7 +234,7 @@ class Membership(MemberState):
             self.left.add(bye.source)
             self.joiners.discard(bye.source)
             if self.stage in ("suspecting", "promised", "committed") and self.coordinator == bye.source:
-                self._succession.turn(now)
+                self._succession.find_leader(now)
 
     def _on_join(self, join: Join, now: float) -> None:
         if not self.seats.admits(join.source, join.seat):  # no answer: it would go to the node that has this uid
@@ -248,7 +248,7 @@ class Membership(MemberState):
             return
         if join.source in self.joiners:
             if self.stage == "short":  # it came while an attempt without it was under way, which fell short
-                self._succession.turn(now)
+                self._succession.find_leader(now)
             return
         if not self.stopping:  # once a stop was asked for, nobody is let in
             self.joiners.add(join.source)
@@ -258,7 +258,7 @@ class Membership(MemberState):
             self._succession.suspect({join.source}, now, f"{self.describe(join.source)} was started again")
             self.suspects.add(join.source)  # also where the attempt under way did not count on it
         if self.stage == "short" and self.joiners:
-            self._succession.turn(now)
+            self._succession.find_leader(now)
         self._succession.admit(now)
 
     def _refusal(self, join: Join) -> str:
@@ -291,7 +291,7 @@ class Membership(MemberState):
             self._succession.suspect(uids, now, f"{self.unheard(uids)} {self.describe(suspect.source)}")
             if self.stage == "steady":  # no member is missed here, but the sender has left the generation
                 self.end_generation(f"{self.describe(suspect.source)} asks for another generation")
-                self._succession.turn(now)
+                self._succession.find_leader(now)
 
     def _on_ready(self, ready: Ready, now: float) -> None:
         if self._leader.on_ready(ready, now):

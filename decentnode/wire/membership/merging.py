@@ -42,7 +42,7 @@ class Merging:
             state.end_generation(f"{back} went on apart, and can be heard again")
             self._leader.take_in(sides, now)
 
-    def look(self, now: float) -> None:
+    def ping_others(self, now: float) -> None:
         """Where this node leads a generation without some: ping them, now and then."""
         state = self._state
         if not state.limits.merges or state.stage != "steady" or now < state.sides.due:

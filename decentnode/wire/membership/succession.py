@@ -33,9 +33,9 @@ class Succession:
             state.end_generation(reason or state.unheard(new))
         following = self._follower.active and state.coordinator not in new
         if not following:
-            self.turn(now)
+            self.find_leader(now)
 
-    def turn(self, now: float) -> None:
+    def find_leader(self, now: float) -> None:
         """Find a new leader: the lowest uid of those that are not absent, perhaps this node."""
         state = self._state
         if state.guest:
@@ -49,14 +49,14 @@ class Succession:
             self._leader.propose(now)
         else:
             state.coordinator, state.coordinator_heard = first, now
-            self.ask(now)
+            self.report_missed(now)
 
-    def ask(self, now: float) -> None:
+    def report_missed(self, now: float) -> None:
         """Tell the leader who is missed; if it is silent itself, the next lowest uid leads."""
         state = self._state
         if now - state.coordinator_heard > state.watch.patience:
             state.suspects.add(state.coordinator)
-            self.turn(now)
+            self.find_leader(now)
         else:
             missed = (state.suspects | state.failed) - {state.uid}
             state.say(state.coordinator, Suspect, None, bitmap(missed, state.num_nodes), int(state.stopping))
