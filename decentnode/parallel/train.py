@@ -381,7 +381,7 @@ class TrainingRun:
         self._records.close()
 
     def _says(self, doing: str) -> None:
-        self._records.says(doing, self.done, self._planned)
+        self._records.write_status(doing, self.done, self._planned)
 
     def _of_the_gone(self, present: set[int]) -> dict[int, dict[str, Any]]:
         """The figures of nodes that are no ranks any more, by what they recorded on this machine."""

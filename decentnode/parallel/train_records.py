@@ -57,7 +57,7 @@ class RankRecords:
         self._writer.close()
         self._writer = MetricsWriter(path)
 
-    def says(self, doing: str, epoch: int, planned: int) -> None:
+    def write_status(self, doing: str, epoch: int, planned: int) -> None:
         """Write what this rank does for `decentnode status`; a disk that refuses costs that alone."""
         status = {"uid": self._uid, "pid": os.getpid(), "time": clock.wall(), "round": epoch, "rounds": planned,
                   "doing": doing, "waiting_for": [], "waiting_seconds": 0.0, "edges": {}, "faults": {}}  # fmt: skip

@@ -65,7 +65,7 @@ def test_closing_figures_are_those_of_the_records(run: Path) -> None:
 
 def test_status_tells_what_the_rank_does(run: Path) -> None:
     records = RankRecords(run, 1)
-    records.says("trains", 3, 10)
+    records.write_status("trains", 3, 10)
     told = json.loads((run / "nodes" / "001" / "status.json").read_text())
     assert (told["uid"], told["doing"], told["round"], told["rounds"]) == (1, "trains", 3, 10)
     records.close()
