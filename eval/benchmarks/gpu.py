@@ -296,7 +296,8 @@ def staging(tiny: bool) -> Iterator[Row]:
 
     elements = 100_000 if tiny else 32_000_000
     spec, x = TensorSpec(torch.float32, elements), torch.randn(elements, device="cuda")
-    plan, made = TensorPlan("x", spec, 1 << 20), Staging(CudaCopies(torch.device("cuda", 0)), [spec])
+    plan, made = TensorPlan("x", spec, 1 << 20), Staging(CudaCopies(torch.device("cuda", 0)))
+    made.take([spec])
     host, pinned = torch.empty(elements), torch.empty(elements, pin_memory=True)
 
     def fetch() -> None:

@@ -27,7 +27,8 @@ def fetched_whole(made: Staging, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_bytes_come_and_go_as_they_are() -> None:
-    made = Staging(CudaCopies(torch.device("cuda", 0)), [SPEC])
+    made = Staging(CudaCopies(torch.device("cuda", 0)))
+    made.take([SPEC])
     for n in range(5):
         x = torch.randn(3_000_001, device="cuda").mul_(n + 1)  # the copies come after it
         expected = x.cpu()

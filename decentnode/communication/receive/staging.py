@@ -149,15 +149,13 @@ class _Slot:
 
 
 class Staging:
-    """One node's slots."""
+    """One node's slots: from the beginning for what arrives, from `take` on for what leaves."""
 
-    def __init__(self, copies: Copies, specs: Sequence[TensorSpec]) -> None:
-        """specs: as `take` has them."""
+    def __init__(self, copies: Copies) -> None:
         self._copies = copies
         self._out: dict[tuple[int, torch.dtype], list[_Slot]] = {}
-        self.take(specs)
-        model_slots = [copies.host(IN_BYTES, torch.uint8) for _ in range(IN_SLOTS)]
-        self._in: list[tuple[Tensor, Mark | None]] = [(home, None) for home in model_slots]
+        self._in: list[tuple[Tensor, Mark | None]]
+        self._in = [(copies.host(IN_BYTES, torch.uint8), None) for _ in range(IN_SLOTS)]
         self._next = 0
 
     def take(self, specs: Sequence[TensorSpec]) -> None:
@@ -199,5 +197,5 @@ class Staging:
 
 
 def staging_of(device: torch.device) -> Staging | None:
-    """Of a GPU, for what arrives until `take` is called; None elsewhere."""
-    return Staging(CudaCopies(device), []) if device.type == "cuda" else None
+    """Returns slots for a GPU; None for another device."""
+    return Staging(CudaCopies(device)) if device.type == "cuda" else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -51,13 +53,19 @@ SPEC = TensorSpec(torch.float32, 10)
 PLAN = TensorPlan("x", SPEC, 4)
 
 
+def for_sending(copies: Pageable, specs: Sequence[TensorSpec]) -> Staging:
+    made = Staging(copies)
+    made.take(specs)
+    return made
+
+
 def floats(raw: memoryview) -> list[float]:
     return torch.frombuffer(raw, dtype=torch.float32).tolist()
 
 
 def test_pieces_leave_one_by_one_and_only_as_far_as_they_were_waited_for() -> None:
     copies = Pageable()
-    made = Staging(copies, [SPEC])
+    made = for_sending(copies, [SPEC])
     fetched = made.fetch(PLAN, torch.arange(10.0))
     assert fetched is not None and len(copies.out) == 3
     assert floats(fetched.piece(0)) == [0, 1, 2, 3] and len(copies.out) == 2
@@ -67,7 +75,7 @@ def test_pieces_leave_one_by_one_and_only_as_far_as_they_were_waited_for() -> No
 
 def test_a_slot_is_taken_again_when_its_last_lease_is_dropped() -> None:
     copies = Pageable()
-    made = Staging(copies, [SPEC, SPEC])
+    made = for_sending(copies, [SPEC, SPEC])
     taken = copies.taken
     held = [made.fetch(PLAN, torch.full((10,), float(n))) for n in range(OUT_SLOTS)]
     assert made.fetch(PLAN, torch.zeros(10)) is None
@@ -86,7 +94,7 @@ def test_a_slot_is_taken_again_when_its_last_lease_is_dropped() -> None:
 def test_slots_for_what_leaves_are_taken_when_a_generation_first_needs_them() -> None:
     """The generation before had neighbors in shared memory alone."""
     copies = Pageable()
-    made = Staging(copies, [])
+    made = Staging(copies)
     assert made.fetch(PLAN, torch.ones(10)) is None and copies.taken == IN_SLOTS
     for _ in range(2):
         made.take([SPEC])
@@ -95,7 +103,7 @@ def test_slots_for_what_leaves_are_taken_when_a_generation_first_needs_them() ->
 
 
 def test_shorter_payloads_and_empty_ones() -> None:
-    made = Staging(Pageable(), [TensorSpec(torch.int32, 10, False)])
+    made = for_sending(Pageable(), [TensorSpec(torch.int32, 10, False)])
     plan = TensorPlan("at", TensorSpec(torch.int32, 10, False), 4)
     fetched = made.fetch(plan, torch.tensor([5, 6], dtype=torch.int32))
     assert fetched is not None and torch.frombuffer(fetched.piece(0), dtype=torch.int32).tolist() == [5, 6]
@@ -107,7 +115,7 @@ def test_shorter_payloads_and_empty_ones() -> None:
 def test_what_is_lifted_may_change_at_once(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "IN_BYTES", 16_384)
     copies = Pageable()
-    made = Staging(copies, [])
+    made = Staging(copies)
     lifted = []
     for n in range(3 * IN_SLOTS):
         source = torch.full((elements,), float(n))
@@ -135,7 +143,7 @@ def test_a_run_through_slots_sends_what_it_would_send_without(
             node._port.hurry()
         return made
 
-    stagings = [Staging(Pageable(), list(schema[0].tensors.values())) for _ in range(n)]
+    stagings = [for_sending(Pageable(), list(schema[0].tensors.values())) for _ in range(n)]
     monkeypatch.setattr(Sender, "_fetched", fetched)
     with nodes(transport, n, schema, chunk_bytes=1 << 20) as made:
 
