@@ -308,6 +308,7 @@ def summary(
         "exit_code": exit_code,
         "num_nodes": facts.num_nodes,
         "rounds_planned": facts.rounds,
+        **({"own_rounds": True} if facts.own_rounds else {}),
         "start_seconds": durations.start,
         "wall_seconds": durations.wall,
         "task": facts.task,

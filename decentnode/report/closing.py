@@ -150,7 +150,7 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
         named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
     apart: list[str] = []
-    if summary["status"] == "interrupted" and len(ended) > 1:
+    if summary["status"] == "interrupted" and len(ended) > 1 and not summary.get("own_rounds"):
         apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: --resume takes an earlier one"]
     return [
         f"kept     {plural(kept, 'checkpoint')}{of} per node{but}, "

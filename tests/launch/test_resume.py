@@ -145,13 +145,14 @@ def test_a_run_without_rounds_in_common_is_killed_and_goes_on(tmp_path: Path, se
     with pytest.raises(DecentnodeError, match=r"(?s)these keys differ:.*node\.schedule"):
         folder.run("node.schedule=sequential", resume="")
     run = folder.done(*sets, resume="")
-    assert folder.told.notices[-1].startswith("goes on, each node after the last round of its own")
+    said = "goes on, each node after the last round of its own"
+    assert any(each.startswith(said) for each in folder.told.notices), "partial files may be named behind it"
     rounds = [read_kind(run / f"nodes/{uid:03d}/metrics.jsonl", "round") for uid in range(4)]
     assert all([each["round"] for each in found] == list(range(len(found))) for found in rounds), "none twice"
     found = json.loads((run / "summary.json").read_text())
-    assert max(map(len, rounds)) == 60 and found["resumed"]["round"] > 0
-    losses = [each["loss"] for each in rounds[0]]
-    assert sum(losses[-10:]) < 0.9 * sum(losses[:10]), "it learns"
+    assert max(map(len, rounds)) == 60 and found["resumed"]["round"] > 0 and found["own_rounds"]
+    losses = [[each["loss"] for each in found] for found in rounds]  # of all nodes: a slow one makes few rounds
+    assert sum(sum(each[-10:]) for each in losses) < 0.95 * sum(sum(each[:10]) for each in losses), "it learns"
     outcome = folder.run(*sets, resume="")
     assert outcome.exit_code == 0 and "is finished: it has done 60 of 60 rounds" in folder.told.notices[-1]
 

@@ -37,6 +37,13 @@ def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
     assert about_checkpoints({"0": full})[0].startswith("kept     0 checkpoints per node, ")
 
 
+def test_a_stop_after_different_rounds_costs_a_checkpoint_unless_rounds_are_each_nodes_own() -> None:
+    nodes = {"0": written(3), "1": written(3, rounds=12)}
+    told = about_checkpoints(nodes, status="interrupted", rounds_planned=40)
+    assert told[1:] == ["         nodes ended after 10 to 12 rounds: --resume takes an earlier one"]
+    assert len(about_checkpoints(nodes, status="interrupted", rounds_planned=40, own_rounds=True)) == 1
+
+
 def test_nodes_that_made_unequally_many_rounds_are_not_all_said_to_have_made_the_fewest() -> None:
     nodes = {"0": {"accuracy": 0.7, "rounds": 40}, "1": {"accuracy": 0.8, "rounds": 7}}
     first, traffic, *_ = closing(summary(nodes=nodes, rounds=7, rounds_planned=40, status="interrupted"))
