@@ -35,14 +35,16 @@ class PushSum(Sharing):
         self.weight = 1.0
         self._weights: Tensor | None = None
         """[N, 1] float64: w of all nodes, where this object holds them."""
+        self.steps_of_x = True
+        """Whether local steps belong to x, as in algorithm 1, rather than to z."""
         self._back: list[Payload] = []
         self._start: Tensor | None = None
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        self._start = model.clone()
+        self._start = model.clone() if self.steps_of_x else None
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        """The update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
+        """Where the update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
         if self._start is not None and (self._weights is not None or self.weight != 1.0):
             model.sub_(self._start).div_(self._weight_of(model)).add_(self._start)
         self._start = None

@@ -167,9 +167,9 @@ def test_push_sum_keeps_the_mass_whatever_the_network_does(seed: int) -> None:
     assert min(weights) >= LEAST_WEIGHT and spread(made.nodes) < 0.3
 
 
-def stepped(rule: str, nodes: int, **options: Any) -> Made:
+def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> Made:
     """Nodes of one process whose schedules a test steps by itself; the first round is behind them."""
-    made, hub = Made(make("ring", nodes=nodes), RULES[rule], schedule="gossip_async", lr=0.0, **options), Hub(nodes)
+    made, hub = Made(make("ring", nodes=nodes), RULES[rule], schedule="gossip_async", lr=lr, **options), Hub(nodes)
     config = CommunicationConfig(name="inproc")
     for uid in range(nodes):
         made.make(uid, lambda schemas, uid=uid: Inproc(config, uid=uid, hub=hub, schemas=schemas))  # type: ignore[misc]
@@ -226,6 +226,20 @@ def test_what_is_lost_is_sent_again_also_by_nodes_that_have_too_little_to_share(
     make_rounds(made, 60)
     assert [node.schedule.rule.weight for node in made.nodes.values()] == pytest.approx([1.0] * 3)  # type: ignore[attr-defined]
     assert torch.allclose(mass(made)[0], total, atol=1e-5) and spread(made.nodes) < 1e-5
+
+
+def test_steps_of_a_node_that_holds_little_weight_are_no_larger() -> None:
+    """They change the model by the update, and what the node holds of x by its weight times that."""
+    ends = []
+    for weight in (1.0, 0.25):
+        made = stepped("push_sum", 3, lr=0.1)
+        schedule, model = made.nodes[0].schedule, made.nodes[0].training.model.parameters
+        assert isinstance(schedule, AsynchronousPushSum)
+        schedule.rule.weight, before = weight, model.clone()
+        made.nodes[0].begin_round(1)
+        assert float((model - before).abs().max()) > 1e-3
+        ends.append(model.clone())
+    torch.testing.assert_close(*ends)
 
 
 def test_neighbors_that_got_equal_shares_have_one_sum_together() -> None:

@@ -23,8 +23,8 @@ from decentnode.wire.generation import Generation
 SUMS = torch.float64
 """Their dtype, whatever that of the model is."""
 LEAST_WEIGHT = 0.1
-"""A node keeps all that it has where sending would leave it less than this of w, until something comes: local steps
-change z by their update over w, so that a node much faster than its sources would otherwise walk away."""
+"""A node keeps all that it has where sending would leave it less than this of w, until something comes: a node much
+faster than its sources would otherwise have next to nothing to give, and its model be theirs as soon as one came."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,11 @@ class AsynchronousPushSum(Asynchronous):
     A sum grows with the rounds, and what is rounded off it with the sum. In float64, whatever the model's dtype, that
     is below a float32 model's own rounding for the first 2**29 rounds. Neighbors that always got equal shares have one
     sum together, so that a node whose neighbors do not change keeps one of its own and one of each source.
+
+    Deviation from algorithm 1: local steps change z, not x, and so x by w times the update. Most of w can be on its
+    way between nodes: four processes on a ring held a quarter in the median, steps of x over that were as many times
+    larger, and configs/quickstart.yaml diverged. And a node that makes more rounds than others gives more of its w
+    away, so that its steps count less in the mean: it follows the losses of all nodes, not those of fast ones.
     """
 
     def __init__(self, *parts: Any, **options: Any) -> None:
@@ -58,12 +63,13 @@ class AsynchronousPushSum(Asynchronous):
         """By source: the round of this node in which its newest sum came."""
         self._kept = 0
         """Rounds in a row in which the node has kept all that it has."""
+        self.rule.steps_of_x = False
         self._mixed = 0
         """Sources of which there was something new in the last round."""
 
     @property
     def rule(self) -> PushSum:
-        """Keeps the node's weight w, and brings local steps from x to z = x / w."""
+        """Keeps the node's weight w."""
         return cast("PushSum", self.sharing)
 
     def _publish_round(self, round: int) -> None:
