@@ -35,18 +35,18 @@ class PushSum(Sharing):
         self.weight = 1.0
         self._weights: Tensor | None = None
         """[N, 1] float64: w of all nodes, where this object holds them."""
-        self.steps_of_x = True
-        """Whether local steps belong to x, as in algorithm 1, rather than to z."""
+        self.least_divisor = 0.0
+        """What steps of z = x / w are divided by where w is less; 0 is algorithm 1."""
         self._back: list[Payload] = []
         self._start: Tensor | None = None
 
     def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        self._start = model.clone() if self.steps_of_x else None
+        self._start = model.clone()
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        """Where the update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
+        """The update belongs to x, not to z: z <- z_0 + (z - z_0) / w."""
         if self._start is not None and (self._weights is not None or self.weight != 1.0):
-            model.sub_(self._start).div_(self._weight_of(model)).add_(self._start)
+            model.sub_(self._start).div_(self._divisor(model)).add_(self._start)
         self._start = None
 
     def advance(self, model: Tensor, update: Tensor, view: RoundView) -> None:  # noqa: ARG002
@@ -54,6 +54,9 @@ class PushSum(Sharing):
             model.add_(update, alpha=1.0 / self.weight)
         else:
             model.add_(update / self._weight_of(model))
+
+    def _divisor(self, model: Tensor) -> Tensor | float:
+        return max(self.weight, self.least_divisor) if self._weights is None else self._weight_of(model)
 
     def _weight_of(self, model: Tensor) -> Tensor | float:
         return self.weight if self._weights is None else self._weights.to(model.dtype)
