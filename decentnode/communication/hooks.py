@@ -186,6 +186,10 @@ class Hooks(Generic[ConfigT]):
         """Any thread: these members failed or do not answer; the others go on without them."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")
 
+    def why_broken(self, uids: Collection[int]) -> str:  # noqa: ARG002
+        """What broke the connections to these members, as far as any broke in this generation; "" otherwise."""
+        return ""
+
     def regroup(self) -> PendingGeneration:
         """After Regrouping was raised, with no exchange under way: take part in the next generation. Not blocking.
 

@@ -25,6 +25,11 @@ others is copied or leaves by another path. Neighbors are usually done within a 
 little beside any time-out after which the others would give this node up."""
 
 
+BROKEN_SECONDS = 1.0
+"""How long a source is waited for whose connection broke: by then control has told what it knows of a peer that ended
+or failed, which says more than the connection does."""
+
+
 class Doorbell(Protocol):
     """Something that whoever waits for arrivals sleeps on."""
 
@@ -147,6 +152,16 @@ class _Waiting(contextlib.AbstractContextManager[None]):
             self._status.waited_seconds += clock.now() - waiting[1]
 
 
+@dataclass(frozen=True)
+class Breakage:
+    """Why nothing more comes of a source by a connection that control does not use."""
+
+    reason: str
+    """Names the operation and the peers, and what the library said."""
+    since: float
+    """Seconds of the clock."""
+
+
 @dataclass
 class RunFacts:
     """What a node knows of the run while it goes on. Whoever steps nodes in one thread overrides `notify`; where
@@ -159,6 +174,9 @@ class RunFacts:
     """Neighbors that were waited for in vain and of which nothing came since: to send to them, nobody waits."""
     given_up: set[int] = field(default_factory=set)
     """Neighbors that the round under way has waited for in vain; the training thread's."""
+    broken: dict[int, Breakage] = field(default_factory=dict)
+    """Sources of which nothing more comes in this generation, as the connection to them broke: they are waited for no
+    longer than BROKEN_SECONDS from then on."""
     failure: Exception | None = None
     """What every wait raises from now on."""
     regrouping: str = ""
@@ -253,6 +271,10 @@ class RunFacts:
         self.waited_seconds = self.held_up_seconds = 0.0
         if self.given_up:
             self.given_up.clear()
+
+    def why_broken(self, uids: Collection[int]) -> str:
+        """What broke the connections to these, as far as any broke; "" otherwise."""
+        return "; ".join(dict.fromkeys(self.broken[uid].reason for uid in sorted(uids) if uid in self.broken))
 
     def raise_if_failed(self) -> None:
         if self.failure is not None:

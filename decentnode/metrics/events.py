@@ -64,6 +64,7 @@ EVENTS: dict[str, str] = {
     "wrong_shape": "a payload that does not fit the schema",
     "wrong_size": "a chunk with too few or too many bytes",
     "malformed": "a payload over torch.distributed that is not what was announced",
+    "communicator_broken": "an operation of torch.distributed failed, and why: no more payloads pass there",
     "send_window": "a payload was dropped because the peer takes none",
     "overwritten": "a payload changed in shared memory while it was read; it counted as missing",
     "receive_window": "a payload is no longer expected because the peer is too far behind",

@@ -151,13 +151,17 @@ class NodeRounds:
         lost = frozenset(uid for each in mixed for uid in each.missing - each.departed)
         self._missing |= missing
         self._lost |= lost
-        if lost and self._config.missing == "fail":
-            raise PeerLost(
-                f"node {self._uid}: nothing from node {names(sorted(lost))} in round {round} within "
-                f"{self._rules.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
-                f"{f' for each of {phase + 1} phases' if phase else ''})", sorted(lost),
-            )
-        if lost and self._config.missing == "regroup":
-            self._communication.suspect(lost, f"nothing from node {names(sorted(lost))} in round {round}")
+        if lost and self._config.missing != "return_weight":
+            self._miss(round, phase, lost)
         if missing:
             logger.warning("round %d: went on without node %s", round, names(sorted(missing)))
+
+    def _miss(self, round: int, phase: int, lost: frozenset[int]) -> None:
+        """Without these the node does not go on as it is. Raises PeerLost with `node.missing: fail`."""
+        nothing, why = f"nothing from node {names(sorted(lost))} in round {round}", self._communication.why_broken(lost)
+        if self._config.missing == "regroup":
+            self._communication.suspect(lost, f"{nothing}: {why}" if why else nothing)
+            return
+        within = (f" within {self._rules.schedule.timeout_seconds(phase):g} s (communication.timeout_seconds"
+                  f"{f' for each of {phase + 1} phases' if phase else ''})")  # fmt: skip
+        raise PeerLost(f"node {self._uid}: {nothing}{f': {why}' if why else within}", sorted(lost))

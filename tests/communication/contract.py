@@ -22,6 +22,7 @@ from decentnode.communication.zeromq.sockets.security import load_keyring, write
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import EnvironmentFault
 from decentnode.payload import Payload, TensorSpec
+from decentnode.wire.generation import Limits
 
 BATCHED = "batched"
 """gloo, made to match by order alone as NCCL does: a silent node holds up its clique, so that not all tests suit it."""
@@ -31,9 +32,10 @@ NETWORKED = TRANSPORTS[1:]
 
 def make(
     transport: str, n: int, schemas: tuple[Schema, ...], folder: Path, digests: Sequence[str] = (),
-    device: torch.device | None = None, **options: object,
+    device: torch.device | None = None, limits: Limits | None = None, **options: object,
 ) -> list[ZeroMQ]:
-    """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way.
+    """n nodes that are not bound yet; with "tcp+BULK" they have keys, and bulk is protected that way. limits: with
+    generations of members.
 
     "hybrid": nodes 0 and 1 are a gloo clique, 1 and 2 use ZeroMQ, all other pairs shared memory. "own": every edge
     takes a path that is no part of the package (unix_path.py).
@@ -59,7 +61,7 @@ def make(
     return [
         kind(config, TransportParts(
             uid=u, machine_of=dict.fromkeys(range(n), 0), schemas=schemas, digest=digests[u] if digests else "d",
-            bind=plan, device=device,
+            bind=plan, device=device, limits=limits,
         ), load_keyring(keys, u, n) if bulk else None)
         for u in range(n)
     ]  # fmt: skip
@@ -83,6 +85,7 @@ def nodes(
     digests: Sequence[str] = (),
     start: bool = True,
     device: torch.device | None = None,
+    limits: Limits | None = None,
     **options: object,
 ) -> Iterator[list[Communication]]:
     """n started nodes; closed at the end."""
@@ -93,7 +96,7 @@ def nodes(
                 Inproc(Inproc.Config(name="inproc"), uid=u, hub=hub, schemas=schemas) for u in range(n)
             ]
         else:
-            made = list(make(transport, n, schemas, Path(folder), digests, device, **options))
+            made = list(make(transport, n, schemas, Path(folder), digests, device, limits, **options))
         with connected(made, start):
             yield made
 

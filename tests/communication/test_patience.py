@@ -168,7 +168,7 @@ def test_the_wait_for_memory_that_is_still_sent_from_is_short_and_on_the_edges_o
 class Window(CliquePath):
     """Without a communicator."""
 
-    begin = leave = _launch_call = None  # type: ignore[assignment]
+    begin = _end = _launch_call = None  # type: ignore[assignment]
 
 
 def test_windows_of_several_peers_in_a_clique_share_a_time_out(clock: Clock) -> None:

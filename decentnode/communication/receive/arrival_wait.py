@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload
-from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
+from decentnode.communication.run_state import BROKEN_SECONDS, STOPPING_TIMEOUT_SECONDS, RunFacts
 
 ASKS = 4
 """How often within a time-out a source is asked whether it waits for others itself. One that begins to wait later than
@@ -73,14 +73,19 @@ class Patience:
 
     def late(self, waiting: list[int], now: float) -> list[int]:
         """After `look`: those of `waiting` that have used up their time."""
-        return [] if now < self._end else [source for source in waiting if now >= self._until(source)]
+        early = now < self._end and not self._status.broken
+        return [] if early else [source for source in waiting if now >= self._until(source)]
 
     def next(self, waiting: list[int]) -> float:
         """After `look`: when something has to be done at the latest."""
-        until = min(map(self._until, waiting)) if self._lives else self._end  # as a rule nobody was asked
+        # as a rule nobody was asked, and nothing broke
+        until = min(map(self._until, waiting)) if self._lives or self._status.broken else self._end
         return self._ask_at if self._ask_at < until else until
 
     def _until(self, source: int) -> float:
+        broke = self._status.broken.get(source)
+        if broke is not None:
+            return min(self._end, broke.since + BROKEN_SECONDS)
         said = self._lives.get(source)
         return self._end if said is None else min(max(self._end, said + self._limit), self._end + self._limit)
 
@@ -159,8 +164,9 @@ class ArrivalWait:
     def _begins_simply(self, missing: list[int], now: float) -> bool:
         """Whether nothing is to be looked at but the time, as in most waits, which are over with the next step."""
         inbox, status = self._inbox, self._inbox.status
-        if (self._tolerated or status.waited_seconds or status.given_up or status.departed or inbox.absences.skips
-                or status.regrouping or status.stopping or status.failure is not None):  # fmt: skip
+        if (self._tolerated or status.waited_seconds or status.given_up or status.departed or status.broken
+                or inbox.absences.skips or status.regrouping or status.stopping
+                or status.failure is not None):  # fmt: skip
             return False
         self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS
         inbox.want(missing, self._key, self._chunk)

@@ -26,6 +26,7 @@ R10 One thread launches everything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
 import threading
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.parts import ExchangeKey
+from decentnode.communication.receive.absences import SUM
 from decentnode.communication.receive.chunking import TensorPlan
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
@@ -46,6 +48,7 @@ from decentnode.communication.torch_distributed.group_collective import Collecti
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload
 from decentnode.tensors import moved
+from decentnode.words import names
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +85,16 @@ class _Round:
     ready: Any = None
     """On a GPU, the event behind which copies of the payloads are complete and receive buffers are free."""
 
+    @property
+    def what(self) -> str:
+        """The operation and its peers, for messages."""
+        peers = {uid for each in self.sending for uid in each.uids} | {each.uid for each in self.coming}
+        return f"the batch of round {self.key[0]} with node {names(sorted(peers))}"
+
+
+_Step = tuple[_Round | CollectiveCall, Callable[[], None]]
+"""What to do next about something that was launched."""
+
 
 class BatchedPath(CliquePath):
     """A batch per bucket, behind one of headers where the schema leaves sizes or scalars open; one thread launches,
@@ -109,7 +122,7 @@ class BatchedPath(CliquePath):
         if self._device.type == "cuda":
             self._allocate()
         self._rounds: queue.SimpleQueue[_Round | CollectiveCall | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"clique {communicator.uid} {name}", daemon=True)
             for name, target in (("launches", self._launch_all), ("waits", self._wait_all))
@@ -173,6 +186,9 @@ class BatchedPath(CliquePath):
             return True
         if self._status.departed.get(uid, key[0] + 1) <= key[0]:
             return False
+        why = self._status.why_broken([uid])
+        if why:
+            raise PeerLost(f"node {self._communicator.uid}: {why}", [uid])
         raise PeerLost(f"node {uid} took nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
 
     def _room_patience(self) -> float:
@@ -212,17 +228,23 @@ class BatchedPath(CliquePath):
 
     def _launch_all(self) -> None:
         with self._on_device():
-            try:
-                while (each := self._rounds.get()) is not None:
+            while (each := self._rounds.get()) is not None:
+                try:
                     if each.ready is not None:
                         torch.cuda.current_stream(self._device).wait_event(each.ready)
                     if isinstance(each, CollectiveCall):
                         self._launch_calls(each)
                     else:
                         self._launch(each)
-            except RuntimeError as error:  # the connection broke: control tells why, or the deadline does
-                logger.debug("launching ended: %s", error)
+                except RuntimeError as error:
+                    self._ends("launching", each, error)
+                    break
         self._launched.put(None)
+
+    def _ends(self, doing: str, each: _Round | CollectiveCall, error: RuntimeError) -> None:
+        """A thread cannot go on: what is matched by order alone fails for all peers at once."""
+        logger.debug("%s ended: %s", doing, error)
+        self._broke({SUM, *self.peers}, each.what, error)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         if self._device.type != "cuda":
@@ -233,7 +255,7 @@ class BatchedPath(CliquePath):
         """Bucket by bucket like batches, in the same order of (round, phase): R2."""
         for launch in call.launches:
             work = launch()
-            self._launched.put(lambda work=work: self._called(call, work))  # type: ignore[misc]
+            self._launched.put((call, lambda work=work: self._called(call, work)))  # type: ignore[misc]
 
     def _launch(self, each: _Round) -> None:
         if self._has_header(each.key[1]):
@@ -242,7 +264,7 @@ class BatchedPath(CliquePath):
                 [(c.uid, c.header) for c in each.coming if c.header is not None],
             )
             if self._is_exact(each.key[1]):
-                self._launched.put(lambda: self._opened(each, headers))
+                self._launched.put((each, lambda: self._opened(each, headers)))
             else:
                 self._opened(each, headers)
         buckets = [len(sending.parts) for sending in each.sending] + [len(coming.parts) for coming in each.coming]
@@ -251,8 +273,9 @@ class BatchedPath(CliquePath):
                 [(uid, s.parts[bucket]) for s in each.sending if bucket < len(s.parts) for uid in s.uids],
                 [(c.uid, c.parts[bucket]) for c in each.coming if bucket < len(c.parts)],
             )
-            self._launched.put(lambda works=works, bucket=bucket: self._came(each, works, bucket))  # type: ignore[misc]
-        self._launched.put(lambda: self._over(each))
+            came = functools.partial(self._came, each, works, bucket)
+            self._launched.put((each, came))
+        self._launched.put((each, lambda: self._over(each)))
 
     def _batch(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
         return self._communicator.batch(sends, receives)
@@ -261,11 +284,13 @@ class BatchedPath(CliquePath):
 
     def _wait_all(self) -> None:
         with self._on_device():
-            try:
-                while (step := self._launched.get()) is not None:
+            while (found := self._launched.get()) is not None:
+                each, step = found
+                try:
                     step()
-            except RuntimeError as error:
-                logger.debug("waiting ended: %s", error)
+                except RuntimeError as error:
+                    self._ends("waiting", each, error)
+                    return
 
     def _opened(self, each: _Round, works: list[Any]) -> None:
         """Blocking until the headers are there: from now on the inbox knows the payloads."""
@@ -311,7 +336,7 @@ class BatchedPath(CliquePath):
 
     # -- the end ----------------------------------------------------------------------------------------------
 
-    def leave(self, clean: bool) -> None:
+    def _end(self, clean: bool) -> None:
         self._rounds.put(None)
         if clean:
             for thread in self._threads:

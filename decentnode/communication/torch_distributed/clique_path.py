@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,8 +12,9 @@ from decentnode import clock
 from decentnode.communication.base import AveragingGroup
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import ExchangeKey
+from decentnode.communication.receive.absences import SUM
 from decentnode.communication.receive.inbox import Inbox
-from decentnode.communication.run_state import RunState
+from decentnode.communication.run_state import BROKEN_SECONDS, Breakage, RunState
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Pool
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall, CollectiveKind
@@ -64,6 +65,8 @@ class CliquePath(abc.ABC):
         """Receives under way, calls of all members among them."""
         self._due: dict[int, int] = {}
         """By peer: payloads that are still to come."""
+        self._left = False
+        """Whether the communicator was given up: what fails from then on concerns nobody."""
 
     @abc.abstractmethod
     def begin(
@@ -80,9 +83,12 @@ class CliquePath(abc.ABC):
     ) -> None:
         """Instead of `begin`, when all members call it for this (round, phase): what arrives is the inbox's as ever.
 
-        With a member that is known to have left nothing is launched: of the others, too, nothing comes.
+        With a member that is known to have left nothing is launched: of the others, too, nothing comes. Nor is it after
+        a call that failed.
         """
         self._inbox.together[key] = self.peers
+        if SUM in self._status.broken:
+            return
         if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):
             return
         self._expecting(1)
@@ -104,9 +110,28 @@ class CliquePath(abc.ABC):
             self._expecting(-1)
         call.came()
 
-    @abc.abstractmethod
+    def _broke(self, uids: Collection[int], what: str, error: RuntimeError) -> None:
+        """Any thread: an operation failed, so that nothing more comes of these on this path; `SUM` among them stands
+        for calls of all members. what: the operation and its peers."""
+        reason = f"{what} failed: {str(error).partition('. ')[0]}"  # what follows is advice of the library
+        with self._status.changed:
+            new = set(uids) - self._status.broken.keys()
+            if self._left or not new:
+                return
+            self._status.broken.update(dict.fromkeys(new, Breakage(reason, clock.now())))
+            self._status.notify()
+        self._counters.fault("communicator_broken", min(uids) if len(uids) == 1 else None, reason)
+
     def leave(self, clean: bool) -> None:
         """Give the communicator up. clean: nothing is under way."""
+        with self._status.changed:
+            self._left = True
+            self._status.broken.clear()
+        self._end(clean)
+
+    @abc.abstractmethod
+    def _end(self, clean: bool) -> None:
+        """What `leave` does about the communicator and its threads."""
 
     def close(self) -> None:
         """Blocking until what was sent has left, for CLOSE_SECONDS at most; not at all once the run has failed."""
@@ -128,7 +153,7 @@ class CliquePath(abc.ABC):
         return self._flying.get(uid, 0) < self.window
 
     def _may_send(self, uid: int, round: int) -> bool:
-        """Blocking while the window is full; False when the peer is gone or took nothing in time."""
+        """Blocking while the window is full; False when the peer is gone, took nothing in time or cannot be reached."""
         began = clock.now()
         deadline = began + self._room_patience()
         waited = False
@@ -137,15 +162,18 @@ class CliquePath(abc.ABC):
                 self._status.raise_if_failed()
                 if self._status.departed.get(uid, round + 1) <= round:
                     return False
-                if self._has_room(uid):
+                broke = self._status.broken.get(uid)
+                if broke is None and self._has_room(uid):
                     self._flying[uid] = self._flying.get(uid, 0) + 1
                     if waited:
                         self._status.held_up(clock.now() - began, [uid], self._counters)
                     return True
-                remaining = deadline - clock.now()
+                until = deadline if broke is None else min(deadline, broke.since + BROKEN_SECONDS)
+                remaining = until - clock.now()
                 if remaining <= 0:
                     self._status.held_up(clock.now() - began, [uid], self._counters)
-                    self._counters.fault("send_window", uid, f"round {round}")
+                    if broke is None:
+                        self._counters.fault("send_window", uid, f"round {round}")
                     return False
                 waited = True
                 if self._status.regrouping:

@@ -19,6 +19,7 @@ from decentnode.communication.torch_distributed.calls import NEVER, Calls
 logger = logging.getLogger(__name__)
 
 TAGS = 1 << 30
+Failed = Callable[[RuntimeError], None]
 _abandoned: list[object] = []
 
 
@@ -68,19 +69,26 @@ class Connection(threading.Thread):
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Failed] | None] = queue.SimpleQueue()
         self.start()
 
-    def put(self, job: Callable[[], None] | None) -> None:
-        """Any thread; None ends the line."""
-        self._jobs.put(job)
+    def put(self, job: Callable[[], None], failed: Failed) -> None:
+        """Any thread. failed: called on the line's thread with what `job` raised; the line then ends, and jobs that
+        come later are left out."""
+        self._jobs.put((job, failed))
+
+    def end(self) -> None:
+        """Any thread: the line ends after the jobs that it has."""
+        self._jobs.put(None)
 
     def run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (found := self._jobs.get()) is not None:
+            job, failed = found
             try:
                 job()
-            except RuntimeError as error:  # the connection broke: control tells why, or the deadline does
+            except RuntimeError as error:
                 logger.debug("%s ended: %s", self.name, error)
+                failed(error)
                 return
 
 
@@ -135,7 +143,7 @@ class GlooClique:
     def close(self, clean: bool) -> None:
         """clean: nothing is under way."""
         for line in self._lines.values():
-            line.put(None)
+            line.end()
         if clean:
             for line in self._lines.values():
                 line.join(1.0)

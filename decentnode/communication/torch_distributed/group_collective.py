@@ -30,6 +30,7 @@ from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.torch_distributed.buffers import Buffers, Pool, pieces
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.payload import Payload
+from decentnode.words import names
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -128,6 +129,11 @@ class CollectiveCall:
             edge.payload_bytes_received += size
             if self._kind == "all_reduce":
                 edge.saved_bytes += size - 2 * size // len(self._calls.members)
+
+    @property
+    def what(self) -> str:
+        """The operation and its members, for messages."""
+        return f"the {self._kind} of round {self.key[0]} among nodes {names(self._calls.members)}"
 
     @property
     def ends(self) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
 from decentnode.communication.parts import ExchangeKey
+from decentnode.communication.receive.absences import SUM
 from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.gloo import GlooClique
@@ -59,9 +61,9 @@ class TaggedPath(CliquePath):
                 wait()
                 self._call_over(call)
 
-            line.put(over)
+            line.put(over, lambda error: self._broke({SUM, *self.peers}, call.what, error))
 
-    def leave(self, clean: bool) -> None:
+    def _end(self, clean: bool) -> None:
         self._clique.close(clean)
 
     def _tag(self, key: ExchangeKey) -> int:
@@ -85,18 +87,24 @@ class TaggedPath(CliquePath):
             waits = [] if header is None else [self._clique.send(uid, header, tag)]
             waits += [self._clique.send(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
             self._count_sent(uid, key[1], len(parts))
-            self._clique.line(uid, out=True).put(_Over(self._sent, uid, waits, buffers, lease))
+            what = f"the send of round {key[0]} to node {uid}"
+            self._clique.line(uid, out=True).put(
+                _Over(self._sent, uid, waits, buffers, lease), functools.partial(self._broke, {uid}, what)
+            )
 
     def _receive(self, uid: int, key: ExchangeKey) -> None:
         """Post what is known to come; the peer's line waits for it and posts the rest. Where `window` receives of a
         peer are under way, which is all that it has under way to here, the line posts this one after them."""
+        if uid in self._status.broken:
+            return
         due = self._due.get(uid, 0)
         if due >= MAX_RECEIVES:
             self._counters.fault("receive_window", uid, f"round {key[0]}")
             return
         self._expecting(1, uid)
         job = self._posted(uid, key) if due < self.window else lambda: self._posted(uid, key)()
-        self._clique.line(uid, out=False).put(job)
+        what = f"the receive of round {key[0]} from node {uid}"
+        self._clique.line(uid, out=False).put(job, functools.partial(self._broke, {uid}, what))
 
     def _posted(self, uid: int, key: ExchangeKey) -> Callable[[], None]:
         """Post a receive; what the peer's line does about it: blocking until everything is there."""

@@ -264,8 +264,14 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:
             super().suspect(uids, reason)
+        elif self._status.broken.keys() >= set(uids):  # they may live, and who does not is found out by who leads
+            self._generations.renew(reason)
         else:
             self._generations.suspect(uids, reason)
+
+    def why_broken(self, uids: Collection[int]) -> str:
+        with self._status.lock:
+            return self._status.why_broken(uids)
 
     def begin_at(self, round: int) -> None:
         if self._generations is not None:

@@ -41,6 +41,11 @@ class Generations:
         with self._driver.sending():
             self.reconfiguration.suspect(uids, reason, clock.now(), dead=dead)
 
+    def renew(self, reason: str) -> None:
+        """As `Reconfiguration.renew`."""
+        with self._driver.sending():
+            self.reconfiguration.renew(reason, clock.now())
+
     def fail(self) -> None:
         """As `Reconfiguration.fail`."""
         with self._driver.sending():

@@ -224,6 +224,11 @@ class Reconfiguration:
                 self.counters.on_event("suspected", uid, reason)
             self._obey(self.membership.suspect(uids, now, reason, dead), now)
 
+    def renew(self, reason: str, now: float) -> None:
+        """The members cannot go on in this generation, though nobody is known to be absent."""
+        if self.active:
+            self._obey(self.membership.renew(now, reason), now)
+
     def fail(self, now: float) -> None:
         """This node failed: tell everybody, so that nobody has to find out."""
         if self.active:
