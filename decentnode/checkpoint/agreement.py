@@ -37,10 +37,11 @@ def offers(cuts: Sequence[Cut]) -> list[int]:
 def complete(cuts: Sequence[Cut], rows: Sequence[Sequence[int]], without: Collection[int] = ()) -> list[Cut]:
     """Returns those of a node's own cuts that every member has, the newest first.
 
-    rows: everybody's offers by uid. without: nodes that have no checkpoint at all, which hold up nobody.
+    rows: the offers of the nodes of the mapping, by uid. without: those of them that have no checkpoint at all. They
+    hold up nobody, nor do members that were in no mapping: these ask again to be admitted.
     """
     def everybody_has(cut: Cut) -> bool:
-        return all(cut.key + 1 in rows[uid] for uid in cut.members if uid not in without)
+        return all(cut.key + 1 in rows[uid] for uid in cut.members if uid < len(rows) and uid not in without)
 
     return [cut for cut in cuts[:MOST_CUTS] if everybody_has(cut)]
 

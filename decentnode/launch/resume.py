@@ -97,15 +97,16 @@ def finished(found: Found, experiment: Experiment) -> str:
 
 
 def _done_by_all(found: Found, num_nodes: int) -> int | None:
-    """Returns how many rounds were over at the newest cut that all of its members have, on the furthest of them; None
-    without such a cut."""
+    """Returns how many rounds were over at the newest cut that all of its members in the mapping have, on the furthest
+    of them; None without such a cut."""
     folders = [folder / FOLDER for folder in found.folders]
     whole = [{each.cut: each.round for each in store.scan(folders, uid, found.runs)[0]} for uid in range(num_nodes)]
-    complete = [cut for cut in set().union(*whole) if all(cut in whole[uid] for uid in cut.members)]
+    complete = [cut for cut in set().union(*whole)
+                if all(cut in whole[uid] for uid in cut.members if uid < num_nodes)]  # fmt: skip
     if not complete:
         return None
     newest = max(complete, key=lambda cut: cut.age)
-    return max(whole[uid][newest] for uid in newest.members)
+    return max(whole[uid][newest] for uid in newest.members if uid < num_nodes)
 
 
 def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -> None:

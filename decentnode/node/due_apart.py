@@ -35,7 +35,8 @@ class DueApart:
     def begin_generation(self) -> Steps[None]:
         """Let all members go on with the greatest number that one of them is at, as steps."""
         node = self._node
-        row = agreement.row([self.cuts.number], node.uid, node.graph.num_nodes, 1)
+        uids = 1 + max(node.generation.members)  # newcomers are beyond the nodes of the graph
+        row = agreement.row([self.cuts.number], node.uid, uids, 1)
         pending = node.communication.mean("generation/checkpoints", row, closing=True)
         timeout_seconds = node.communication.config.timeout_seconds
         found = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)

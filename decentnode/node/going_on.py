@@ -14,6 +14,7 @@ from decentnode.node.evaluation import begin_mean
 from decentnode.node.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
 from decentnode.node.resumable import Resumable
 from decentnode.node.snapshot import Restored
+from decentnode.words import names
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         yield from begin_rules_anew(node, "resume", frozenset(where.without))
     elif restored is not None:
         restored.put_rule(node)
+        if restored.members.difference(node.generation.members):
+            logger.info("goes on without node %s, which came from outside of the mapping",
+                        names(sorted(restored.members.difference(node.generation.members))))  # fmt: skip
+            node.round = where.round
+            yield from begin_rules_anew(node, "resume/members")
     if restored is None:
         node.training.skip_to(where.round)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -40,15 +40,18 @@ def capture(node: Resumable, cut: Cut, identity: Mapping[str, Any]) -> Snapshot:
 class Restored:
     """The state of a node at a checkpoint, to be put back."""
 
-    def __init__(self, tree: Any, tensors: Mapping[str, Tensor], source: str) -> None:
+    def __init__(
+        self, tree: Any, tensors: Mapping[str, Tensor], source: str, members: Collection[int] = ()
+    ) -> None:
         """tree, tensors: of a `Snapshot`; the node that takes it over may keep and change the tensors. source: where it
-        comes from, for errors."""
+        comes from, for errors. members: of the generation in which it was made, where that is to be known."""
         self._tree, self._tensors, self._source = tree, tensors, source
+        self.members = frozenset(members)
 
     @classmethod
     def read(cls, manifest: Manifest) -> Restored:
         """Raises CheckpointError where the tensors are not those that were written."""
-        return cls(manifest.tree, manifest.load(), str(manifest.path))
+        return cls(manifest.tree, manifest.load(), str(manifest.path), manifest.cut.members)
 
     def digest(self, *parts: str) -> str:
         """Returns the digest of some of the parts that `capture` makes, the same of a file and of what was written."""

@@ -174,3 +174,11 @@ def test_members_alone_have_to_have_it() -> None:
 
 def test_who_has_nothing_holds_up_nobody() -> None:
     assert agreed({0: [cut(30), cut(20)], 1: [], 2: [cut(30)]}, 3) == 30
+
+
+def test_members_that_were_in_no_mapping_hold_nobody_up() -> None:
+    """They are not there as a run is resumed, and have no row."""
+    both = {uid: [cut(30, 1, (0, 1, 2, 4)), cut(20)] for uid in range(3)}
+    assert agreed(both, 3) == 30
+    both[1] = [cut(20)]
+    assert agreed(both, 3) == 20

@@ -28,6 +28,18 @@ def graph_of(family: str) -> dict[str, object]:
     return {"name": "regular", "degree": 2, "nodes": 4} if "regular" in family else {"name": family, "nodes": 4}
 
 
+@pytest.mark.parametrize("schedule", ["overlapped", "gossip_async", "ad_psgd", "epidemic"])
+def test_newcomers_come_whatever_the_schedule(schedule: str) -> None:
+    keys = {**ADMITS, "node": {**ADMITS["node"], "schedule": schedule}, "graph": graph_of("ring")}  # type: ignore[dict-item]
+    assert load(None, [], {}, True, [{**experiment(), **keys}]).node.newcomers == 2
+
+
+def test_samples_are_not_dealt_to_newcomers() -> None:
+    keys = {**ADMITS, "node": {**ADMITS["node"], "orphans": "adopted"}, "graph": graph_of("ring")}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"node.newcomers: orphans: adopted knows of nodes in the mapping alone"):
+        load(None, [], {}, True, [{**experiment(), **keys}])
+
+
 @pytest.mark.parametrize("family", ["hypercube", "star"])
 def test_one_that_does_not_is_refused_by_name(family: str) -> None:
     with pytest.raises((ConfigError, GraphError), match=rf"newcomers.*{family}"):

@@ -13,11 +13,14 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from decentnode.checkpoint import store
+from decentnode.checkpoint.store import Cut, Snapshot
 from decentnode.cli import start
 from decentnode.errors import DecentnodeError
 from decentnode.launch.messages import Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
+from decentnode.launch.resume import Found, _done_by_all
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read, read_kind
 from decentnode.report import repeats
@@ -246,6 +249,16 @@ def test_files_of_another_machine_s_share_are_found(tmp_path: Path) -> None:
         moved.parent.mkdir(parents=True, exist_ok=True)
         path.rename(moved)
     check_same(straight, folder.done("name=a", resume=str(first)))
+
+
+def test_a_node_that_was_in_no_mapping_has_no_say_in_what_all_have(tmp_path: Path) -> None:
+    """Its files are elsewhere, and a run is resumed without it."""
+    cut = Cut("ab", 20, 1, "00" * 12, (0, 1, 2))
+    for uid in range(2):
+        store.write(tmp_path / "checkpoints", Snapshot(uid, cut, {}, {"progress": {"round": 20 + uid}}, {}))
+    newest = store.scan([tmp_path / "checkpoints"], 0)[0][0]
+    assert _done_by_all(Found(tmp_path, (tmp_path,), ("ab",), newest), 2) == 21
+    assert _done_by_all(Found(tmp_path, (tmp_path,), ("ab",), newest), 3) is None
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ class Kept(Made):
 
     def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
         node = super().make(uid, make_communication)
-        resume = self.from_where if not node.round else None
+        resume = self.from_where if not node.round and uid < self.graph.num_nodes else None  # newcomers have nothing
         node.checkpoints = Checkpoints(node, self.folder, {}, resume)
         return node
 

@@ -67,10 +67,9 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
         parts = experiment.parameters.parts(graph.num_nodes)
         if any(part.graph is not None for part in parts):
             yield Problem(path, ": fragments with graphs of their own do not grow", other=("parameters",))
-    if experiment.node.schedule not in ("sequential", "overlapped") or experiment.node.orphans != "lost":
-        key = "orphans" if experiment.node.orphans != "lost" else "schedule"
-        yield Problem(path, f": {key}: {getattr(experiment.node, key)} knows of nodes in the mapping alone",
-                      other=("node", key))  # fmt: skip
+    if experiment.node.orphans != "lost":
+        yield Problem(path, f": orphans: {experiment.node.orphans} knows of nodes in the mapping alone",
+                      other=("node", "orphans"))  # fmt: skip
     if experiment.faults:
         yield Problem(path, ": the records of a run with faults are checked, and a newcomer's are elsewhere",
                       other=("faults",))  # fmt: skip

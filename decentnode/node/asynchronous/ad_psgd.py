@@ -87,6 +87,9 @@ class ADPSGD(Asynchronous):
         """By neighbor: its offers that were answered here."""
         self.taken: Counter[int] = Counter()
         """By neighbor: own offers whose answers were applied here."""
+        self._former = frozenset[int]()
+        """Members that may have been neighbors before this generation: something may be under way between them and this
+        node, though the graph is another now."""
 
     # -- the model as one vector
 
@@ -219,15 +222,16 @@ class ADPSGD(Asynchronous):
 
     def drain(self, view: RoundView) -> Steps[None]:
         """Until no neighbor makes another offer, and nothing is under way between it and this node; for the time-out of
-        the communication at most.
+        the communication at most. Former neighbors count, too.
 
         What is asked again of a neighbor that is still in a long round fills its mailbox, which keeps the newest
         messages alone: the word that no offers follow is said again behind it."""
         config, due, closed = self.communication.config, clock.now(), set[int]()
+        others = self._former.union(view.neighbors)
         deadline = clock.now() + config.timeout_seconds
         while clock.now() < deadline:
             again = clock.now() >= due
-            for uid in view.neighbors:
+            for uid in others:
                 pair = self._pair(uid)
                 if pair.open and (again or not pair.withdrawn):
                     pair.withdrawn = True
@@ -238,8 +242,8 @@ class ADPSGD(Asynchronous):
                 if uid not in closed and self._say(uid, CLOSED, pair.offered + 1):
                     closed.add(uid)
             self._say_unsaid()
-            pairs = [self._pairs[uid] for uid in view.neighbors]
-            if all(pair.closed and not pair.owes for pair in pairs) and closed.issuperset(view.neighbors):
+            pairs = [self._pairs[uid] for uid in others]
+            if all(pair.closed and not pair.owes for pair in pairs) and closed.issuperset(others):
                 return
             if again:
                 due = clock.now() + LOOK_SECONDS
@@ -253,6 +257,7 @@ class ADPSGD(Asynchronous):
         stay = {*generation.members} - generation.fresh
         self._pairs = {uid: pair for uid, pair in former._pairs.items() if uid in stay}
         self._messages, self.given, self.taken = former._messages, former.given, former.taken
+        self._former = frozenset(stay - {self.communication.uid})
         self._say_again()
 
     def _say_again(self) -> None:
@@ -262,13 +267,14 @@ class ADPSGD(Asynchronous):
 
     def state_dict(self) -> dict[str, Any]:
         return {"pairs": {uid: dict(vars(pair)) for uid, pair in self._pairs.items()}, "messages": self._messages,
-                "given": dict(self.given), "taken": dict(self.taken),
+                "given": dict(self.given), "taken": dict(self.taken), "former": sorted(self._former),
                 "answered_meanwhile": self._answered_meanwhile, "refused": self._refused}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pairs = {uid: _Pair(**each) for uid, each in state["pairs"].items()}
         self._messages, self._refused = int(state["messages"]), state["refused"]
         self._answered_meanwhile = bool(state["answered_meanwhile"])
+        self._former = frozenset(state.get("former", ()))
         self.given, self.taken = Counter(state["given"]), Counter(state["taken"])
         self._say_again()
 

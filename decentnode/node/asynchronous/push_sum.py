@@ -69,6 +69,10 @@ class AsynchronousPushSum(Asynchronous):
         self.rule.least_divisor = LEAST_DIVISOR
         self._mixed = 0
         """Sources of which there was something new in the last round."""
+        self._former: set[int] = set()
+        """Members that were neighbors before this generation, and have not been in it: the graph may be another."""
+        self._begun = 0
+        """Rounds begun in this generation."""
 
     @property
     def rule(self) -> PushSum:
@@ -76,19 +80,32 @@ class AsynchronousPushSum(Asynchronous):
         return cast("PushSum", self.sharing)
 
     def _publish_round(self, round: int) -> None:
+        neighbors, former = self._neighbors_told(), self._former_told()
+        sums = {uid: self._sent[uid] for uid in (*neighbors, *former) if uid in self._sent}
+        said = {each: Payload({"x": each.x}, {"w": each.w}) for each in sums.values()}
+        if sums:
+            self.publish(round, {uid: said[each] for uid, each in sums.items()})
+        if neighbors:
+            self.publish_buffers(round)
+
+    def _neighbors_told(self) -> tuple[int, ...]:
+        """Returns the neighbors that are sent their sums, with their shares of this round where the node gives any."""
         view = self.view
         if not view.neighbors:
-            return
+            return ()
         if view.out_weights[view.uid] * self.rule.weight >= LEAST_WEIGHT:
             self._kept = 0
             self._share()
-        else:
-            self._kept += 1
-            if self._kept & (self._kept - 1):
-                return  # its sums are said again ever less often: the last ones may be lost, and others wait for them
-        said = {each: Payload({"x": each.x}, {"w": each.w}) for each in self._sent.values()}
-        self.publish(round, {uid: said[self._sent[uid]] for uid in view.neighbors if uid in self._sent})
-        self.publish_buffers(round)
+            return view.neighbors
+        self._kept += 1
+        # sums are said again ever less often: the last ones may be lost, and others wait for them
+        return () if self._kept & (self._kept - 1) else view.neighbors
+
+    def _former_told(self) -> tuple[int, ...]:
+        """Returns former neighbors, whose last sums are said again, ever less often: these may not have come yet."""
+        self._former.difference_update(self.view.neighbors)
+        self._begun += 1
+        return () if self._begun & (self._begun - 1) else tuple(sorted(self._former))
 
     def _share(self) -> None:
         """Take the neighbors' shares from the model, and add them to their sums."""
@@ -149,6 +166,7 @@ class AsynchronousPushSum(Asynchronous):
         self._sent = {uid: each for uid, each in former._sent.items() if uid in stay}
         self._seen = {uid: each for uid, each in former._seen.items() if uid in stay}
         self._came = {uid: round for uid, round in former._came.items() if uid in stay}
+        self._former = {*self._sent}
 
     def state_dict(self) -> dict[str, Any]:
         sums = list(dict.fromkeys(self._sent.values()))
@@ -161,6 +179,7 @@ class AsynchronousPushSum(Asynchronous):
         self._sent = {uid: sums[index] for uid, index in state["sent"].items()}
         self._seen = {uid: _Sum(**each) for uid, each in state["seen"].items()}
         self._came = dict(state["came"])
+        self._former = {*self._sent}
 
     def report(self) -> dict[str, float]:
         ages = [self._round - self._came[uid] for uid in self.view.sources if uid in self._came]
