@@ -16,7 +16,7 @@ from pathlib import Path
 from decentnode.launch.messages import Request, Task
 from decentnode.launch.pipe import Pipe
 from decentnode.launch.run_dir import node_dir
-from decentnode.launch.signals import SUSPENDING
+from decentnode.launch.signals import SUSPENDING, note_termination
 
 PR_SET_PDEATHSIG = 1
 
@@ -107,6 +107,7 @@ def prepare(request: Request, connection: Connection) -> None:
 def node(task: Task, connection: Connection) -> None:
     """Target of a child that runs nodes."""
     protect(task.request.forked)
+    note_termination()
     surround(task.request)
     if task.run_dir is not None:
         redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")

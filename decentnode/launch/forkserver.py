@@ -10,13 +10,12 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import signal
-import threading
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import Finalize
 
-from decentnode.launch.signals import SUSPENDING
+from decentnode.launch.signals import held
 from decentnode.launch.sockets import SocketDir
 
 PRELOAD = ["decentnode.launch.server_end", "decentnode.launch.preload"]
@@ -47,21 +46,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
             del os.environ[key]
 
 
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that start in this block ignore Ctrl-C and Ctrl-Z from their first instruction on: only the supervisor
-    handles them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *SUSPENDING)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _take_folder() -> None:
     """Let the server's socket lie in a folder that is removed also when this process is killed: multiprocessing's
     own (pymp-...) is removed by an orderly end alone. Nothing is done where the process has such a folder already.
@@ -81,7 +65,8 @@ def start() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     _take_folder()
-    with _environment(MALLOC | THREADS), _without_interrupts():
+    resource_tracker.ensure_running()  # to start it unblocks signals
+    with _environment(MALLOC | THREADS), held():
         multiprocessing.forkserver.ensure_running()
     if not _taken:
         _taken.update(os.environ)

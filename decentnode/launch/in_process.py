@@ -23,6 +23,7 @@ from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
+from decentnode.launch.signals import on_termination
 from decentnode.launch.simulated import Files, Stoppable, run_batched
 from decentnode.launch.simulated_faults import run_struck
 from decentnode.node.faults import NodeFaults
@@ -178,6 +179,7 @@ def run_task(task: Task, channel: Pipe) -> int:
 
         def listen(nodes: Sequence[Stoppable]) -> None:
             threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()
+            on_termination(nodes[0].ask_stop)
 
         return run_nodes(task, load_request(task.request, check=False), channel.send, listen)
     except BaseException as error:

@@ -8,7 +8,6 @@ import faulthandler
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -51,6 +50,7 @@ from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
+from decentnode.launch.signals import on_termination
 from decentnode.mapping.hosts import endpoint
 from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.faults import NodeFaults
@@ -313,7 +313,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     errors of `Link.peers`."""
     transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: (node.ask_leave if experiment.newcomer else node.ask_stop)())
+        on_termination(node.ask_leave if experiment.newcomer else node.ask_stop)
     bound = transport.bind()
     if bound is not None:
         send(Bound(node.uid, *bound))

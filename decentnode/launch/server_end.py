@@ -1,4 +1,5 @@
-"""The end of the fork server, which imports this module: it removes what a killed supervisor left.
+"""The fork server's own part, which it imports first: it ignores the signals that the supervisor handles, as its end is
+that of all nodes, and removes what a killed supervisor left.
 
 Every child holds the pipe by whose end the server learns that nobody needs it any more, so that the server is the last
 process of a run. A node could not do it: another node may still make a socket or a publish buffer, and what is made
@@ -11,6 +12,7 @@ import atexit
 import os
 
 from decentnode import clock
+from decentnode.launch.signals import ignore
 from decentnode.launch.sockets import base_folder, remove_stale
 
 WAIT_SECONDS = 5.0
@@ -40,4 +42,5 @@ def _children() -> bool:
     return True
 
 
+ignore()
 atexit.register(clean_up, os.getpid(), os.getppid())

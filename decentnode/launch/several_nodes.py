@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import resource
-import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from decentnode.launch.pipe import Pipe
 from decentnode.launch.provenance import local_modules
 from decentnode.launch.resume import attach
 from decentnode.launch.run_dir import node_dir
+from decentnode.launch.signals import on_termination
 from decentnode.node.node import Node
 from decentnode.node.stepping import Stepping
 
@@ -131,11 +131,11 @@ class _SeveralNodes:
         failed; what keeps all of them from it is raised."""
         nodes = [each.node for each in self._hosted.values()]
 
-        def stop(*_: object) -> None:
+        def stop() -> None:
             for node in nodes:
                 node.ask_stop()
 
-        signal.signal(signal.SIGTERM, stop)
+        on_termination(stop)
         bound = []
         for node in nodes:
             with blamed_on(node.uid):

@@ -6,12 +6,50 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 """The signals by which a terminal stops processes: on Ctrl-Z, and when a background process reads or writes."""
+
+OF_THE_SUPERVISOR = (*STOPPING, *SUSPENDING)
+"""What a terminal, a scheduler or `kill` may send to all processes of a run at once; the supervisor alone obeys."""
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Signals of OF_THE_SUPERVISOR that come in this block are delivered after it, or to another thread. Processes that
+    this thread starts in it begin with these signals blocked: they are to call `ignore`, or `note_termination`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_SUPERVISOR)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore() -> None:
+    """Main thread: signals of OF_THE_SUPERVISOR do nothing from now on, those that came while they were blocked
+    included."""
+    for number in OF_THE_SUPERVISOR:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_SUPERVISOR)
+
+
+_noted: list[int] = []
+
+
+def note_termination() -> None:
+    """Main thread of a process that cannot end in order yet: SIGTERM is kept until `on_termination`."""
+    signal.signal(signal.SIGTERM, lambda number, _: _noted.append(number))
+
+
+def on_termination(ask: Callable[[], object]) -> None:
+    """Main thread: SIGTERM calls `ask` from now on, at once where one was kept."""
+    signal.signal(signal.SIGTERM, lambda *_: ask())
+    if _noted:
+        _noted.clear()
+        ask()
 
 
 class StopSignals:

@@ -214,7 +214,9 @@ class Loader:
             if signals.suspend_if_asked(observer.suspending):
                 observer.resumed()
             if signals.received:
-                raise Interrupted("interrupted while the experiment was loaded")
+                error = Interrupted("interrupted while the experiment was loaded")
+                error.exit_code = signals.exit_code
+                raise error
             for message in () if worker is None else worker.messages():
                 if isinstance(message, Facts):
                     return message

@@ -133,8 +133,8 @@ def _serve(end: Connection, work: Callable[[str, Any], list[Any]]) -> NoReturn:
     """What a fork does until its maker closes the other end, or is gone."""
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the maker is asked to stop, and ends this process when it has
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the maker is asked to stop, and ends this process when it has
         torch.set_num_threads(1)  # of a pool with several, a fork has the first thread alone
         while True:
             number, job, argument = json.loads(end.recv_bytes())
