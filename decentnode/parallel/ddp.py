@@ -1,6 +1,7 @@
 """DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce.
 
-It is one module of torch; buckets, plan, exchange, steps of the optimizer and averages have files of their own.
+It is the module of torch that a script sees, and decides when a step is taken; the steps are those of gossip_steps.py,
+and buckets, plan, exchange and averages have files of their own.
 """
 
 from __future__ import annotations
@@ -14,22 +15,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from decentnode.graph.base import Graph
-from decentnode.optim.parts import divisible
 from decentnode.parallel.agreement import check_all_alike, tag_parameters
-from decentnode.parallel.apart import Apart
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.backward import BackwardWatch, tensors_in
-from decentnode.parallel.buckets import make_buckets
+from decentnode.parallel.buckets import Bucket, make_buckets
 from decentnode.parallel.copies import DetachedModel
 from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
-from decentnode.parallel.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
 from decentnode.parallel.process_group import broadcast_all, check_device, device_of_group, ranks_per_machine, together
 from decentnode.parallel.refusals import (
@@ -142,31 +140,37 @@ class DecentralizedDataParallel(Module, Joinable):
         local = ranks_per_machine(local_world_size)
         self._member = None if job is None else WrapperMember(job, self, topology, local, sharing, transport)
         options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
-        self._plan = self._agree(topology, local, sharing, options)
-        device = self._named[0][1].device
-        self._buckets = make_buckets([p for _, p in self._named], int(bucket_size_in_mb * (1 << 20)),
-                                     param_as_bucket_view, self._plan.rules())  # fmt: skip
-        self._exchange = self._make_exchange(transport, timeout_seconds, device)
+        plan = self._agree(topology, local, sharing, options)
+        params = [p for _, p in self._named]
+        buckets = make_buckets(params, int(bucket_size_in_mb * (1 << 20)), param_as_bucket_view, plan.rules())
+        exchange = self._make_exchange(plan, buckets, transport, timeout_seconds)
         if self._member is not None:
-            self._exchange = self._member.wrap(self._exchange)
+            exchange = self._member.wrap(exchange, buckets)
         with together("make the optimizer"):
-            self.optimizer = (optim_fn(list(self._named)) if optim_fn is not None
-                              else optimizer([p for _, p in self._named]))  # type: ignore[misc]  # fmt: skip
-            self.lr_scheduler = lr_scheduler_fn(self.optimizer) if lr_scheduler_fn is not None else None
-            check_optimizer(self.optimizer, self.lr_scheduler)
-            self._apart = Apart(self.optimizer, [p for _, p in self._named])
-        self._scaler, self._clip, self._factor = scaler, grad_clip_norm, 1.0
-        self._part_steps = PartSteps(self._buckets) if suit_part_by_part(self._buckets) else None
-        """None where steps are taken of all parameters at once."""
-        self._average = GlobalAverage(model, [p for _, p in self._named], sync_buffer_in_global_avg)
+            made = optim_fn(list(self._named)) if optim_fn is not None else optimizer(params)  # type: ignore[misc]
+            schedule = lr_scheduler_fn(made) if lr_scheduler_fn is not None else None
+            check_optimizer(made, schedule)
+            local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
+        self._gossip = self._make_steps(plan, buckets, exchange, local_step)
+        self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._told_revert = self._told_no_step = self._must_restart = False
         self._accumulated_from = -1
         """Steps taken when gradients began to be added up last."""
-        self._broken: str | None = None
-        """The name of what broke off a step."""
-        self.steps = 0
-        """Steps taken: the round of the topology that the next exchange has."""
         self._begin()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._gossip.local.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """What `lr_scheduler_fn` made, or None."""
+        return self._gossip.local.lr_scheduler
+
+    @property
+    def steps(self) -> int:
+        """Steps taken."""
+        return self._gossip.taken
 
     @property
     def generation(self) -> int:
@@ -206,20 +210,23 @@ class DecentralizedDataParallel(Module, Joinable):
             logger.warning("the model was wrapped before: that wrapper takes no steps any more")
         self._watch = BackwardWatch([p for _, p in self._named], self._step)
         close_at_exit(self)
-        self._learning_rate = self._rate()
-        """Of the optimizer's last step."""
-        for bucket in self._buckets:
-            bucket.next_round(self._plan, -1, self._learning_rate)
-        self._launch(0)
+        self._gossip.begin()
         if self._member is not None:
             self._member.begin()
-        for bucket in self._buckets:
+        for bucket in self._gossip.buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 
-    def _make_exchange(self, transport: str, timeout_seconds: float, device: torch.device) -> BucketExchange:
+    def _make_exchange(
+        self, plan: Plan, buckets: Sequence[Bucket], transport: str, timeout_seconds: float
+    ) -> BucketExchange:
         """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
         job = None if self._member is None else self._member.job
-        return exchange_for(transport, self._plan, self._buckets, timeout_seconds, device, job)
+        return exchange_for(transport, plan, buckets, timeout_seconds, self._named[0][1].device, job)
+
+    def _make_steps(
+        self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep
+    ) -> GossipSteps:
+        return GossipSteps(plan, buckets, exchange, local)
 
     def close(self) -> bool:
         """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent; returns
@@ -228,8 +235,8 @@ class DecentralizedDataParallel(Module, Joinable):
         Ranks of the same host that go on training are told that this one does not.
         """
         open_ = self._watch.stop()
-        if open_ and self._exchange.end():
-            keep(self._exchange, self._buckets)
+        if open_ and self._gossip.exchange.end():
+            keep(self._gossip.exchange, self._gossip.buckets)
         return open_
 
     def __del__(self) -> None:
@@ -267,32 +274,7 @@ class DecentralizedDataParallel(Module, Joinable):
     def _take_step(self) -> None:
         self._check_step()
         Join.notify_join_context(self)
-        if self._scaler is None and self._clip > 0:
-            self._clip_gradients()
-        with self._whole():
-            if self._scaler is None and self._part_steps is not None and divisible(self.optimizer):
-                self._count_change()
-                self._part_steps.take(self.optimizer, self._exchange, self._round(self.steps + 1), self._factor)
-            else:
-                self._step_at_once()
-            self.steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        for p in self._apart.unstepped:
-            p.grad = None
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Around the part of a step that is taken whole or not at all: ranks would else mix what is not of one step."""
-        if self._broken is not None:
-            raise RuntimeError(f"a step was broken off by {self._broken}, and the exchange cannot go on from there: "
-                               "make the wrapper anew, on all ranks")  # fmt: skip
-        try:
-            yield
-        except BaseException as error:
-            self._broken = type(error).__name__
-            raise
+        self._gossip.take()
 
     def _check_step(self) -> None:
         """Raises RuntimeError where a step would be taken of what is not the ranks' own models."""
@@ -301,27 +283,16 @@ class DecentralizedDataParallel(Module, Joinable):
                                "change: revert_global_avg() first, or global_avg(will_revert=False) to go on from the "
                                "average")  # fmt: skip
         check_frozen(self._frozen)
-        self._apart.look()
+        self._gossip.local.apart.look()
         if self._must_restart:
             restart(self)
-
-    def _count_change(self) -> None:
-        """Lets autograd know that mixing changes the parameters: a second backward pass through a graph of before then
-        raises, as after a step of torch's."""
-        for bucket in self._buckets:
-            increment_version(bucket.params)
 
     @torch.no_grad()
     def _idle_step(self) -> None:
         """Mixes and sends as in a step, without an update."""
         if self._average.local is not None:
             self._train_on_after_average()
-        with self._whole():
-            self._mix()
-            self._launch(self.steps + 1)
-            self.steps += 1
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        self._gossip.take_idle()
 
     def join_hook(self, **_: Any) -> JoinHook:
         if self._member is not None:
@@ -336,44 +307,6 @@ class DecentralizedDataParallel(Module, Joinable):
     @property
     def join_process_group(self) -> Any:
         return dist.group.WORLD
-
-    def _round(self, step: int) -> int:
-        """The round of the topology in which the exchange of a step takes place."""
-        return step
-
-    def _rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else 1.0
-
-    def _step_at_once(self) -> None:
-        self._mix()
-        self._count_change()  # buckets that look at versions see those of the next snapshot
-        self._learning_rate = self._rate()
-        if self._scaler is not None:
-            if self._clip > 0:
-                self._scaler.unscale_(self.optimizer)
-                self._clip_gradients()
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
-        else:
-            self.optimizer.step()
-        self._launch(self.steps + 1)
-
-    def _clip_gradients(self) -> None:
-        torch.nn.utils.clip_grad_norm_([p for _, p in self._named], self._clip)
-
-    @torch.no_grad()
-    def _launch(self, step: int) -> None:
-        for bucket in self._buckets:
-            bucket.gather()
-        self._exchange.launch(self._buckets, self._round(step))
-
-    def _mix(self) -> None:
-        for bucket in self._buckets:
-            bucket.gather()
-            self._exchange.finish(bucket, self._factor)
-            if not self._exchange.over:
-                bucket.next_round(self._plan, self.steps, self._learning_rate)
-            bucket.scatter()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """While enabled, backward passes only add up gradients; disable it before the last pass of a step: disabling
@@ -412,7 +345,7 @@ class DecentralizedDataParallel(Module, Joinable):
         """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip."""
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"factor must be in [0, 1], got {factor}")
-        self._factor = factor
+        self._gossip.factor = factor
 
     def get_lr(self) -> float:
         """Learning rate of the optimizer's first group."""
@@ -429,12 +362,11 @@ class DecentralizedDataParallel(Module, Joinable):
         if self._average.local is not None:
             if not will_revert:
                 self._average.local = None
-                self._exchange.drain()
-                self._launch(self.steps)
+                self._gossip.launch_anew()
             return 0.0 if return_d2c else None
-        distance = self._exchange.run_average(
+        distance = self._gossip.exchange.run_average(
             "global_avg", lambda mean: self._average.take(keep=will_revert, measure=return_d2c, mean_of=mean),
-            None if will_revert else lambda: self._launch(self.steps),
+            None if will_revert else lambda: self._gossip.launch(self.steps),
         )
         return distance if return_d2c else None
 
@@ -458,7 +390,8 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def consensus_distance(self) -> float:
         """sqrt(mean over ranks of ||x_i - mean||^2) / ||mean||; blocking, all ranks have to call it."""
-        return self._exchange.run_average("consensus_distance", lambda mean: consensus_distance(self._buckets, mean))
+        return self._gossip.exchange.run_average(
+            "consensus_distance", lambda mean: consensus_distance(self._gossip.buckets, mean))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -466,20 +399,20 @@ class DecentralizedDataParallel(Module, Joinable):
 
         memory_passes: bytes that snapshots and mixing read and wrote per step, in multiples of the parameters' bytes.
         """
-        moved = sum(bucket.moved_bytes for bucket in self._buckets) / max(1, self.steps)
-        return {"steps": self.steps, "bytes_sent": self._exchange.bytes_sent,
-                "exposed_seconds": self._exchange.wait_seconds,
-                "memory_passes": moved / sum(bucket.size_bytes for bucket in self._buckets)}  # fmt: skip
+        buckets, exchange = self._gossip.buckets, self._gossip.exchange
+        moved = sum(bucket.moved_bytes for bucket in buckets) / max(1, self.steps)
+        return {"steps": self.steps, "bytes_sent": exchange.bytes_sent, "exposed_seconds": exchange.wait_seconds,
+                "memory_passes": moved / sum(bucket.size_bytes for bucket in buckets)}  # fmt: skip
 
     # -- checkpoints ------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state beside the model in `state_dict`: optimizer, scheduler, scaler, sharing rules, number of steps."""
-        return kept_of(self)
+        return kept_of(self._gossip, self._named)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
-        take_up(self, state)
+        take_up(self._gossip, self._named, state)
         self._must_restart, self._average.local = True, None
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from decentnode.parallel.process_group import check_alike, device_of_group, toge
 
 if TYPE_CHECKING:
     from decentnode.parallel.ddp import DecentralizedDataParallel
+    from decentnode.parallel.gossip_steps import GossipSteps
 
 T = TypeVar("T")
 
@@ -33,33 +34,33 @@ Layout = list[list[tuple[str, int]]]
 """[bucket]: its parameters in order, each with its number of elements."""
 
 
-def kept_of(wrapper: DecentralizedDataParallel) -> dict[str, Any]:
-    """What a wrapper's state has beside its module's."""
-    scheduler, scaler = wrapper.lr_scheduler, wrapper._scaler
+def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """What a wrapper's state has beside its module's. named: the exchanged parameters, with their names."""
+    local = steps.local
     return {
-        "optimizer": wrapper.optimizer.state_dict(), "optimizer_kind": kind_of(wrapper.optimizer),
-        "steps": wrapper.steps, "factor": wrapper._factor, "learning_rate": wrapper._learning_rate,
-        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
-        "lr_scheduler_kind": kind_of(scheduler),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "sharing": [bucket.rule.state_dict() for bucket in wrapper._buckets],
-        "layout": layout(wrapper._buckets, wrapper._named),
+        "optimizer": local.optimizer.state_dict(), "optimizer_kind": kind_of(local.optimizer),
+        "steps": steps.taken, "factor": steps.factor, "learning_rate": steps.learning_rate,
+        "lr_scheduler": None if local.lr_scheduler is None else local.lr_scheduler.state_dict(),
+        "lr_scheduler_kind": kind_of(local.lr_scheduler),
+        "scaler": None if local.scaler is None else local.scaler.state_dict(),
+        "sharing": [bucket.rule.state_dict() for bucket in steps.buckets],
+        "layout": layout(steps.buckets, named),
     }  # fmt: skip
 
 
-def take_up(wrapper: DecentralizedDataParallel, state: Mapping[str, Any]) -> None:
+def take_up(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], state: Mapping[str, Any]) -> None:
     """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
-    fit the wrapper's buckets, and for that of another optimizer or scheduler."""
-    kept = recut(state["sharing"], state.get("layout"), layout(wrapper._buckets, wrapper._named))
-    check_saved(wrapper.optimizer, state["optimizer"], state.get("optimizer_kind"))
-    if wrapper.lr_scheduler is not None and state["lr_scheduler"] is not None:
-        load_scheduler(wrapper.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
-    wrapper.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
-    if wrapper._scaler is not None and state["scaler"] is not None:
-        wrapper._scaler.load_state_dict(state["scaler"])
-    wrapper.steps, wrapper._factor = int(state["steps"]), float(state["factor"])
-    wrapper._learning_rate = float(state.get("learning_rate", wrapper._rate()))
-    for bucket, each in zip(wrapper._buckets, kept, strict=True):
+    fit the buckets, and for that of another optimizer or scheduler."""
+    kept, local = recut(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
+    check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"))
+    if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        load_scheduler(local.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
+    local.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
+    if local.scaler is not None and state["scaler"] is not None:
+        local.scaler.load_state_dict(state["scaler"])
+    steps.taken, steps.factor = int(state["steps"]), float(state["factor"])
+    steps.learning_rate = float(state.get("learning_rate", steps.rate()))
+    for bucket, each in zip(steps.buckets, kept, strict=True):
         bucket.rule.load_state_dict(_on(bucket.flat.device, each))
 
 
@@ -112,12 +113,13 @@ def load_scheduler(scheduler: Any, state: Mapping[str, Any], kind: str | None = 
 def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> T:
     """What `load` returns, which loads a state into the wrapper. Blocking: all ranks do it, or all raise and may go on
     training from what they have loaded by then. Raises what `load` raised here, else AssemblyError, PeerLost."""
-    before, own = (wrapper.steps, wrapper._factor), None
-    wrapper._exchange.drain()
+    gossip, own = wrapper._gossip, None
+    before = gossip.taken, gossip.factor
+    gossip.exchange.drain()
     if wrapper._average.local is not None:  # else Decent-DP's face refuses
         wrapper.revert_global_avg()
     try:
-        with wrapper._exchange.average("load_state_dict"):
+        with gossip.exchange.average("load_state_dict"):
             with together("load the state"):
                 try:
                     result = load()
@@ -126,7 +128,7 @@ def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> 
                     raise ValueError(error) from error  # a RuntimeError would be taken for a sign of a lost rank
             check_alike("loaded state", [f"step {wrapper.steps}"], device_of_group())
     except (AssemblyError, ValueError):
-        wrapper.steps, wrapper._factor = before
+        gossip.taken, gossip.factor = before
         _launch_anew(wrapper)
         if own is not None:
             raise own from None
@@ -137,15 +139,15 @@ def load_together(wrapper: DecentralizedDataParallel, load: Callable[[], T]) -> 
 
 def restart(wrapper: DecentralizedDataParallel) -> None:
     """Begins anew after a state that was loaded as a part of another module's. Blocking, on all ranks."""
-    wrapper._exchange.drain()
-    with wrapper._exchange.average("load_state_dict"):
+    wrapper._gossip.exchange.drain()
+    with wrapper._gossip.exchange.average("load_state_dict"):
         check_alike("loaded state", [f"step {wrapper.steps}"], device_of_group())
     _launch_anew(wrapper)
 
 
 def _launch_anew(wrapper: DecentralizedDataParallel) -> None:
     wrapper._must_restart = False
-    wrapper._launch(wrapper.steps)
+    wrapper._gossip.launch(wrapper.steps)
 
 
 def layout(buckets: Sequence[Bucket], named: Sequence[tuple[str, Tensor]]) -> Layout:

@@ -259,7 +259,7 @@ class TrainingRun:
         record: dict[str, Any] = {
             "kind": "round", "round": self.done, "time": clock.wall(), "seconds": seconds,
             "train_seconds": max(0.0, seconds - waited), "wait_seconds": waited, "steps": steps,
-            "steps_per_second": steps / seconds, "lr": self.model._rate(),
+            "steps_per_second": steps / seconds, "lr": self.model._gossip.rate(),
             "data_bytes_sent": self._records.sent + int(metrics["bytes_sent"]), "metadata_bytes_sent": 0,
         }  # fmt: skip
         if epoch.losses:
@@ -325,7 +325,7 @@ class TrainingRun:
         else:
             anybody = checkpoints_of_anybody(self.path / store.FOLDER, self.uid)
             mine = {(round, 0): each for round, each in anybody.items()}
-        told = self.model._exchange.tell(json.dumps(sorted(mine)), "checkpoints")
+        told = self.model._gossip.exchange.tell(json.dumps(sorted(mine)), "checkpoints")
         common = set(mine).intersection(*(map(tuple, json.loads(each)) for each in told.values()))
         with together("go on with the run") if self._ranks.folder is None else contextlib.nullcontext():
             if not common:
@@ -374,7 +374,7 @@ class TrainingRun:
         """Blocking, on all ranks: writes the summary, unless the script failed."""
         self._says("finished" if kind is None else "failed")
         if kind is None and not self._ranks.came_now:
-            told = self.model._exchange.tell(json.dumps(self.figures()), "figures")
+            told = self.model._gossip.exchange.tell(json.dumps(self.figures()), "figures")
             ended_before = self.done == self._from and (self.path / "summary.json").exists()
             if self.uid == min(told) and not ended_before:
                 self._summarize(self._of_the_gone(set(told)) | {uid: json.loads(each) for uid, each in told.items()})

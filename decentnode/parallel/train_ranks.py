@@ -86,10 +86,10 @@ class ComingAndGoing(RunRanks):
                     failed[:] = [error]
                 finally:
                     model.revert_global_avg()
-            distance = consensus_distance(model._buckets, mean)
+            distance = consensus_distance(model._gossip.buckets, mean)
             return _figures(own, means, merged) | {"consensus_distance": distance}
 
-        found = model._exchange.run_average("evaluation", measured_together)
+        found = model._gossip.exchange.run_average("evaluation", measured_together)
         if failed:
             raise failed[0]
         return found

@@ -469,4 +469,4 @@ def test_a_plain_file_leaves_the_optimizers_and_is_what_is_sent(alone: None) -> 
     wrapped.global_avg(will_revert=False)
     wrapped.load_state_dict({f"_model.{name}": value for name, value in model(5).state_dict().items()})
     assert str([each.state_dict() for each in wrapped._optims]) == before and wrapped.steps == 3
-    assert torch.equal(flat(wrapped._model), flat(model(5))) and wrapped._to_send is None
+    assert torch.equal(flat(wrapped._model), flat(model(5))) and wrapped._gossip.to_send is None

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decentnode import parallel
 from decentnode.compat.decent_dp import checkpoints, functions
 from decentnode.compat.decent_dp.buckets import BucketSteps, Named
-from decentnode.compat.decent_dp.mixing import HookedMixing
+from decentnode.compat.decent_dp.steps import GossipStepsThere
 from decentnode.compat.decent_dp.topologies import graph_for
 from decentnode.parallel.process_group import local_device, ranks_per_machine
 from decentnode.parallel.resume import EXTRA, accumulated, take_up_accumulated
@@ -47,11 +47,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
 
-    _bucket_steps: BucketSteps | None = None
-    """The steps of every bucket's optimizer (faithful)."""
-    _to_send: dict[str, Tensor] | None = None
-    """What the next exchange is to carry of each parameter, nothing at all if empty; None for the model as it is
-    (faithful)."""
+    _gossip: GossipStepsThere
 
     def __init__(
         self,
@@ -91,17 +87,20 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._to_load: checkpoints.SavedOptimizers | None = None
         """What `load_optimizers` was given before the order of the gradients was known."""
         self._bucket_size_in_mb = bucket_size_in_mb
-        self._bucket_steps = self._no_buckets() if faithful else None
-        self._hooked: HookedMixing | None = None
         self._deferred = False
         """Whether the first step, which is taken at the second forward pass, is still to come (faithful)."""
-        if not faithful and hasattr(self.optimizer, "pre_average_hook"):
-            self._hooked, self._part_steps = HookedMixing(self._buckets, [self.optimizer]), None
-        if not faithful:
+        if faithful:
+            self._gossip.per_bucket = self._no_buckets()
+        else:
             self._tell()
 
+    def _make_steps(self, *parts: Any) -> GossipStepsThere:
+        names: dict[Tensor, str] = {p: name for name, p in self._named}
+        return GossipStepsThere(*parts, names=names, faithful=self._faithful)
+
     def _no_buckets(self) -> BucketSteps:
-        return BucketSteps(self._scaler, self._clip, self._bucket_size_in_mb)
+        local = self._gossip.local
+        return BucketSteps(local.scaler, local.clip_norm, self._bucket_size_in_mb)
 
     def _make_topology(self, topology: Any, local_world_size: int) -> Any:
         return super()._make_topology(graph_for(topology, self.world_size, local_world_size), local_world_size)
@@ -115,9 +114,10 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
             differs.append("weight decay applies to weights, not to biases and norms")
         if made_by[1] is functions.lr_scheduler_fn_cosine_with_warmup:
             differs.append("the cosine ends at step t_max, not t_warmup later")
-        if self._clip > 0:
+        if self._gossip.local.clip_norm > 0:
             differs.append("clipping is by the norm of all gradients, not bucket by bucket")
-        if self._scaler is not None and self._scaler.is_enabled():
+        scaler = self._gossip.local.scaler
+        if scaler is not None and scaler.is_enabled():
             differs.append("the scaler decides once for all parameters")
         if not self._average_reverts:
             differs.append("training after global_avg goes on from the average whole")
@@ -142,12 +142,12 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     @property
     def _optims(self) -> list[Optimizer]:
         """One for all parameters; with `faithful` one per bucket, and none before the second forward pass."""
-        return [self.optimizer] if self._bucket_steps is None else self._bucket_steps.optimizers
+        return self._gossip.optimizers()
 
     @property
     def _lr_schedulers(self) -> list[Any]:
         """A scheduler, or None, for each of `_optims`."""
-        return [self.lr_scheduler] if self._bucket_steps is None else self._bucket_steps.schedulers
+        return self._gossip.schedulers()
 
     @property
     def _local_world_size(self) -> int:
@@ -155,11 +155,11 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     def get_lr(self) -> float:
         """Learning rate of the optimizer's first group; with `faithful` 0 before the second forward pass."""
-        if self._bucket_steps is None:
+        if self._gossip.per_bucket is None:
             return super().get_lr()
         if self._to_load is not None:
             return self._to_load.rate
-        schedulers = self._bucket_steps.schedulers
+        schedulers = self._gossip.schedulers()
         if not schedulers:
             return 0.0
         if schedulers[0] is None:
@@ -188,84 +188,34 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         if self._average_reverts:
             super()._train_on_after_average()
 
-    def _round(self, step: int) -> int:
-        """Decent-DP exchanges in rounds 1, 3, 4, 5 and so on of its topology."""
-        return step + 1 if self._faithful and step > 1 else step
-
     @torch.no_grad()
     def _step(self) -> None:
         self._order.stop()
         if self._to_load is not None:
             saved, self._to_load = self._to_load, None
             self._load(saved)
-        if self._bucket_steps is not None:
+        if self._gossip.per_bucket is not None:
             if self.steps == 0:
                 self._deferred = True
                 return
             self._average.local = None
-            self._mix()
-            self._bucket_steps.step()
-            self._launch(self.steps + 1)
-            self.steps += 1
+            self._gossip.take()
             return
         if self._average.local is not None and not self._average_reverts:
             self._average.local = None  # training goes on from the average: it is what the ranks exchange
-            self._exchange.drain()
-            self._launch(self.steps)
+            self._gossip.launch_anew()
         super()._step()
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _first_step(self) -> None:
         """The step of the first backward pass's gradients, if the script has not cleared them (faithful)."""
-        assert self._bucket_steps is not None
-        self._exchange.drain()
+        assert self._gossip.per_bucket is not None
+        self._gossip.exchange.drain()
         with functions.as_there():
-            self._bucket_steps.make(self._order.named(), *self._makers)
-        self._take_buckets(self._bucket_steps)
-        assert self._hooked is not None
-        self._hooked.call(self._plan.view(1))
-        self._bucket_steps.step()
-        self.steps = 1
-        self._launch(1)
-
-    def _take_buckets(self, made: BucketSteps) -> None:
-        """From now on these take the steps (faithful)."""
-        self._bucket_steps, self._deferred = made, False
-        self._hooked = HookedMixing(self._buckets, made.optimizers, False) if made.optimizers else None
-
-    def _rate(self) -> float:
-        if self._bucket_steps is None:
-            return super()._rate()
-        made = self._bucket_steps.optimizers
-        return float(made[0].param_groups[0]["lr"]) if made else 0.0
-
-    @torch.no_grad()
-    def _launch(self, step: int) -> None:
-        sent, self._to_send = self._to_send, None
-        if sent is None:
-            super()._launch(step)
-            return
-        if not sent:
-            return
-        for bucket in self._buckets:
-            bucket.gather()
-        here = [bucket.flat.clone() for bucket in self._buckets]
-        names = {p: name for name, p in self._named}
-        for bucket in self._buckets:
-            for p, piece in zip(bucket.params, bucket.pieces(bucket.flat), strict=True):
-                piece.copy_(sent.get(names[p], piece))
-        self._exchange.launch(self._buckets, self._round(step))
-        for bucket, values in zip(self._buckets, here, strict=True):
-            bucket.flat.copy_(values)
-
-    def _mix(self) -> None:
-        if self._hooked is None:
-            super()._mix()
-        else:
-            # There the second step mixes what was sent by the edges of round 1 with the weight of round 2 (faithful).
-            told = self._plan.view(self.steps + 1) if self._faithful else None
-            self._hooked.mix(self._exchange, self._plan, self._factor, told)
+            self._gossip.per_bucket.make(self._order.named(), *self._makers)
+        self._gossip.use(self._gossip.per_bucket)
+        self._gossip.take_first()
 
     # -- the average model ------------------------------------------------------------------------------------------
 
@@ -276,7 +226,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         found = super().global_avg(will_revert, return_d2c)
         if self._faithful and not will_revert and not self._deferred:
-            self._exchange.drain()  # nothing is mixed in the next step
+            self._gossip.exchange.drain()  # nothing is mixed in the next step
         return found
 
     def revert_global_avg(self) -> None:
@@ -315,23 +265,16 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         return self.state_dict() | {"_extra_state": self.get_extra_state()}
 
     def get_extra_state(self) -> dict[str, Any]:
-        return super().get_extra_state() | {"there": None if self._bucket_steps is None else self._state_there()}
+        return super().get_extra_state() | {"there": None if self._gossip.per_bucket is None else self._state_there()}
 
     def _state_there(self) -> dict[str, Any]:
         """What goes on beside the model with `faithful`."""
-        names, sent, same = {p: name for name, p in self._named}, dict[str, Tensor](), True
-        for bucket in self._buckets:
-            if self._exchange.flight_of(bucket) is not None:
-                bucket.gather()
-                same &= torch.equal(bucket.sent, bucket.flat)
-                pieces = bucket.pieces(bucket.sent.clone())
-                sent |= {names[p]: piece for p, piece in zip(bucket.params, pieces, strict=True)}
         grads = copy.deepcopy(accumulated(self)["gradients"]) if self._deferred else None
         return {
             "order": [name for name, _ in self._order.named()] if self._order.known else None,
             "optimizers": [each.state_dict() for each in self._optims],
             "lr_schedulers": [each.state_dict() for each in self._lr_schedulers if each is not None],
-            "bucket_size_in_mb": self._bucket_size_in_mb, "sent": None if sent and same else sent,
+            "bucket_size_in_mb": self._bucket_size_in_mb, "sent": self._gossip.sent_entries(),
             "gradients": grads,
         }  # fmt: skip
 
@@ -356,8 +299,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         super().set_extra_state(state)
         if there["order"] is not None:
             self._order.take(there["order"])
-        self._take_buckets(made)
-        self._to_load, self._to_send = None, there["sent"]
+        self._gossip.use(made)
+        self._to_load, self._gossip.to_send = None, there["sent"]
         self._deferred = there["gradients"] is not None
         take_up_accumulated(self, copy.deepcopy({"gradients": there["gradients"] or {}}))
 
@@ -394,18 +337,18 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
                 p.grad = None
         else:
             saved.fill_schedule(self.optimizer, self.lr_scheduler)
-        self._exchange.drain()
-        self.steps = steps
-        self._learning_rate = self._rate()
-        self._launch(self.steps)
+        self._gossip.exchange.drain()
+        self._gossip.taken, self._gossip.learning_rate = steps, self._gossip.rate()
+        self._gossip.launch(steps)
 
     def _load(self, saved: checkpoints.SavedOptimizers) -> None:
-        if self._bucket_steps is None:
+        if self._gossip.per_bucket is None:
             saved.fill(self.optimizer, self._order.named(), self._optim_fn)
             return
         made = self._no_buckets()
         self._fill(made, self._order.named(), saved)
-        self._take_buckets(made)
+        self._gossip.use(made)
+        self._deferred = False
 
     def _fill(self, made: BucketSteps, named: Named, saved: checkpoints.SavedOptimizers) -> None:
         """Makes the optimizers and schedules of the buckets, from what was saved of others."""

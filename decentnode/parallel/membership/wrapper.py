@@ -13,7 +13,7 @@ import json
 import logging
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from decentnode.errors import GraphError, PeerLost
 from decentnode.parallel import process_group
+from decentnode.parallel.buckets import Bucket
 from decentnode.parallel.exchange import BucketExchange
 from decentnode.parallel.membership import founding
 from decentnode.parallel.membership import job as jobs
@@ -84,8 +85,8 @@ class WrapperMember:
         """Whether this process is no member yet."""
         return self.job.admission is not None
 
-    def wrap(self, inner: BucketExchange) -> RegroupingExchange:
-        self.exchange = RegroupingExchange(inner, self.wrapper._buckets, self.job, self.regroup)
+    def wrap(self, inner: BucketExchange, buckets: Sequence[Bucket]) -> RegroupingExchange:
+        self.exchange = RegroupingExchange(inner, buckets, self.job, self.regroup)
         return self.exchange
 
     def begin(self) -> None:
@@ -95,8 +96,8 @@ class WrapperMember:
         lines = [f"parameter {name} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}"
                  for name, p in wrapper.module.named_parameters()]  # fmt: skip
         lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in wrapper.module.named_buffers()]
-        buckets = [len(each.params) for each in wrapper._buckets]
-        lines += [f"topology {self._topology!r}", f"sharing rule {wrapper._plan.describe()}",
+        buckets = [len(each.params) for each in wrapper._gossip.buckets]
+        lines += [f"topology {self._topology!r}", f"sharing rule {wrapper._gossip.plan.describe()}",
                   f"transport {self._transport}", f"parameters of the buckets {buckets}"]  # fmt: skip
         self.job.attach(self, lines)
         if self.outside:
@@ -129,16 +130,16 @@ class WrapperMember:
     @torch.no_grad()
     def _resume(self) -> None:
         """Begin the generation's first exchange."""
-        wrapper = self.wrapper
-        wrapper.steps = self._first
-        wrapper._average.swap()
-        for bucket in wrapper._buckets:
+        average, gossip = self.wrapper._average, self.wrapper._gossip
+        gossip.taken = self._first
+        average.swap()
+        for bucket in gossip.buckets:
             bucket.gather()
             if bucket.rule.requirements.sequential:
-                bucket.rule.begin(bucket.flat, replace(wrapper._plan.view(self._first), lr=wrapper._rate()))
+                bucket.rule.begin(bucket.flat, replace(gossip.plan.view(self._first), lr=gossip.rate()))
                 bucket.scatter()
-        self.exchange.resume(wrapper._round(self._first))
-        wrapper._average.swap()
+        self.exchange.resume(gossip.round_of(self._first))
+        average.swap()
 
     # -- the parts of a regrouping ------------------------------------------------------------------------------
 
@@ -147,20 +148,20 @@ class WrapperMember:
                 **self.exchange.report()}  # fmt: skip
 
     def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        self.exchange.settle(reports, self.wrapper._factor)
+        self.exchange.settle(reports, self.wrapper._gossip.factor)
 
     def release(self) -> None:
         self.exchange.let_go()
 
     def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        wrapper = self.wrapper
+        wrapper, gossip = self.wrapper, self.wrapper._gossip
         wrapper.rank, wrapper.world_size = rank, world_size
         old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
         self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's own environment does not tell it
-        wrapper._plan = self._plan_for(rank, world_size)
-        for bucket, rule in zip(wrapper._buckets, wrapper._plan.rules(), strict=False):
+        gossip.plan = self._plan_for(rank, world_size)
+        for bucket, rule in zip(gossip.buckets, gossip.plan.rules(), strict=False):
             bucket.rule = rule
-        inner = wrapper._make_exchange(self._transport, self.exchange.timeout_seconds, wrapper._named[0][1].device)
+        inner = wrapper._make_exchange(gossip.plan, gossip.buckets, self._transport, self.exchange.timeout_seconds)
         self._first = max(int(reports[self.job.members[number]]["position"]) for number in old)
         self.exchange.replace(inner, self._first, reports)
         if len(old) < world_size:
@@ -203,11 +204,11 @@ class WrapperMember:
                 process_group.wait(dist.broadcast(value, old[0], async_op=True))
             if fresh:
                 tensor.detach().copy_(value)
-        scaler = wrapper._scaler
-        own = {"factor": wrapper._factor, "scaler": None if scaler is None else scaler.state_dict()}
+        gossip, scaler = wrapper._gossip, wrapper._gossip.local.scaler
+        own = {"factor": gossip.factor, "scaler": None if scaler is None else scaler.state_dict()}
         told = process_group.gather_texts(json.dumps(own), torch.device("cpu"), "state")
         if fresh:
             theirs = json.loads(told[old[0]])
-            wrapper._factor = float(theirs["factor"])
+            gossip.factor = float(theirs["factor"])
             if scaler is not None and theirs["scaler"]:
                 scaler.load_state_dict(theirs["scaler"])

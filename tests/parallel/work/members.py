@@ -32,7 +32,7 @@ def wrapped(lr: float, seed: int = 0, **more: Any) -> DecentralizedDataParallel:
 def step(model: DecentralizedDataParallel, draw: torch.Generator) -> float:
     x = torch.randn(32, 6, generator=draw).to(models.DEVICE)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    (loss if model._scaler is None else model._scaler.scale(loss)).backward()
+    (loss if model._gossip.local.scaler is None else model._gossip.local.scaler.scale(loss)).backward()
     return loss.item()
 
 
@@ -100,8 +100,9 @@ def learn(pipe: Connection, transport: str, join: str | None, listen: str | None
         losses.append(step(model, draw))
         if until is None and model.generation and model.world_size == 3:
             until = model.steps + 30
-    return {"first": first, "steps": model.steps, "losses": losses, "lr": model.get_lr(), "factor": model._factor,
-            "distance": model.consensus_distance(), "world": model.world_size}  # fmt: skip
+    return {"first": first, "steps": model.steps, "losses": losses, "lr": model.get_lr(),
+            "factor": model._gossip.factor, "distance": model.consensus_distance(),
+            "world": model.world_size}  # fmt: skip
 
 
 def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]:

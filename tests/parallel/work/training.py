@@ -116,21 +116,21 @@ def by_parts(rank: int, n: int, name: str, transport: str, compiled: bool) -> tu
             model(), optimizer=OPTIMIZERS[name], topology="exp", grad_clip_norm=1.0, lr_scheduler_fn=schedule,
             transport=transport,  # type: ignore[arg-type]
         ))  # fmt: skip
-        update = made[way]._part_steps.update if way == 0 else made[way].optimizer.step
+        update = made[way]._gossip.part_steps.update if way == 0 else made[way].optimizer.step
 
         def counted(*args: Any, way: int = way, update: Any = update) -> None:
             calls[way] += 1
             update(*args)
 
         if way == 0:
-            made[way]._part_steps.update = counted  # type: ignore[method-assign]
+            made[way]._gossip.part_steps.update = counted  # type: ignore[method-assign]
         else:
             made[way].optimizer.step = counted  # type: ignore[method-assign]
     for t in range(5):
         x, y = batch(rank, t)
         for each in made:
             (each(x) - y).square().mean().backward()
-    parts = [part for bucket in made[0]._buckets for part in bucket.parts]
+    parts = [part for bucket in made[0]._gossip.buckets for part in bucket.parts]
     same = torch.equal(flat(made[0].module), flat(made[1].module))
     return same, len(parts), calls
 
@@ -167,8 +167,7 @@ def oddities(rank: int, n: int, clip: float) -> tuple[float, float, bool]:
         x, y = batch(rank, t)
         (scale * (wrapped(x) - y).square().mean()).backward()
     before = flat(wrapped.module)
-    wrapped._exchange.drain()
-    wrapped._launch(wrapped.steps)
+    wrapped._gossip.launch_anew()
     x, y = batch(0, 50)
     wrapped.module.flip = True
     mixed = before.clone()

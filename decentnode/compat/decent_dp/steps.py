@@ -1,0 +1,113 @@
+"""Steps as Decent-DP takes them: its rounds of the topology, its optimizers' hooks, and a step bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.compat.decent_dp.buckets import BucketSteps
+from decentnode.compat.decent_dp.mixing import HookedMixing
+from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.gossip_steps import GossipSteps, OptimizerStep
+from decentnode.parallel.plan import Plan
+
+
+class GossipStepsThere(GossipSteps):
+    """The steps of the wrapper with Decent-DP's face; with `faithful` they are taken as there."""
+
+    def __init__(
+        self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep, *,
+        names: Mapping[Tensor, str], faithful: bool,
+    ) -> None:
+        """names: of the exchanged parameters."""
+        super().__init__(plan, buckets, exchange, local)
+        self._names, self._faithful = names, faithful
+        self.per_bucket: BucketSteps | None = None
+        """The steps of every bucket's optimizer (faithful)."""
+        self.to_send: dict[str, Tensor] | None = None
+        """What the next exchange is to carry of each parameter, nothing at all if empty; None for the model as it is
+        (faithful)."""
+        self._hooked: HookedMixing | None = None
+        if not faithful and hasattr(local.optimizer, "pre_average_hook"):
+            self._hooked, self.part_steps = HookedMixing(self.buckets, [local.optimizer]), None
+
+    def use(self, per_bucket: BucketSteps) -> None:
+        """From now on these take the steps (faithful)."""
+        self.per_bucket, made = per_bucket, per_bucket.optimizers
+        self._hooked = HookedMixing(self.buckets, made, False) if made else None
+
+    def take(self) -> None:
+        if self.per_bucket is None:
+            super().take()
+            return
+        self.mix()
+        self.per_bucket.step()
+        self.launch(self.taken + 1)
+        self.taken += 1
+
+    def take_first(self) -> None:
+        """The first step of `per_bucket`, which mixes nothing (faithful)."""
+        assert self.per_bucket is not None and self._hooked is not None
+        self._hooked.call(self.plan.view(1))
+        self.per_bucket.step()
+        self.taken = 1
+        self.launch(1)
+
+    def mix(self) -> None:
+        if self._hooked is None:
+            super().mix()
+        else:
+            # There the second step mixes what was sent by the edges of round 1 with the weight of round 2 (faithful).
+            told = self.plan.view(self.taken + 1) if self._faithful else None
+            self._hooked.mix(self.exchange, self.plan, self.factor, told)
+
+    @torch.no_grad()
+    def launch(self, step: int) -> None:
+        sent, self.to_send = self.to_send, None
+        if sent is None:
+            super().launch(step)
+            return
+        if not sent:
+            return
+        for bucket in self.buckets:
+            bucket.gather()
+        here = [bucket.flat.clone() for bucket in self.buckets]
+        for bucket in self.buckets:
+            for p, piece in zip(bucket.params, bucket.pieces(bucket.flat), strict=True):
+                piece.copy_(sent.get(self._names[p], piece))
+        self.exchange.launch(self.buckets, self.round_of(step))
+        for bucket, values in zip(self.buckets, here, strict=True):
+            bucket.flat.copy_(values)
+
+    def sent_entries(self) -> dict[str, Tensor] | None:
+        """What the exchange in flight carries, as `to_send`: None where that is the model as it is."""
+        sent, same = dict[str, Tensor](), True
+        for bucket in self.buckets:
+            if self.exchange.flight_of(bucket) is not None:
+                bucket.gather()
+                same &= torch.equal(bucket.sent, bucket.flat)
+                pieces = bucket.pieces(bucket.sent.clone())
+                sent |= {self._names[p]: piece for p, piece in zip(bucket.params, pieces, strict=True)}
+        return None if sent and same else sent
+
+    def round_of(self, step: int) -> int:
+        """Decent-DP exchanges in rounds 1, 3, 4, 5 and so on of its topology."""
+        return step + 1 if self._faithful and step > 1 else step
+
+    def rate(self) -> float:
+        if self.per_bucket is None:
+            return super().rate()
+        made = self.per_bucket.optimizers
+        return float(made[0].param_groups[0]["lr"]) if made else 0.0
+
+    def optimizers(self) -> list[Any]:
+        """One for all parameters; with `faithful` one per bucket, and none before the second forward pass."""
+        return [self.local.optimizer] if self.per_bucket is None else self.per_bucket.optimizers
+
+    def schedulers(self) -> list[Any]:
+        """A scheduler, or None, for each of `optimizers`."""
+        return [self.local.lr_scheduler] if self.per_bucket is None else self.per_bucket.schedulers
