@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunFacts
+from decentnode.communication.run_state import RunFacts
+from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
 
 logger = logging.getLogger(__name__)
 

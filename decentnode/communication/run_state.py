@@ -12,13 +12,12 @@ from typing import Protocol, TypeVar
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.shared_process import SharedProcess
+from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
 from decentnode.errors import Regrouping
 from decentnode.wire.orders import NodeOrders
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Once a stop is announced, a silent neighbor is waited for no longer than this."""
-LONGEST_SLEEP_SECONDS = 1.0
-"""After which a waiting thread looks again, whatever woke it or not."""
 HOLD_UP_SECONDS = 0.1
 """Longest time in all that a round may wait for neighbors to be done with what they were sent, before what goes to the
 others is copied or leaves by another path. Neighbors are usually done within a millisecond, and a tenth of a second is

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.poller import Poller
-from decentnode.communication.waker import Waker
+from decentnode.communication.waker import LONGEST_SLEEP_SECONDS, Waker
 from decentnode.wire.bounds import Scalars
 from decentnode.wire.generation import Name
 
-LONGEST_SLEEP_SECONDS = 1.0
-"""After which the stepping thread looks again, whatever woke it or not."""
 CLOSE_SECONDS = 2.0
 """How long the last messages of the nodes may take to leave."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 
+LONGEST_SLEEP_SECONDS = 1.0
+"""After which a waiting thread looks again, whether something woke it or not."""
+
 
 class Waker:
     """A pair of sockets: a byte comes out of `descriptor` once somebody calls `wake`."""

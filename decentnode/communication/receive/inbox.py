@@ -16,7 +16,8 @@ from decentnode.communication.parts import Collected, ExchangeKey, Schema
 from decentnode.communication.receive.arrival_wait import ArrivalWait
 from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload, SlotPayload
-from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState, Wait
+from decentnode.communication.run_state import RunState, Wait
+from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
 from decentnode.wire.bounds import Scalars
 from decentnode.wire.messages import Chunk
 

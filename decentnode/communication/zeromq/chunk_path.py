@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from decentnode import clock
 from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.path import NOTHING_LEFT, Path, PathContext, Sent
-from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, Wait, blocking
+from decentnode.communication.run_state import Wait, blocking
+from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
 from decentnode.communication.zeromq.protocol.sender import Sender
 from decentnode.payload import Payload
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 
 from decentnode import clock, entropy
 from decentnode.communication.parts import TransportParts
-from decentnode.communication.run_state import LONGEST_SLEEP_SECONDS, RunState
+from decentnode.communication.run_state import RunState
+from decentnode.communication.waker import LONGEST_SLEEP_SECONDS
 from decentnode.communication.zeromq.protocol.reconfigure import EndWait, GenerationWait, Reconfiguration
 from decentnode.communication.zeromq.run_parts import RunParts
 from decentnode.communication.zeromq.sockets.link_driver import LinkDriver
