@@ -24,7 +24,7 @@ from decentnode.node.node import Node, NodeParts
 from decentnode.node.rounds import Record
 from decentnode.node.rules import Rules
 from decentnode.node.sampling import Sampling, Sketch, schema_of
-from decentnode.node.schedules import schemas_in, sent_dtype
+from decentnode.node.schedules import payload_schema, schemas_in
 from decentnode.payload import TensorSpec
 from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings
@@ -122,7 +122,7 @@ def schemas_of(
     sizes = [fragment.elements for fragment in fragments] or [model.num_parameters]
     schemas = []
     for rule, elements in zip(each, sizes, strict=True):
-        tensors = rule.payload_schema(elements, sent_dtype(schedule, rule, model.dtype))
+        tensors = payload_schema(schedule, rule, elements, model.dtype)
         schemas.append(Schema(elements, tensors, rule.requirements.elementwise))
     schemas *= each[0].requirements.phases
     if model.buffers.numel():

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,8 @@ from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph import spectrum
 from decentnode.launch.provenance import source_hash
 from decentnode.mapping.hosts import address
-from decentnode.node.schedules import sent_dtype
+from decentnode.node.schedules import payload_schema
+from decentnode.payload import TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
@@ -190,8 +191,10 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
     shared = shared_model(experiment, module)
     rules, model, graph = shared.make_rules(), shared.model, experiment.make_graph()
     fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
-    found = [_of_fragment(fragment, rule, sent_dtype(experiment.node.schedule, rule, model.dtype), experiment.seed)
-             for fragment, rule in zip(fragments, rules, strict=True)]  # fmt: skip
+    found = []
+    for fragment, rule in zip(fragments, rules, strict=True):
+        schema = payload_schema(experiment.node.schedule, rule, fragment.elements, model.dtype)
+        found.append(_of_fragment(fragment, rule, schema, experiment.seed))
     buffers = model.buffers.nbytes if experiment.node.buffers == "average" else 0
     first = min(each.first for each in found)
     edges = sum(len(rule_view(rules[0], graph, uid, first).neighbors) for uid in range(graph.num_nodes))
@@ -199,11 +202,12 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
     return TrafficEstimate(max(each.message for each in found), sent, all(each.exact for each in found), first)
 
 
-def _of_fragment(fragment: Fragment, rule: Sharing, dtype: torch.dtype, seed: int) -> TrafficEstimate:
-    """The traffic of one fragment whose tensors are sent in `dtype`; where it is exchanged in every k-th round, the
-    k-th part of an exchange's."""
-    specs = rule.payload_schema(fragment.elements, dtype).values()
-    message = sum(spec.max_elements * spec.dtype.itemsize for spec in specs)
+def _of_fragment(
+    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int
+) -> TrafficEstimate:
+    """The traffic of one fragment whose payloads have this schema; where it is exchanged in every k-th round, the k-th
+    part of an exchange's."""
+    message = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
 
     def messages(uid: int, turn: int) -> int:
         seen = replace(rule_view(rule, fragment.graph, uid, turn, seed), fragment=fragment.index)
@@ -213,4 +217,4 @@ def _of_fragment(fragment: Fragment, rule: Sharing, dtype: torch.dtype, seed: in
     nodes = range(fragment.graph.num_nodes)
     first = next((turn for turn in itertools.islice(exchange_rounds(rule), LOOKED_AT) if messages(0, turn)), 0)
     sent = message * sum(messages(uid, first) for uid in nodes) / len(nodes) / fragment.every
-    return TrafficEstimate(message, sent, all(spec.exact for spec in specs), fragment.round_of(first))
+    return TrafficEstimate(message, sent, all(spec.exact for spec in schema.values()), fragment.round_of(first))

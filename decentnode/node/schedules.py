@@ -13,6 +13,7 @@ from decentnode.node.asynchronous.push_sum import SUMS, AsynchronousPushSum
 from decentnode.node.overlapped import Overlapped
 from decentnode.node.schedule import Schedule
 from decentnode.node.sequential import Sequential
+from decentnode.payload import TensorSpec
 from decentnode.sharing.base import Sharing
 
 SCHEDULES: dict[str, type[Schedule]] = {
@@ -30,6 +31,11 @@ def schedule_of(name: str, rule: Sharing) -> type[Schedule]:
 def sent_dtype(name: str, rule: Sharing, model: torch.dtype) -> torch.dtype:
     """The dtype in which a rule sends what is of the model's dtype, in a schedule."""
     return SUMS if schedule_of(name, rule) is AsynchronousPushSum else model
+
+
+def payload_schema(name: str, rule: Sharing, elements: int, model: torch.dtype) -> dict[str, TensorSpec]:
+    """What `Sharing.payload_schema` says of a part of the model, in a schedule. model: the dtype of the model."""
+    return rule.payload_schema(elements, sent_dtype(name, rule, model))
 
 
 def schemas_in(name: str, schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:

@@ -12,7 +12,7 @@ from decentnode.build import SharedModel, shared_model
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.base import Graph, RoundView
-from decentnode.node.schedules import sent_dtype
+from decentnode.node.schedules import payload_schema, sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import rule_view
@@ -78,16 +78,17 @@ class Traffic:
         fragments: Sequence[Fragment] = shared.fragments or whole
         found = []
         for fragment, rule, fresh in zip(fragments, shared.make_rules(), shared.make_rules(), strict=True):
-            dtype = sent_dtype(self._experiment.node.schedule, rule, shared.model.dtype)
-            rule.payload_schema(fragment.elements, dtype)
+            schedule, model = self._experiment.node.schedule, shared.model.dtype
+            for each in (rule, fresh):  # rules lay out what they send when they are asked for it
+                payload_schema(schedule, each, fragment.elements, model)
+            dtype = sent_dtype(schedule, rule, model)
             others = 0.0
             if rule.requirements.star:
                 down, others = bytes_down(rule, fragment, self._experiment.seed, dtype)
                 sizes: tuple[float, ...] = (down,) * rule.requirements.phases
             else:
                 sizes = payload_bytes(rule, fragment, self._experiment.seed, dtype)
-            fresh.payload_schema(fragment.elements, dtype)  # one that has sent nothing plans the rounds
-            found.append(Exchanged(fragment, fresh, sizes, others))
+            found.append(Exchanged(fragment, fresh, sizes, others))  # a rule that has sent nothing plans the rounds
         return found
 
     def due(self, round: int) -> list[tuple[Exchanged, int]]:
