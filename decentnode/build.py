@@ -28,6 +28,7 @@ from decentnode.node.schedules import payload_schema, schemas_in
 from decentnode.payload import TensorSpec
 from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings
+from decentnode.samples import DataSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.fragments import Fragment
@@ -131,6 +132,13 @@ def schemas_of(
     return schemas_in(schedule, tuple(schemas))
 
 
+def place_model(experiment: Experiment, data: DataSpec, device: torch.device) -> torch.nn.Module:
+    """Makes the initial model on the device where it is to compute; the log says what copies that costs there."""
+    module = make_model(experiment, data).to(device)
+    expect_copies(module, device)
+    return module
+
+
 @dataclass(frozen=True)
 class SharedModel:
     """A node's model, and in which parts and by which rules it is exchanged."""
@@ -165,8 +173,6 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
         )
         shapes = [layout.shapes_in(*span) for span in layout.ranges]
 
-    expect_copies(module, model.device)
-
     def make_rules() -> list[Sharing]:
         rules = [make_sharing(experiment.sharing, machines) for _ in shapes]
         quorum = experiment.node.quorum
@@ -197,7 +203,7 @@ def build(
     graph, mapping = experiment.make_run_graph(), experiment.make_mapping()
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
     data = experiment.open_data()
-    module = make_model(experiment, data.spec).to(place)
+    module = place_model(experiment, data.spec, place)
     shared = shared_model(experiment, module, graph)
     model = shared.model
     training: Any = load_class(experiment.training.name, TRAININGS, "training")(

@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from decentnode.build import device_of, shared_model
+from decentnode.build import device_of, place_model, shared_model
 from decentnode.config.component import load_class
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment, load
-from decentnode.experiment.initial_model import make_model
 from decentnode.launch.run_dir import refuse_script
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.samples import NodeSamples
@@ -114,7 +113,7 @@ class _Evaluation:
         self.data = experiment.open_data()
         self.task: Task = experiment.make_task()
         self.device = device_of(device, key="device")
-        module = make_model(experiment, self.data.spec).to(self.device)
+        module = place_model(experiment, self.data.spec, self.device)
         self.model = shared_model(experiment, module).model
 
     def _path(self, uid: int) -> Path:

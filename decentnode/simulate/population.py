@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from decentnode import native
-from decentnode.build import SharedModel, device_of, shared_model
+from decentnode.build import SharedModel, device_of, place_model, shared_model
 from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
-from decentnode.experiment.initial_model import make_model
 from decentnode.simulate.forward import random_part
 from decentnode.simulate.jobs import JOBS
 from decentnode.simulate.row_processes import RowProcesses, can_fork, parts_together, shared_like
@@ -48,7 +47,7 @@ class Population:
         place, data = experiment.make_mapping().place(0), experiment.open_data()
         self.device = device_of(place.device, place.rank)
         self.shared: list[SharedModel] = [
-            shared_model(experiment, make_model(experiment, data.spec).to(self.device)) for _ in range(workers)
+            shared_model(experiment, place_model(experiment, data.spec, self.device)) for _ in range(workers)
         ]
         chosen: Any = load_class(experiment.training.name, TRAININGS, "training")
         self.trainings: list[Training] = [
