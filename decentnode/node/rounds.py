@@ -62,7 +62,7 @@ class NodeRounds:
 
     def begin(self, round: int, among: Generation) -> Steps[None]:
         """Make the local steps, unless the rule has them later, and begin the exchange with members of `among`."""
-        schedule = self._rules.schedule
+        schedule, self.within = self._rules.schedule, True
         if self.faults is not None:
             self.faults.enter(round)
         if self.trace is not None:
@@ -76,7 +76,6 @@ class NodeRounds:
         yield from schedule.begin(round, views, lambda: self._after_steps(round))
         if schedule.sharing.requirements.phases == 1:
             yield from self._buffers.send(self._buffer_view, schedule)
-        self.within = True
 
     def next_phase(self, round: int, phase: int) -> Steps[None]:
         """Wait for the neighbors of the phase before, mix, and send the payloads of `phase` (1 or later)."""

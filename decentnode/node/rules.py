@@ -12,7 +12,7 @@ from decentnode.graph.base import RoundView
 from decentnode.node.config import NodeConfig
 from decentnode.node.fragment_exchange import FragmentExchange
 from decentnode.node.plan import Planners
-from decentnode.node.schedules import schedule_of
+from decentnode.node.schedules import payload_schema, schedule_of
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training
@@ -59,8 +59,11 @@ class NodeRules:
     def renew(self, generation: Generation) -> None:
         """Let the rules begin anew, but for what outlives a generation of members. generation: the one that begins."""
         assert self._renew is not None
-        former = self.schedule
-        self._take(self._renew())
+        former, made = self.schedule, self._renew()
+        rules = (made,) if isinstance(made, Sharing) else made
+        for rule, part in zip(rules, self.fragments, strict=True):  # a payload may come before one is sent
+            payload_schema(self._config.schedule, rule, part.elements, self._training.model.dtype)
+        self._take(rules)
         self.schedule.cuts = former.cuts
         self.schedule.succeed(former, generation)
         for fragment, before in zip(self.schedule.fragments, former.fragments, strict=True):

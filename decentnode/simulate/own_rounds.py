@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from decentnode.communication.inproc import Hub
+from decentnode.communication.run_state import Wait
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.node.asynchronous.config import AsynchronousConfig
@@ -22,6 +23,7 @@ from decentnode.node.node import Node
 from decentnode.payload import Payload
 from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import Clock
+from decentnode.simulate.world.waits import Until
 
 UNKNOWN = {
     "ad_psgd": "who answers whose offer decides when a pair is averaged",
@@ -88,6 +90,10 @@ class OwnRounds(Hub):
         arrives = known.arrived.get((source, target), float(known.computed[source]))
         what = channel, target, source, round, payload, kept
         heapq.heappush(self._under_way, (arrives, next(self._numbers), what))
+
+    def computed(self) -> Wait:
+        """`turn` says when it is over."""
+        return Until(0.0)
 
     def deliver(self) -> None:
         while self._under_way and self._under_way[0][0] <= self.now:

@@ -18,6 +18,7 @@ TWO = "mapping: {machines: 2, nodes_per_machine: 2, base_port: 20100, addresses:
     ("{schedule: epidemic, asynchronous: {max_age: 3}}",
      "6:52: node.asynchronous.max_age is read with schedule: gossip_async alone, got epidemic; leave it out"),
     ("{schedule: epidemic, asynchronous: {stale: wait, age_weights: false}}", "node.asynchronous.age_weights is read"),
+    ("{schedule: ad_psgd, asynchronous: {advance_copies: false}}", "is read with schedule: gossip_async alone"),
     ("{schedule: epidemic, asynchronous: {patience: 3}}", "is read with schedule: ad_psgd alone, got epidemic"),
     ("{schedule: ad_psgd, asynchronous: {deadline_seconds: 3}}", "is read with schedule: epidemic alone, got ad_psgd"),
     ("{schedule: gossip_async, asynchronous: {arrivals: 1}}", "is read with schedule: epidemic alone"),
@@ -40,6 +41,8 @@ def test_running_sums_are_never_too_old(write: Any) -> None:
     node = "node: {schedule: gossip_async, asynchronous: {stale: wait}}\n"
     assert "asynchronous.stale: running sums" in said(write(BASE + node), "sharing=push_sum")
     load(write(BASE + node), [], {})
+    node = "node: {schedule: gossip_async, asynchronous: {advance_copies: false}}\n"
+    assert "asynchronous.advance_copies: running sums" in said(write(BASE + node), "sharing=push_sum")
 
 
 @pytest.mark.parametrize("node", [

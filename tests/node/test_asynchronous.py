@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from decentnode.experiment import load
 from decentnode.faults import Faults, Kill, Link, Pause, Restart
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.ad_psgd import ADPSGD
-from decentnode.node.asynchronous.copies import Copies
+from decentnode.node.asynchronous.copies import Copies, Copy
+from decentnode.node.asynchronous.own_updates import OwnUpdates
 from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum, _Sum
 from decentnode.node.node import Node
 from decentnode.payload import Payload
@@ -129,6 +132,77 @@ def test_a_wait_for_a_stale_copy_has_a_deadline() -> None:
     assert max(waits) <= 0.5 + 1e-6 and made.nodes[0].round >= 29
 
 
+def progress(
+    graph: Any, slow: dict[int, float] | None = None, latency: float = 0.001, **asynchronous: Any
+) -> dict[int, float]:
+    """What each node's model moves by in one of its rounds, in local steps that are 1 everywhere; rounds end at any
+    distance from each other."""
+    made, draw = Made(graph, RULES["full"], rounds=60, schedule="gossip_async", lr=1e-4, evaluate_every=0,
+                      asynchronous=asynchronous), random.Random(1)  # fmt: skip
+    make_node, sooner = made.make, [draw.random() for _ in range(graph.num_nodes)]
+
+    def far(uid: int, make_communication: Any) -> Node:
+        node = make_node(uid, make_communication)
+        node.training.target.fill_(1e4)  # type: ignore[attr-defined]
+        return node
+
+    made.make = far  # type: ignore[method-assign]
+    faults = Faults(links=Link(latency_seconds=latency))
+    world = made.world(faults=faults, compute_seconds=lambda uid, round: 0.1 * (slow or {}).get(uid, 1.0) * (
+        draw.uniform(0.9, 1.1)) + (0.0 if round else 0.1 * sooner[uid]))  # fmt: skip
+    assert world.run(LIMIT)
+    return {uid: float((node.training.model.parameters - node.training.initial).mean()) / node.round  # type: ignore[attr-defined]
+            for uid, node in made.nodes.items()}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("advance", "least", "most"), [(True, 0.55, 0.7), (False, 0.4, 0.55)])
+def test_models_that_are_under_way_for_a_round_hold_the_others_back(advance: bool, least: float, most: float) -> None:
+    found = progress(make("torus", nodes=9), latency=0.1, advance_copies=advance).values()
+    assert least < min(found) and max(found) < most
+
+
+GRAPHS = {"ring": {"nodes": 6}, "torus": {"nodes": 9}, "regular": {"nodes": 8, "degree": 4}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_averages_with_older_models_take_no_step_back(graph: str) -> None:
+    """Nor do nodes run ahead of their own steps; those with a slow one among them are held back a little."""
+    made = make(graph, **GRAPHS[graph])
+    found = progress(made)
+    assert min(found.values()) > 0.9 and max(found.values()) < 1.01
+    assert max(progress(made, advance_copies=False).values()) < 0.75
+    beside = progress(made, slow={2: 10.0})
+    assert beside.pop(2) > 5, "a slow node goes on with the others"
+    assert min(beside.values()) > 0.8 and max(beside.values()) < 1.05
+
+
+def test_a_copy_that_is_advanced_is_not_what_others_got() -> None:
+    """Nodes of one process have one payload in common; a copy is moved in memory of its own, once per round."""
+    updates, model = OwnUpdates(), torch.zeros(3)
+    copies, payload = Copies(age_weights=True), Payload({"x": torch.tensor([10.0, 20.0, 30.0])})
+    for round, step in enumerate((1.0, 2.0, 4.0)):
+        updates.begin(model)
+        model += step
+        updates.end(model)
+        if not round:
+            copies.take([Copy.of(Collected(1, 0, payload), 0)], lag=0.5)
+        copies.advance(round, updates)
+        assert payload.tensors["x"].tolist() == [10, 20, 30] and copies.by_source[1].as_it_came is payload
+        moved = copies.by_source[1].payload.tensors["x"] - payload.tensors["x"]
+        assert moved.tolist() == [(0.0, 2.5, 6.5)[round]] * 3
+
+
+@pytest.mark.parametrize(("came", "number", "lag"), [(4, 4, 0.5), (4, 13, 0.05), (13, 4, 0.5), (4, 5, 0.25)])
+def test_what_a_faster_source_published_is_newer(came: int, number: int, lag: float) -> None:
+    copies, payload = Copies(age_weights=True), Payload({"x": torch.zeros(3)})
+    copies.take([Copy.of(Collected(1, 3, payload), 3)], lag=0.5)
+    assert copies.by_source[1].lag == 0.5, "of a source of which nothing is known"
+    copies.take([Copy.of(Collected(1, number, payload), came)], lag=0.5)
+    assert copies.by_source[1].lag == pytest.approx(lag)
+
+
 def mass(made: Made, dead: frozenset[int] = frozenset()) -> tuple[Tensor, float]:
     """The sums of x and of w over nodes and what is on its way between them."""
     total, weight = torch.zeros(made.elements, dtype=torch.float64), 0.0
@@ -178,6 +252,21 @@ def stepped(rule: str, nodes: int, lr: float = 0.0, **options: Any) -> Made:
     for node in made.nodes.values():
         node.finish_round(0)
     return made
+
+
+@pytest.mark.parametrize(("advance", "rounds", "uids"), [(False, 6, range(6)), (True, 1, [0])])
+def test_nodes_that_are_in_one_round_make_those_of_d_psgd(advance: bool, rounds: int, uids: Collection[int]) -> None:
+    """With copies that are advanced: those which get nothing before they have published."""
+    sequential = Made(make("ring", nodes=6), RULES["full"], rounds=rounds, evaluate_every=0).in_process()
+    made = stepped("full", 6, lr=0.1, evaluate_every=0, asynchronous={"advance_copies": advance})
+    for round in range(1, rounds):
+        for node in made.nodes.values():
+            node.begin_round(round)
+        for node in made.nodes.values():
+            node.finish_round(round)
+    for uid in uids:
+        expected = sequential.nodes[uid].training.model.parameters
+        assert torch.equal(made.nodes[uid].training.model.parameters, expected)
 
 
 def make_rounds(made: Made, count: int) -> None:

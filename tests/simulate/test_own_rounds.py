@@ -6,7 +6,7 @@ import heapq
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,19 @@ QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 NODES, SLOW, STEP, STEPS, ROUNDS = 5, 3, 0.1, 2, 12
 LATENCY, MAX_AGE = 0.1, 2  # no round takes less: an edge passes one payload after the other
 ASYNCHRONOUS = {"max_age": MAX_AGE, "age_weights": True}
+
+
+class Kept(NamedTuple):
+    """A neighbor's model."""
+
+    round: int
+    """Of the neighbor."""
+    model: Tensor
+    came: int
+    """The round of this node in which it came."""
+    lag: float
+
+
 Records = dict[int, list[dict[str, Any]]]
 
 
@@ -50,42 +63,62 @@ def virtual(records: list[dict[str, Any]], kind: str = "round") -> dict[int, flo
     return {each["round"]: each["virtual_seconds"] for each in records if each["kind"] == kind}
 
 
-def test_models_are_those_of_a_loop_over_events() -> None:
+@pytest.mark.parametrize("advance", [True, False])
+def test_models_are_those_of_a_loop_over_events(advance: bool) -> None:
     """Beside a plain loop: events in the order of their times, copies with ages, and whoever is first ends the run."""
-    made = experiment()
+    made = experiment(asynchronous={**ASYNCHRONOUS, "advance_copies": advance})
     nodes, records = simulated(made)
     trainings = [node.training for node in build_in_process(made)]
     graph, clock = made.make_graph(), make_clock(made)
     seconds = [clock.compute.seconds(round) for round in range(ROUNDS)]
-    copies: list[dict[int, tuple[int, Tensor, int]]] = [{} for _ in range(NODES)]  # source -> (round, model, since)
+    copies: list[dict[int, Kept]] = [{} for _ in range(NODES)]
+    updates: list[list[Tensor]] = [[] for _ in range(NODES)]  # of every round
     rounds, now, coming = [0] * NODES, [0.0] * NODES, [[] for _ in range(NODES)]  # type: ignore[var-annotated]
     events: list[tuple[float, int]] = []
 
     def begin(uid: int) -> None:
+        before = trainings[uid].model.parameters.detach().clone()
         trainings[uid].local_update(rounds[uid])
-        done = now[uid] + seconds[rounds[uid]][uid]
+        updates[uid].append(trainings[uid].model.parameters.detach() - before)
+        heapq.heappush(events, (now[uid] + seconds[rounds[uid]][uid], uid))
+
+    def publish(uid: int, when: float) -> None:
         sent = trainings[uid].model.parameters.detach().clone()
         for other in graph.neighbors(uid, rounds[uid]):
-            coming[other].append((done + LATENCY, uid, rounds[uid], sent))
-        heapq.heappush(events, (done, uid))
+            coming[other].append((when + LATENCY, uid, rounds[uid], sent))
+
+    def advanced(uid: int, kept: Kept) -> Tensor:
+        if not advance:
+            return kept.model
+        of = updates[uid]
+        return kept.model + kept.lag * of[kept.came] + sum(of[kept.came + 1 :], torch.zeros_like(of[0]))
 
     for uid in range(NODES):
         begin(uid)
-    over = False
+    over, mixed_first = False, 0
     while events:
         now_is, uid = heapq.heappop(events)
-        now[uid], here = now_is, [each for each in coming[uid] if each[0] <= now_is]
+        now[uid], round = now_is, rounds[uid]
+        newest = {source: (r, model) for when, source, r, model in sorted(coming[uid], key=lambda each: each[2])
+                  if when <= now_is}  # fmt: skip
         coming[uid] = [each for each in coming[uid] if each[0] > now_is]
-        for _, source, round, model in sorted(here, key=lambda each: each[2]):
-            copies[uid][source] = round, model, rounds[uid]
-        row = graph.weights(uid, rounds[uid])
-        fresh = {j: (model, rounds[uid] - since) for j, (_, model, since) in copies[uid].items()
-                 if rounds[uid] - since <= MAX_AGE}  # fmt: skip
-        weights = {j: row[j] / (1 + age) for j, (_, age) in fresh.items()}
+        for source, (r, model) in newest.items():
+            known = copies[uid].get(source)
+            pace = 1.0 if known is None else min(1.0, (round - known.came) / (r - known.round))
+            copies[uid][source] = Kept(r, model, round, pace / 2)
+        lags = [copies[uid][source].lag for source in newest]
+        mixes_first = advance and bool(lags) and sum(lags) / len(lags) <= 0.25
+        mixed_first += mixes_first
+        if not mixes_first:
+            publish(uid, now_is)
+        row = graph.weights(uid, round)
+        copies[uid] = {j: kept for j, kept in copies[uid].items() if round - kept.came <= MAX_AGE}
+        weights = {j: row[j] / (1 + round - kept.came) for j, kept in copies[uid].items()}
         x = trainings[uid].model.parameters
-        mixed = x * (1 - sum(weights.values())) + sum(fresh[j][0] * weight for j, weight in weights.items())
-        x.copy_(mixed)
-        copies[uid] = {j: each for j, each in copies[uid].items() if j in fresh}
+        others = sum(advanced(uid, copies[uid][j]) * weight for j, weight in weights.items())
+        x.copy_(x * (1 - sum(weights.values())) + others)
+        if mixes_first:
+            publish(uid, now_is)
         trainings[uid].finish_round()
         rounds[uid] += 1
         over = over or rounds[uid] == ROUNDS
@@ -93,6 +126,7 @@ def test_models_are_those_of_a_loop_over_events() -> None:
         if not over:
             begin(uid)
     assert rounds == [node.round for node in nodes] and rounds[SLOW] < ROUNDS / 2 and max(rounds) == ROUNDS
+    assert bool(mixed_first) == advance, "the slow one mixes before it publishes"
     for node, training in zip(nodes, trainings, strict=True):
         torch.testing.assert_close(node.training.model.parameters, training.model.parameters, atol=1e-5, rtol=0)
     closing = [virtual(records[uid], "evaluation")[rounds[uid]] for uid in range(NODES)]

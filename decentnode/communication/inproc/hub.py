@@ -7,6 +7,7 @@ import threading
 
 from torch import Tensor
 
+from decentnode.communication.run_state import Wait
 from decentnode.payload import Payload
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.generation import Generation
@@ -73,6 +74,10 @@ class Hub:
 
     def deliver(self) -> None:
         """Before a node looks into its mailboxes: put there what has arrived by now; here it has been at once."""
+
+    def computed(self) -> Wait | None:
+        """As `Communication.computed`."""
+        return None
 
     def tree_mean(self, key: str) -> tuple[Tensor, int]:
         """The mean, added up along the control tree exactly as the networked transports do."""

@@ -13,7 +13,7 @@ from decentnode.node.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 
 READ_BY = {
-    "gossip_async": ("max_age", "stale", "wait_seconds", "age_weights"),
+    "gossip_async": ("max_age", "stale", "wait_seconds", "age_weights", "advance_copies"),
     "ad_psgd": ("patience",),
     "epidemic": ("arrivals", "deadline_seconds"),
 }
@@ -22,7 +22,7 @@ WAITS = ("wait_seconds", "deadline_seconds")
 """Those that are the longest wait of a round."""
 LOOKED_AT = 8
 """Rounds of a graph that changes which are looked at."""
-OF_COPIES = ("stale", "wait_seconds")
+OF_COPIES = ("stale", "wait_seconds", "advance_copies")
 """Those that are about newest models, not about running sums."""
 REASONS = {
     ("early_stop",): "all nodes have to end after the same round",
@@ -74,7 +74,8 @@ def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, f"is read with schedule: {reader} alone, got {node.schedule}; leave it out",
                           other=schedule)  # fmt: skip
         elif experiment.sharing.name == "push_sum" and key in OF_COPIES:
-            yield Problem(path, ": running sums of push_sum are never too old; leave it out", other=("sharing",))
+            yield Problem(path, ": running sums of push_sum are added, whatever round they are of; leave it out",
+                          other=("sharing",))  # fmt: skip
         elif key == "wait_seconds" and node.asynchronous.stale != "wait":
             yield Problem(path, f"is read with stale: wait alone, got {node.asynchronous.stale}; leave it out, or "
                           "write stale: wait", other=("node", "asynchronous", "stale"))  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 
 from decentnode import clock
 from decentnode.communication.parts import Collected, Schema
-from decentnode.communication.run_state import Steps
+from decentnode.communication.run_state import Steps, at_once
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.node.asynchronous.copies import Copies, Copy
@@ -56,7 +56,12 @@ class Asynchronous(Schedule):
         with torch.no_grad():
             self.fragment.adjust(model, self.update.loss)
         check()
+        yield from self._take_in()
         self._publish_round(round)
+
+    def _take_in(self) -> Steps[None]:
+        """After the local steps, before the neighbors are told of them: take what has come meanwhile."""
+        return at_once(None)
 
     def _publish_round(self, round: int) -> None:
         """After the local steps: tell the neighbors. Not blocking."""

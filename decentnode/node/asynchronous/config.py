@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from decentnode.config.component import Settings
+from decentnode.config.component import ADDED, Settings
 
 
 class AsynchronousConfig(Settings):
@@ -24,6 +24,9 @@ class AsynchronousConfig(Settings):
     age_weights: bool = True
     """With gossip_async: whether a model of age a gets the weight w / (1 + a) in place of w; what is left goes to the
     node itself."""
+    advance_copies: Annotated[bool, ADDED] = True
+    """With gossip_async: whether a neighbor's model is moved by the node's own local steps since it was published
+    (about), before it is mixed. Otherwise averages with models of earlier moments take back a part of each step."""
     patience: int = Field(2, ge=1)
     """With ad_psgd: after how many of its own rounds without an answer a node withdraws what it offered to a neighbor,
     and tries another one."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from decentnode.communication.parts import Collected
 from decentnode.graph.base import RoundView
+from decentnode.node.asynchronous.own_updates import OwnUpdates
 from decentnode.payload import Payload
 
 
@@ -23,6 +24,9 @@ class Copy:
     """Decoded."""
     as_it_came: Payload
     """As the source published it; the same one where there is nothing to decode."""
+    lag: float = 0.0
+    """The part of this node's local steps of the round `came` that it has not: its source published it so much earlier
+    than they were over, about."""
 
     @classmethod
     def of(cls, found: Collected, came: int, decoded: Payload | None = None) -> Copy:
@@ -38,12 +42,30 @@ class Copies:
         self._age_weights = age_weights
         self.by_source: dict[int, Copy] = {}
 
-    def take(self, found: Iterable[Copy]) -> None:
-        """Payloads came; those that are newer than what is kept of their sources take its place."""
+    def take(self, found: Iterable[Copy], lag: float = 0.0) -> None:
+        """Payloads came; those that are newer than what is kept of their sources take its place. lag: `Copy.lag` of a
+        source as fast as this node; a faster one has published its newest as much later."""
         for each in found:
             known = self.by_source.get(each.source)
             if known is None or each.round > known.round:
-                self.by_source[each.source] = each
+                pace = 1.0 if known is None else min(1.0, (each.came - known.came) / (each.round - known.round))
+                self.by_source[each.source] = replace(each, lag=lag * pace)
+
+    def advance(self, round: int, updates: OwnUpdates) -> None:
+        """Before what is kept is mixed in this round: move what came in earlier ones by the node's own updates since,
+        in memory of its own. What came in this round stays as it is (`lagging`)."""
+        for source, each in self.by_source.items():
+            if each.came == round:
+                continue
+            x = each.payload.tensors["x"]
+            if each.came == round - 1:
+                x = x.to(updates.last.dtype, copy=True).add_(updates.former, alpha=each.lag)
+                self.by_source[source] = replace(each, payload=replace(each.payload, tensors={"x": x}))
+            x.add_(updates.last)
+
+    def lagging(self, view: RoundView) -> float:
+        """Returns which part of the local steps of this round the copies that came in it have not, by their weights."""
+        return sum(view.weights[each.source] * each.lag for each in self.of(view) if each.came == view.round)
 
     def ages(self, view: RoundView) -> dict[int, int]:
         """Returns the ages of the copies of a round's sources."""
