@@ -182,6 +182,12 @@ class Hooks(Generic[ConfigT]):
     def raise_if_over(self) -> None:
         """Raises Regrouping when the generation has ended, and what every wait raises once the run has failed."""
 
+    def ask_after(self, heard: Mapping[int, float]) -> None:
+        """Where nobody is waited for: of those of whom nothing came for `suspect_seconds`, find out whether they live.
+        Who does not is left out of the next generation. Not blocking.
+
+        heard: by uid, `clock.now()` of when something came last; of nobody else is anything expected any more."""
+
     def suspect(self, uids: Collection[int], reason: str) -> None:
         """Any thread: these members failed or do not answer; the others go on without them."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")

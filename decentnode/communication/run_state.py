@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -182,6 +182,8 @@ class RunFacts:
     """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
     """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
+    unheard: tuple[tuple[int, ...], float] | None = None
+    """Whom it has not heard of for long, though it waits for nobody, and since when that is known."""
     watches: bool = False
     """Whether somebody has to hear of waits that begin: a run with generations of members."""
     waiting_began: Callable[[float], None] = lambda _since: None
@@ -226,6 +228,22 @@ class RunFacts:
         self.waiting = (uids, since)
         if self.watches:
             self.waiting_began(since)
+
+    @property
+    def asked_after(self) -> tuple[tuple[int, ...], float] | None:
+        """Those that are to be asked whether they live, and since when; any thread."""
+        waiting, unheard = self.waiting, self.unheard
+        if waiting is None or unheard is None:
+            return waiting or unheard
+        return waiting[0] + unheard[0], min(waiting[1], unheard[1])
+
+    def ask_after(self, heard: Mapping[int, float], silence_seconds: float) -> None:
+        """Training thread, with the lock of the facts held: `Communication.ask_after`."""
+        now = clock.now()
+        uids = tuple(uid for uid, at in heard.items() if now - at > silence_seconds and uid not in self.departed)
+        self.unheard = (uids, now if self.unheard is None else self.unheard[1]) if uids else None
+        if self.unheard is not None and self.watches:
+            self.waiting_began(self.unheard[1])
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         """Training thread: a wait, if it comes to one until the context ends, is for these."""

@@ -63,6 +63,7 @@ class NodeGenerations:
             )  # fmt: skip
         then, now = {*before.members}, {*generation.members}
         self._trained.part(then - now)
+        self._rules.lost |= then - (now - generation.fresh)
         merged = yield from self._hand_over(generation)
         yield from agree_on_course(node, generation.fresh, "generation/course")
         self._trained.meet(now)

@@ -52,11 +52,11 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         yield from begin_rules_anew(node, "resume", frozenset(where.without))
     elif restored is not None:
         restored.put_rule(node)
-        if restored.members.difference(node.generation.members):
-            logger.info("goes on without node %s, which came from outside of the mapping",
-                        names(sorted(restored.members.difference(node.generation.members))))  # fmt: skip
+        newcomers = restored.members.difference(node.generation.members)
+        if newcomers:
+            logger.info("goes on without node %s, which came from outside of the mapping", names(sorted(newcomers)))
             node.round = where.round
-            yield from begin_rules_anew(node, "resume/members")
+            yield from begin_rules_anew(node, "resume/members", newcomers)
     if restored is None:
         node.training.skip_to(where.round)
     else:

@@ -263,6 +263,7 @@ class Node:
         if done and not self.communication.stopping:
             self.communication.announce_stop()
         self.doing = "ending"
+        self.communication.ask_after({})
         views, _ = self._rules.views(self.round, self.generation)
         cuts = self.schedule.cuts
         cuts.holds = False
@@ -286,6 +287,7 @@ class Node:
         """Let the sharing rules begin anew, but for what outlives a generation of members. Returns them, each with its
         part of the model and its view of the first phase of the round that comes. without: further members of which
         nothing outlives it."""
+        self._rules.lost |= without
         self._rules.renew(replace(self.generation, fresh=self.generation.fresh | without))
         return self._rules.at(self.round, self.generation)
 

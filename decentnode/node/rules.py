@@ -34,6 +34,8 @@ class NodeRules:
         self.fragments = fragments
         self._uid, self._config, self._training, self._communication = uid, config, training, communication
         self._seed, self._buffers, self._renew = seed, buffers, renew
+        self.lost: set[int] = set()
+        """Nodes that were members since the rules began, and are gone with what they had, also where they came back."""
         self._take(rules)
 
     @property
@@ -65,7 +67,8 @@ class NodeRules:
             payload_schema(self._config.schedule, rule, part.elements, self._training.model.dtype)
         self._take(rules)
         self.schedule.cuts = former.cuts
-        self.schedule.succeed(former, generation)
+        self.schedule.succeed(former, generation, frozenset(self.lost))
+        self.lost.clear()
         for fragment, before in zip(self.schedule.fragments, former.fragments, strict=True):
             fragment.rule.succeed(before.rule)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -101,8 +101,9 @@ class Schedule(abc.ABC):
         """Returns further figures of the round for metrics.jsonl."""
         return {}
 
-    def succeed(self, former: Schedule, generation: Generation) -> None:  # noqa: B027
-        """In a new generation of members: take from the schedule before what outlives a generation; here nothing."""
+    def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:  # noqa: B027
+        """In a new generation of members: take from the schedule before what outlives a generation; here nothing. lost:
+        nodes that were members in the time of the schedule before, and are gone with what they had."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the schedule itself keeps between rounds; nothing changes its tensors."""

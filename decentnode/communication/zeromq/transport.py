@@ -261,6 +261,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def raise_if_over(self) -> None:
         self._status.raise_if_over()
 
+    def ask_after(self, heard: Mapping[int, float]) -> None:
+        with self._status.lock:
+            self._status.ask_after(heard, self.config.suspect_seconds)
+
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:
             super().suspect(uids, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,7 +251,7 @@ class ADPSGD(Asynchronous):
             with torch.no_grad():
                 self._hear(found)
 
-    def succeed(self, former: Schedule, generation: Generation) -> None:
+    def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:  # noqa: ARG002
         if not isinstance(former, ADPSGD) or self.communication.uid in generation.fresh:
             return
         stay = {*generation.members} - generation.fresh

@@ -34,6 +34,8 @@ class Asynchronous(Schedule):
         """The one under way, or the last; -1 before the first."""
         self._held: dict[int, list[Collected]] = {}
         """By channel: what came of nodes that have made a checkpoint before this one has; until the next round."""
+        self._heard: dict[int, float] = {}
+        """By source, when something came of it last; in this generation of members."""
 
     @property
     def config(self) -> AsynchronousConfig:
@@ -71,6 +73,9 @@ class Asynchronous(Schedule):
 
     def finish(self) -> Steps[list[Mixed]]:
         yield from self._mix_round(self.view.round)
+        now = clock.now()
+        self._heard = dict.fromkeys(self.view.sources, now) | self._heard
+        self.communication.ask_after(self._heard)
         with torch.no_grad():
             self.fragment.finish_turn(self.model.parameters)
         nobody = frozenset[int]()
@@ -101,7 +106,9 @@ class Asynchronous(Schedule):
         found = yield from self.communication.collect_steps(
             channel, count=max(0, count - len(held)), sources=sources, seconds=seconds
         )
-        self.times.wait += clock.now() - started
+        now = clock.now()
+        self.times.wait += now - started
+        self._heard |= dict.fromkeys((each.source for each in found), now)
         return [plain for each in [*held, *found] for plain in self._admitted(each, channel)]
 
     def _admitted(self, each: Collected, channel: int) -> Iterable[Collected]:

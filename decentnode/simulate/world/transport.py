@@ -267,6 +267,9 @@ class Simulated(Communication[ZeroMQConfig]):
     def raise_if_over(self) -> None:
         self.facts.raise_if_over()
 
+    def ask_after(self, heard: Mapping[int, float]) -> None:
+        self.facts.ask_after(heard, self.config.suspect_seconds)
+
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self.reconfiguration is None:
             super().suspect(uids, reason)

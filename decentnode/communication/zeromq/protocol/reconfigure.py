@@ -107,14 +107,14 @@ class Reconfiguration:
         """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
         if not self.active:
             return math.inf
-        waiting = self.facts.waiting
+        waiting = self.facts.asked_after
         due = self.membership.next_deadline(None if waiting is None else waiting[1])
         return due if self.alone_since is None else min(due, self.alone_since + self._renew_after)
 
     def tick(self, now: float) -> None:
         """Do what is due; to be called by `next_deadline`, or more often."""
         if self.active:
-            waiting = self.facts.waiting
+            waiting = self.facts.asked_after
             whom, since = ((), math.inf) if waiting is None else waiting
             self._obey(self.membership.tick(now, whom, since), now)
             if self.alone_since is not None and now >= self.alone_since + self._renew_after:
