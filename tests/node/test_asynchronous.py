@@ -22,6 +22,7 @@ from decentnode.faults import Faults, Kill, Link, Pause, Restart
 from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.ad_psgd import ADPSGD
 from decentnode.node.asynchronous.copies import Copies, Copy
+from decentnode.node.asynchronous.gossip_async import GossipAsync
 from decentnode.node.asynchronous.own_updates import OwnUpdates
 from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum, _Sum
 from decentnode.node.node import Node
@@ -192,6 +193,18 @@ def test_a_copy_that_is_advanced_is_not_what_others_got() -> None:
         assert payload.tensors["x"].tolist() == [10, 20, 30] and copies.by_source[1].as_it_came is payload
         moved = copies.by_source[1].payload.tensors["x"] - payload.tensors["x"]
         assert moved.tolist() == [(0.0, 2.5, 6.5)[round]] * 3
+
+
+def test_copies_of_nodes_that_are_neighbors_no_more_are_not_kept() -> None:
+    """A graph that changes would have a node keep, and move, a model of every other one."""
+    nodes = 20
+    made = Made(make("random_regular", nodes=nodes, degree=2), RULES["full"], rounds=25, schedule="gossip_async",
+                evaluate_every=0, buffers=2, asynchronous={"max_age": 2}).in_process()  # fmt: skip
+    for node in made.nodes.values():
+        schedule = node.schedule
+        assert isinstance(schedule, GossipAsync)
+        for copies in (schedule._copies, schedule._buffers):
+            assert 0 < len(copies.by_source) <= 6 and min(each.came for each in copies.by_source.values()) >= 22
 
 
 @pytest.mark.parametrize(("came", "number", "lag"), [(4, 4, 0.5), (4, 13, 0.05), (13, 4, 0.5), (4, 5, 0.25)])

@@ -149,7 +149,7 @@ class Asynchronous(Schedule):
         copies = self._buffers
         found = yield from self.collect(self.buffer_channel)
         copies.take(Copy.of(each, self.view.round) for each in found)
-        copies.drop([uid for uid, age in copies.ages(self.view).items() if age > self.config.max_age])
+        copies.drop_older(self.view.round, self.config.max_age)
         seen = copies.weighed(self.view, among)
         self.record(copies.of(seen), self.buffer_channel)
         mixed = self.model.buffers * seen.weights[seen.uid]

@@ -71,10 +71,9 @@ class Copies:
         """Returns the ages of the copies of a round's sources."""
         return {uid: view.round - self.by_source[uid].came for uid in view.sources if uid in self.by_source}
 
-    def drop(self, uids: Collection[int]) -> None:
-        """Keep nothing of these."""
-        for uid in uids:
-            self.by_source.pop(uid, None)
+    def drop_older(self, round: int, max_age: int) -> None:
+        """Keep none that would be older than that in this round, whether its source is one of the round's or not."""
+        self.by_source = {uid: each for uid, each in self.by_source.items() if round - each.came <= max_age}
 
     def weighed(self, view: RoundView, among: Collection[int] | None = None) -> RoundView:
         """Returns the view with the sources of which there is a copy, weighed by their ages; what is missing to one

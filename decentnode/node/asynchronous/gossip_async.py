@@ -76,7 +76,7 @@ class GossipAsync(Asynchronous):
             found = yield from self.collect(sources=late, seconds=config.wait_seconds)
             copies.take(self._decoded(found))
         started = clock.now()
-        copies.drop(self._late())
+        copies.drop_older(view.round, config.max_age)
         if updates is not None:
             copies.advance(view.round, updates)
         self._ages = copies.ages(view)
