@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from decentnode import clock
-from decentnode.checkpoint import agreement, store
+from decentnode.checkpoint import store
 from decentnode.checkpoint.config import CheckpointConfig
 from decentnode.checkpoint.store import Cut, Manifest
 from decentnode.checkpoint.writer import Writer, Written
 from decentnode.communication.base import Pending
 from decentnode.communication.run_state import Steps
-from decentnode.errors import CheckpointError, PeerLost
+from decentnode.errors import PeerLost
 from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.course import Best
 from decentnode.node.due_apart import DueApart
 from decentnode.node.due_by_minutes import DueByMinutes
-from decentnode.node.going_on import OF_MODELS, GoingOn, evaluate_if_due, go_on
+from decentnode.node.going_on import evaluate_if_due, go_on, take_own
 from decentnode.node.resumable import Resumable
-from decentnode.node.resume_agreement import ResumeFrom, agreed_cut, gathered, no_common_cut
-from decentnode.node.snapshot import Restored, capture
+from decentnode.node.resume_agreement import ResumeFrom, read_agreed_cut
+from decentnode.node.snapshot import capture
 
 logger = logging.getLogger(__name__)
 
@@ -303,46 +303,17 @@ class Checkpoints:
         node.doing = "reading checkpoints"
         if node.round:
             raise PeerLost(f"node {node.uid}: the others went on while it read its checkpoint; start it again")
-        manifests, problems = store.scan(self._resume.folders, node.uid, self._resume.runs)
-        for attempt in range(agreement.MOST_CUTS + 1):
-            chosen = yield from agreed_cut(node, [each.cut for each in manifests], attempt)
-            if chosen is None:
-                raise CheckpointError(no_common_cut(node.uid, manifests, problems))
-            number, key = chosen
-            mine = next((each for each in manifests if each.cut.key == key), None)
-            restored = None
-            if mine is not None:
-                try:
-                    restored = Restored.read(mine)
-                    restored.put_training(node)
-                except CheckpointError as error:
-                    problems.append(str(error))
-                    manifests.remove(mine)
-                    restored = None
-            evaluated = int(restored.progress["evaluated"]) + 1 if restored is not None else 0
-            own = [int(restored is not None), int(mine is not None and restored is None), evaluated,
-                   0 if mine is None or restored is None else mine.round + 1]  # fmt: skip
-            rows = yield from gathered(node, f"resume/read-{attempt}", own, len(own))
-            if not any(row[1] for row in rows):
-                break
-        else:
-            raise CheckpointError(no_common_cut(node.uid, manifests, problems))
-        for problem in problems:
-            logger.warning("%s", problem)
-        without = [uid for uid in node.generation.members if not rows[uid][0]]
-        apart = node.schedule.asynchronous
-        round = (own[3] or max(row[3] for row in rows)) - 1
-        # A stop can find some nodes before an evaluation that others have finished: then all make it again.
-        last = evaluated if apart else min(row[2] for row in rows if row[0])
-        where = GoingOn(round, last - 1, without)
-        yield from go_on(node, restored, "" if mine is None else mine.cut.folder, where)
+        found = yield from read_agreed_cut(node, self._resume)
+        where, restored = found.where, found.restored
+        yield from go_on(node, restored, "" if found.manifest is None else found.manifest.cut.folder, where)
         if self._apart is not None:
-            self._apart.cuts.meet(number)
+            self._apart.cuts.meet(found.number)
             self._apart.begin_period(clock.now())
-        self._gone_on(None if restored is None else mine, round)
+        self._gone_on(found.manifest, where.round)
         node.record({
-            "kind": "resumed", "round": round, "time": clock.wall(), "without": without, "problems": problems[:20],
-            "rule": "anew" if without else "restored", **({"own_rounds": True} if apart else {}),
+            "kind": "resumed", "round": where.round, "time": clock.wall(), "without": where.without,
+            "problems": found.problems[:20], "rule": "anew" if where.without else "restored",
+            **({"own_rounds": True} if node.schedule.asynchronous else {}),
         })  # fmt: skip
         yield from evaluate_if_due(node, where)
         if restored is not None:
@@ -387,28 +358,5 @@ class Checkpoints:
         self._mark_best(found.cut)
 
     def take_own(self, first_round: int) -> bool:
-        """After the node's process was started again: take the state of the newest checkpoint of this run, the model's,
-        the training's, and the sharing rule's for what outlives a generation of it, where it is recent enough for a
-        node that goes on in `first_round`. Returns whether it was."""
-        if not self.enabled:
-            return False
-        run, history = self.node.communication.run_id.hex(), self.node.communication.history
-        for manifest in store.scan([self._folder], self.node.uid, {run})[0]:
-            cut = manifest.cut
-            if not 0 <= first_round - manifest.round <= self.config.recent:
-                continue
-            try:
-                restored = Restored.read(manifest)
-                digest = "" if history is None else restored.digest(*OF_MODELS)
-                restored.put_training(self.node)
-                restored.put_rule(self.node)
-            except CheckpointError as error:
-                logger.warning("%s", error)
-                continue
-            logger.info("goes on from its own checkpoint after round %d", manifest.round)
-            if history is not None:
-                history.restored(manifest.round, (cut.generation, bytes.fromhex(cut.origin)), digest)
-            return True
-        if history is not None:
-            history.restored()
-        return False
+        """After the node's process was started again: `going_on.take_own`, where there are checkpoints."""
+        return self.enabled and take_own(self.node, self._folder, first_round, self.config.recent)

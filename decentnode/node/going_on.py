@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from decentnode.checkpoint import store
 from decentnode.communication.run_state import Steps
+from decentnode.errors import CheckpointError
 from decentnode.node.checkpoint_mean import mean_unless_ending
 from decentnode.node.evaluation import begin_mean
 from decentnode.node.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
@@ -97,3 +100,29 @@ def evaluate_alone_if_missed(node: Resumable) -> Steps[None]:
     every, round = node.config.evaluate_every, node.round
     if every and round % every == 0 and node.evaluated != round and 0 < round < node.config.rounds:
         yield from node.evaluate_between()
+
+
+def take_own(node: Resumable, folder: Path, first_round: int, recent: int) -> bool:
+    """After the node's process was started again: take the state of the newest checkpoint of this run in `folder`, the
+    model's, the training's, and the sharing rule's for what outlives a generation of it, where it is at most `recent`
+    rounds older than `first_round`, in which the node goes on. Returns whether there was one."""
+    run, history = node.communication.run_id.hex(), node.communication.history
+    for manifest in store.scan([folder], node.uid, {run})[0]:
+        cut = manifest.cut
+        if not 0 <= first_round - manifest.round <= recent:
+            continue
+        try:
+            restored = Restored.read(manifest)
+            digest = "" if history is None else restored.digest(*OF_MODELS)
+            restored.put_training(node)
+            restored.put_rule(node)
+        except CheckpointError as error:
+            logger.warning("%s", error)
+            continue
+        logger.info("goes on from its own checkpoint after round %d", manifest.round)
+        if history is not None:
+            history.restored(manifest.round, (cut.generation, bytes.fromhex(cut.origin)), digest)
+        return True
+    if history is not None:
+        history.restored()
+    return False
