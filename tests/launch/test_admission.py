@@ -34,9 +34,13 @@ def test_newcomers_come_whatever_the_schedule(schedule: str) -> None:
     assert load(None, [], {}, True, [{**experiment(), **keys}]).node.newcomers == 2
 
 
-def test_samples_are_not_dealt_to_newcomers() -> None:
-    keys = {**ADMITS, "node": {**ADMITS["node"], "orphans": "adopted"}, "graph": graph_of("ring")}  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match=r"node.newcomers: orphans: adopted knows of nodes in the mapping alone"):
+@pytest.mark.parametrize(("node", "why"), [
+    ({"orphans": "adopted"}, "orphans: adopted knows of nodes in the mapping alone"),
+    ({"schedule": "epidemic", "sampler": "cyclon"}, "sampler cyclon begins with neighbors in the mapping's graph"),
+])  # fmt: skip
+def test_what_knows_of_the_mapping_alone_is_refused(node: dict[str, object], why: str) -> None:
+    keys = {**ADMITS, "node": {**ADMITS["node"], **node}, "graph": graph_of("ring")}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=rf"node.newcomers: {why}"):
         load(None, [], {}, True, [{**experiment(), **keys}])
 
 

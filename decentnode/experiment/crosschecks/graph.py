@@ -70,6 +70,10 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
     if experiment.node.orphans != "lost":
         yield Problem(path, f": orphans: {experiment.node.orphans} knows of nodes in the mapping alone",
                       other=("node", "orphans"))  # fmt: skip
+    sampler = experiment.node.sampler
+    if sampler is not None:
+        yield Problem(path, f": sampler {sampler.name} begins with neighbors in the mapping's graph, and knows of "
+                      "nodes in the mapping alone", other=("node", "sampler"))  # fmt: skip
     if experiment.faults:
         yield Problem(path, ": the records of a run with faults are checked, and a newcomer's are elsewhere",
                       other=("faults",))  # fmt: skip
