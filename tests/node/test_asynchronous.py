@@ -33,7 +33,7 @@ from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.sharing.contract import RULES
-from tests.simulate.world.runs import Made
+from tests.simulate.world.runs import CONFIG, Made
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NODES, LIMIT = 6, 1e5
@@ -42,12 +42,14 @@ FAULTY = Link(latency_seconds=0.01, jitter_seconds=0.05, queue_messages=20, loss
 
 def run(
     name: str = "full", *, slow: dict[int, float] | None = None, faults: Faults | None = None, seed: int = 1,
-    graph: Any = None, limits: Limits | None = None, history: History | None = None, **node: Any,
+    graph: Any = None, limits: Limits | None = None, history: History | None = None,
+    suspect_seconds: float = CONFIG.suspect_seconds, **node: Any,
 ) -> tuple[Made, World]:
     """A run in a world in which a round takes .1 s, and slow[uid] times as long for some."""
     made = Made(graph or make("ring", nodes=NODES), RULES[name], **{"schedule": "gossip_async", **node})
     history = history or History()
-    world = made.world(history, seed=seed, faults=faults or Faults(), limits=limits,
+    config = CONFIG.model_copy(update={"suspect_seconds": suspect_seconds})
+    world = made.world(history, seed=seed, faults=faults or Faults(), limits=limits, config=config,
                        compute_seconds=lambda uid, round: 0.1 * (slow or {}).get(uid, 1.0))  # fmt: skip
     history.watch(world)
     assert world.run(LIMIT), {p.uid: (p.node.doing, type(p.wait).__name__) for p in world.processes.values()}
@@ -496,3 +498,17 @@ def test_a_simulation_in_virtual_time_is_refused_where_rounds_depend_on_others(t
         assert told in (found.output if more else records) and (found.exit_code != 0) == bool(more)
     line = CliRunner().invoke(main, ["timeline", str(QUICKSTART), *(f"--set={each}" for each in sets)])
     assert line.exit_code == 0 and "gossip_async" in line.output
+
+
+@pytest.mark.parametrize("way", [
+    {"name": "push_sum"}, {"schedule": "ad_psgd"}, pytest.param({}, marks=pytest.mark.slow),
+], ids=["push_sum", "pairs", "gossip"])  # fmt: skip
+def test_a_frozen_node_is_missed_though_nobody_waits_for_it(way: dict[str, Any]) -> None:
+    """And comes back."""
+    plan = (Pause(nodes=(1,), at_seconds=2.0, seconds=12.0),)
+    made, world = run(faults=Faults(plan=plan), rounds=250, lr=0.0, missing="regroup", limits=Limits(3.0, 20.0, 4, 250),
+                      evaluate_every=0, suspect_seconds=2.0, **way)  # fmt: skip
+    assert not any(process.error for process in world.lives)
+    told = [each for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
+    assert [each["left"] for each in told] == [[1], []] and told[1]["joined"] == [1]
+    assert told[0]["round"] < 20 + 10 * (2.0 + 3.0 + 2.0) and spread(made.nodes) < 0.2
