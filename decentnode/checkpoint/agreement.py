@@ -25,8 +25,9 @@ def row(values: Sequence[int], uid: int, num_nodes: int, width: int) -> Tensor:
 
 
 def gathered(mean: Tensor, contributors: int) -> list[list[int]]:
-    """Returns everybody's values by uid, from the mean of `row`."""
-    return [[int(value) for value in each] for each in (mean.double() * contributors).round().tolist()]
+    """Returns everybody's values by uid, from the mean of `row`; 0 for what is no number."""
+    rows = (mean.double() * contributors).nan_to_num(0.0, 0.0, 0.0).round().tolist()
+    return [[int(value) for value in each] for each in rows]
 
 
 def offers(cuts: Sequence[Cut]) -> list[int]:

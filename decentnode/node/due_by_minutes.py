@@ -13,7 +13,8 @@ from decentnode.node.resumable import Resumable
 
 POLLS_PER_PERIOD = 32
 """The lowest node looks at its clock at least so many times between two checkpoints, where rounds allow."""
-MOST_ROUNDS_BETWEEN_POLLS = 1 << 20
+MOST_ROUNDS_BETWEEN_POLLS = 1024
+"""To ask costs a mean of two numbers; of rounds that are so fast that this is often, it is little."""
 
 
 class DueByMinutes:
@@ -53,8 +54,8 @@ class DueByMinutes:
             return False
         mean, contributors = found
         due, rounds = agreement.gathered(mean.view(1, -1), contributors)[0]
-        self._ask_at = self._node.round + rounds
-        return bool(due)
+        self._ask_at = self._node.round + min(max(1, rounds), MOST_ROUNDS_BETWEEN_POLLS)
+        return due > 0
 
     def ask(self) -> None:
         """Before a round: where it is time for it, the lowest member says whether a checkpoint is due after the coming

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from decentnode import clock
+from decentnode.checkpoint.agreement import gathered
 from decentnode.communication.base import Communication
 from decentnode.communication.counters import EVALUATION
 from decentnode.communication.run_state import Quorum, Steps, without_waits
@@ -259,8 +260,8 @@ class Node:
     def _end_together(self) -> Steps[None]:
         """Where nodes do not wait for each other's rounds, the first that has made all of them ends the run: the others
         finish the round under way. Brings what is under way between nodes to its end, as steps."""
-        done = self.over
-        if done and not self.communication.stopping:
+        over = self.over
+        if over and not self.communication.stopping:
             self.communication.announce_stop()
         self.doing = "ending"
         self.communication.ask_after({})
@@ -270,11 +271,12 @@ class Node:
         yield from self.schedule.drain(views[0][0])
         timeout_seconds = self.communication.config.timeout_seconds
         number = cuts.number if self.uid == self.generation.members[0] else 0  # the lowest one's is the greatest
-        told = torch.tensor([float(done), number], dtype=torch.float64)
+        told = torch.tensor([float(over), number], dtype=torch.float64)
         pending = self.communication.mean("end/rounds", told, closing=True)
         mean, contributors = yield from mean_of(pending, self.sharing.requirements.phases, timeout_seconds)
-        self._ended = float(mean[0]) > 0  # else somebody asked for a stop
-        last = 1 + round(float(mean[1]) * contributors)
+        (done, number), = gathered(mean.view(1, -1), contributors)
+        self._ended = done > 0  # else somebody asked for a stop
+        last = 1 + number if cuts.is_possible(number) else cuts.number
         cuts.meet(max(last, self.config.rounds) if self._ended else last)
 
     def makes_no_more(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,14 @@ from decentnode.checkpoint import store
 from decentnode.checkpoint.state import decode
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import Collected, Schema
+from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import CheckpointError
 from decentnode.faults import Faults, Kill, Restart
-from decentnode.node.asynchronous.cuts import MOST, NUMBER, Cuts
+from decentnode.node import due_by_minutes
+from decentnode.node.asynchronous.cuts import MOST, MOST_AHEAD, NUMBER, Cuts
 from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
 from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.due_apart import MOST_UNASKED
 from decentnode.node.node import Node
 from decentnode.node.resume_agreement import ResumeFrom
 from decentnode.payload import Payload
@@ -27,7 +32,7 @@ from decentnode.wire.generation import Limits
 from tests.graph.contract import make
 from tests.node.test_asynchronous import FAULTY, LIMIT, NODES, mass, pairs, spread, started
 from tests.sharing.contract import RULES
-from tests.simulate.world.runs import Made
+from tests.simulate.world.runs import CONFIG, Made
 
 SLOW = {2: 10.0, 4: 3.0}
 WAYS: dict[str, dict[str, Any]] = {
@@ -265,3 +270,76 @@ def test_a_resumed_run_has_its_checkpoint_already(tmp_path: Path) -> None:
     begun = {uid: each["round"] for uid, each in resumed(second).items()}
     made = [each["round"] for each in second.records if each["kind"] == "checkpoint" and each["uid"] == 0]
     assert begun[0] % 7 != 6 and made[0] == 7 * (begun[0] // 7 + 1), (begun, made)
+
+
+def written(made: Made, uid: int) -> list[int]:
+    """After which rounds a node wrote checkpoints."""
+    return [each["round"] for each in made.records if each["kind"] == "checkpoint" and each["uid"] == uid]
+
+
+@pytest.mark.parametrize("way", ["push_sum", "gossip"])
+@pytest.mark.parametrize("lie", [Huge, Ahead])
+def test_numbers_that_are_made_up_neither_fill_disks_nor_use_themselves_up(
+    tmp_path: Path, lie: type[Cuts], way: str
+) -> None:
+    """The others write some checkpoints more than they would, and then as many, to the end."""
+    made = Liar(tmp_path / "a", checkpoint={"every": 30}, **WAYS[way])
+    made.lie = lie
+    made.until(LIMIT, faults=Faults())
+    for uid in (0, 1, 5):
+        rounds = written(made, uid)
+        most = MOST_UNASKED + 3 * (120 // 30) + 2
+        assert 4 <= len(rounds) <= most, rounds
+        assert sum(each > 60 for each in rounds) >= 2, rounds
+        assert made.nodes[uid].schedule.cuts.number < 1 << 20
+
+
+def test_in_an_honest_run_every_number_is_believed(tmp_path: Path) -> None:
+    made = Kept(tmp_path / "a", checkpoint={"every": 1}, **WAYS["push_sum"])
+    made.until(LIMIT)
+    assert all(node.schedule.cuts.believes for node in made.nodes.values())
+    assert all(len(written(made, uid)) > 10 for uid in (0, 1, 5))
+
+
+class Silent(Kept):
+    """Node 3 never says that it has made a checkpoint."""
+
+    def make(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Communication]) -> Node:
+        node = super().make(uid, make_communication)
+        if uid == 3:
+            node.checkpoints._tell_all = lambda: at_once(None)  # type: ignore[union-attr, method-assign]
+        return node
+
+
+def test_a_member_that_says_nothing_holds_up_the_next_checkpoint_for_a_time_out_alone(tmp_path: Path) -> None:
+    made = Silent(tmp_path / "a", checkpoint={"every": 5}, rounds=400)
+    world = made.until(LIMIT, faults=Faults(), config=CONFIG.model_copy(update={"timeout_seconds": 4.0}))
+    assert not any(process.error for process in world.lives)
+    assert all(len(written(made, uid)) >= 4 for uid in (0, 1, 5)), [written(made, uid) for uid in made.nodes]
+
+
+def test_numbers_beyond_all_that_a_run_can_have_count_for_nothing() -> None:
+    cuts = Cuts(rounds=100, number=7)
+    for number, seen in ((8, 8), (100 + MOST_AHEAD, 100 + MOST_AHEAD), (101 + MOST_AHEAD, 0), (MOST, 0)):
+        plain, found = cuts.read(Collected(1, 1, Payload({"x": torch.ones(4)}, {"w": 1.0, NUMBER: number})))
+        assert found == seen and plain.payload.scalars == {"w": 1.0}
+    cuts.meet(5000)
+    assert cuts.is_possible(5000 + MOST_AHEAD) and not cuts.is_possible(5001 + MOST_AHEAD)
+
+
+@pytest.mark.parametrize(("told", "due"), [
+    ((math.nan, math.nan), False), ((1.0, math.inf), True), ((1.0, -1e300), True), ((-5.0, 1e300), False),
+])  # fmt: skip
+def test_what_is_no_number_in_a_mean_neither_ends_the_node_nor_its_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, told: tuple[float, float], due: bool
+) -> None:
+    def mean(*_: object) -> Steps[tuple[torch.Tensor, int]]:
+        return at_once((torch.tensor(told, dtype=torch.float64), 3))
+
+    monkeypatch.setattr(due_by_minutes, "mean_unless_ending", mean)
+    node: Any = SimpleNamespace(round=40)
+    asked = due_by_minutes.DueByMinutes(node, 1.0)
+    asked.begin_generation()
+    asked._poll = node
+    assert without_waits(asked.is_due()) == due
+    assert asked._ask_at is not None and 40 < asked._ask_at <= 40 + due_by_minutes.MOST_ROUNDS_BETWEEN_POLLS

@@ -121,9 +121,10 @@ class Asynchronous(Schedule):
             return
         if cuts.holds and number > cuts.number:
             cuts.heard = max(cuts.heard, number)
-            self._held.setdefault(channel, []).append(each)
-        else:
-            yield plain
+            if cuts.believes:
+                self._held.setdefault(channel, []).append(each)
+                return
+        yield plain
 
     def record(self, copies: Iterable[Copy], channel: int = 0) -> None:
         """These copies are about to be mixed: keep which they are, where the node keeps a record."""

@@ -17,6 +17,9 @@ NUMBER = "checkpoint"
 """The name of the scalar."""
 MOST = 1 << 48
 """The greatest; a run has as many only where somebody made one up, and begins no further checkpoint then."""
+MOST_AHEAD = 1024
+"""A number that is further beyond a node's own, or beyond the rounds of the run, somebody made up: it counts for
+nothing, as it would leave no numbers for further checkpoints."""
 _SPEC = ScalarSpec(int, 1, MOST)
 
 
@@ -30,6 +33,11 @@ class Cuts:
     """Of its last one; 0 before the first."""
     heard: int = 0
     """The greatest that it knows of."""
+    rounds: int = 0
+    """Of the run: numbers are rounds of its lowest node, or the next ones that are free."""
+    believes: bool = True
+    """Whether what is ahead of this node's checkpoint is held back until it has made that one. Not where others have
+    begun more checkpoints than the run can have: their numbers mean nothing then."""
 
     def meet(self, number: int) -> None:
         """Take up the number that others are at, without a checkpoint."""
@@ -40,12 +48,17 @@ class Cuts:
         return replace(payload, scalars={**payload.scalars, NUMBER: self.number})
 
     def read(self, found: Collected) -> tuple[Collected, int]:
-        """Returns a payload without the number of its source, and the number; 0 for one without. Raises ValueError for
-        what is no such number."""
+        """Returns a payload without the number of its source, and the number; 0 without a possible one. Raises
+        ValueError for what is no such number."""
         if NUMBER not in found.payload.scalars:
             return found, 0
         scalars = dict(found.payload.scalars)
         number = scalars.pop(NUMBER)
         if not _SPEC.accepts(number):
             raise ValueError(f"{NUMBER} of {number}")
-        return replace(found, payload=replace(found.payload, scalars=scalars)), int(number)
+        plain = replace(found, payload=replace(found.payload, scalars=scalars))
+        return plain, int(number) if self.is_possible(int(number)) else 0
+
+    def is_possible(self, number: int) -> bool:
+        """Whether a node that keeps to the rules can be at this number."""
+        return number <= max(self.rounds, self.number) + MOST_AHEAD
