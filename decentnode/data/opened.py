@@ -31,7 +31,7 @@ class OpenedData:
 
     def __init__(
         self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int,
-        servers: Collection[int] = (), newcomer_like: int | None = None,
+        *, servers: Collection[int] = (), newcomer_like: int | None = None,
     ) -> None:
         """machines: the machine of every uid, whose number is that of the nodes. servers: nodes that get no training
         samples; the others are dealt all. newcomer_like: the node whose training samples one that is in no mapping has;
@@ -269,7 +269,8 @@ class OpenedData:
         if self.private:
             beyond = range(len(self._machines), uid + 1)  # each on a machine of its own
             machines = [*self._machines, *(max(self._machines) + 1 + each - len(self._machines) for each in beyond)]
-            return OpenedData(self.config, self._table, self._base_dir, machines, self._seed, self._servers).of(uid)
+            among = OpenedData(self.config, self._table, self._base_dir, machines, self._seed, servers=self._servers)
+            return among.of(uid)
         if self._newcomer_like is not None:
             return self.of(self._newcomer_like)
         dataset, nothing = self.dataset(), np.empty(0, np.int64)

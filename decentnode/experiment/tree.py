@@ -228,7 +228,8 @@ class Experiment(Settings):
             mapping = self.make_mapping()
             machines = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
             like = None if self._newcomer is None else self._newcomer.samples_of
-            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed, self.servers(), like)
+            self._data = OpenedData(self.data, DATASETS, self._base_dir, machines, self.seed,
+                                    servers=self.servers(), newcomer_like=like)  # fmt: skip
         return self._data
 
     def servers(self) -> tuple[int, ...]:

@@ -141,7 +141,7 @@ def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         while True:
-            answer = _asked(context, request, asked, keyring, at, uid, deadline)
+            answer = _asked(context, request, asked, at, uid, keyring=keyring, deadline=deadline)
             if isinstance(answer, Granted | Described):
                 return answer
             found = f"no answer from {at}" if answer is None else answer.reason
@@ -161,8 +161,8 @@ def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) 
 
 
 def _asked(
-    context: zmq.Context[zmq.Socket[bytes]], request: Request, asked: Asked, keyring: Keyring | None, at: str, uid: int,
-    deadline: float,
+    context: zmq.Context[zmq.Socket[bytes]], request: Request, asked: Asked, at: str, uid: int, *,
+    keyring: Keyring | None, deadline: float,
 ) -> Granted | Described | Turned | None:
     """One request to the member `uid` at an endpoint; its answer, or None without one."""
     socket = context.socket(zmq.DEALER)

@@ -115,7 +115,8 @@ class Node:
         self.doing = "joining"
         """What the node does now, in a few words, for status.json."""
         self._ended = False
-        self.rounds = NodeRounds(uid, config, self.training, self.communication, self._rules, parts.sampling, record)
+        self.rounds = NodeRounds(uid, config, self.training, self.communication, self._rules,
+                                 sampling=parts.sampling, record=record)  # fmt: skip
         self.generations = NodeGenerations(self, self._rules, self.rounds.trained, parts.sampling)
         self._orders = NodeOrders(self, self.communication)
 

@@ -37,7 +37,7 @@ class NodeRounds:
 
     def __init__(
         self, uid: int, config: NodeConfig, training: Training, communication: Communication, rules: NodeRules,
-        sampling: Sampling | None, record: Record,
+        *, sampling: Sampling | None, record: Record,
     ) -> None:
         """record: called once per round."""
         self.totals = RoundTotals(communication.counters)

@@ -226,7 +226,7 @@ def _plain(panel: Axes) -> None:
 
 def _finish(
     figure: Figure, panel: Axes, lines: Sequence[Line], drawn: Sequence[int], paper: bool, text: str,
-    dashed: bool = False, bands: bool = True,
+    *, dashed: bool = False, bands: bool = True,
 ) -> None:
     """Write title and legend. dashed: whether dashes are the merged model. bands: whether there are any."""
     from matplotlib.lines import Line2D

@@ -24,7 +24,7 @@ class PlaceWait:
 
     def __init__(
         self, places: list[Tensor], current: Tensor, leases: Leases, facts: RunFacts, counters: Counters,
-        deadline: float, late: bool,
+        *, deadline: float, late: bool,
     ) -> None:
         """places: `current` is none of those to choose from. late: whether the last such wait was in vain; then this
         one gives up at once."""
@@ -95,7 +95,8 @@ class ModelSlots:
                 place = None if slot is None else self._places[slot]
             else:
                 wait = PlaceWait(
-                    self._places, current, self._leases, self._status, self._counters, deadline, self._late
+                    self._places, current, self._leases, self._status, self._counters, deadline=deadline,
+                    late=self._late,
                 )
                 if not wait.step(clock.now()):
                     yield wait

@@ -70,8 +70,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if isinstance(run.driver, FaultyDriver):
             self.fault_course = run.driver
         self._founders = parts.founders
-        self._relays = Relays(run.uid, run.machine_of, parts.relayed, parts.founders, run.addresses.others, self._io,
-                              keyring)  # fmt: skip
+        self._relays = Relays(run.uid, run.machine_of, parts.relayed, parts.founders, others=run.addresses.others,
+                              io=self._io, keyring=keyring)  # fmt: skip
         self._generations = generations_of(run, parts)
         if self._generations is not None and parts.growth is not None:
             Newcomers(run, self._relays).admit_through(self._generations.reconfiguration, parts.growth)

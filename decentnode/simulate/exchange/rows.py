@@ -40,7 +40,7 @@ class RowExchange(Exchange):
         whole = Fragment(0, population.num_parameters, population.graph)
         self._generation, self._nodes = hub.generation, [
             _Node(uid, population, shared.make_rules(), fragments, whole if shared.fragments else None,
-                  experiment.seed, hub, config)
+                  seed=experiment.seed, hub=hub, config=config)
             for uid in range(population.num_nodes)
         ]  # fmt: skip
         self._buffers = buffers and population.buffers.numel() > 0
@@ -93,7 +93,7 @@ class _Node:
 
     def __init__(
         self, uid: int, population: Population, rules: Sequence[Sharing], fragments: Sequence[Fragment],
-        buffers: Fragment | None, seed: int, hub: Hub, config: InprocConfig,
+        buffers: Fragment | None, *, seed: int, hub: Hub, config: InprocConfig,
     ) -> None:
         schemas = schemas_of(rules, population.model, population.shared[0].fragments)
         self._communication = Inproc(config, uid=uid, hub=hub, schemas=schemas)

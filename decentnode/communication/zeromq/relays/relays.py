@@ -19,7 +19,7 @@ class Relays:
 
     def __init__(
         self, uid: int, machine_of: Mapping[int, int], relayed: Collection[int], founders: int,
-        others: Mapping[int, Endpoints], io: NodeSockets, keyring: Keyring | None,
+        *, others: Mapping[int, Endpoints], io: NodeSockets, keyring: Keyring | None,
     ) -> None:
         """relayed: nodes of the mapping to which no other machine can connect. founders: how many it has. others: where
         nodes listen, by uid."""
