@@ -62,14 +62,14 @@ def set_level(level: Level) -> None:
 
 
 @contextlib.contextmanager
-def into(path: Path, who: str, level: int = logging.INFO) -> Iterator[None]:
+def into(path: Path, who: str) -> Iterator[None]:
     """Send the log of the `decentnode` tree to `path` alone in this block; what the program had set up holds again
     afterwards."""
     root, handler = logging.getLogger("decentnode"), logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_Formatter(FORMAT.format(who=who)))
     before = root.handlers[:], root.level, root.propagate
     root.handlers[:], root.propagate = [handler], False
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     try:
         yield
     finally:
@@ -85,14 +85,14 @@ def set_up(who: str, path: Path | None = None, level: int = logging.INFO) -> Non
     _take(handler, level)
 
 
-def set_up_nodes(paths: Mapping[int, Path], level: int = logging.INFO) -> None:
+def set_up_nodes(paths: Mapping[int, Path]) -> None:
     """Send the log of a process of several nodes to a file for each, by uid, in ascending order; `of_node` says which
     node a line belongs to."""
     handlers: dict[int, logging.Handler] = {}
     for uid, path in paths.items():
         handlers[uid] = logging.FileHandler(path, encoding="utf-8")
         handlers[uid].setFormatter(_Formatter(FORMAT.format(who=f"node {uid:03d}")))
-    _take(_ByNode(handlers), level)
+    _take(_ByNode(handlers), logging.INFO)
 
 
 def _take(handler: logging.Handler, level: int) -> None:

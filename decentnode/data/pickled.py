@@ -89,13 +89,13 @@ def read_pickled(path: Path, what: str = "a batch of CIFAR") -> dict[str, Any]:
     return _read(path, what, records=False)
 
 
-def read_records(path: Path, what: str = "a dict of records") -> dict[int | str, dict[str, Any]]:
+def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
     """Returns the first MAX_RECORDS entries of a file that holds a dict of dicts, whose keys are texts and whose values
     are numbers, texts, None or lists of numbers.
 
     Raises DataError for whatever is not that, with the place in the file.
     """
-    return _read(path, what, records=True)
+    return _read(path, "a dict of records", records=True)
 
 
 def _read(path: Path, what: str, records: bool) -> dict[Any, Any]:

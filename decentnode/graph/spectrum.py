@@ -19,6 +19,8 @@ MOST_ROUNDS, MOST_DRAWN = 20_000, 500
 """Rounds of a large graph that are tried, of one with a period and of one without."""
 POWER_ROUNDS = 200
 SMALL = 1e-6
+CONSENSUS = 1e-3
+"""Part of what a distance to the mean was, to which it has shrunk at consensus."""
 EXACT = 1e-12
 """A distance of this or less is that of exact averaging."""
 
@@ -36,7 +38,7 @@ def contraction(graph: Graph) -> float:
     """
     n = graph.num_nodes
     if n > SPECTRAL_NODES:
-        return power_rate(graph) if graph.period is not None else drawn(graph, 1e-3)[0]
+        return power_rate(graph) if graph.period is not None else drawn(graph, CONSENSUS)[0]
     product, rounds = np.eye(n), 0
     for rounds in range(1, 1 + (graph.period or SAMPLED_ROUNDS)):
         product = graph.matrix(rounds - 1) @ product
@@ -51,23 +53,23 @@ def spectral_gap(graph: Graph) -> float:
     return 1.0 - contraction(graph)
 
 
-def rounds_to_consensus(graph: Graph, distance: float = 1e-3) -> int | None:
-    """Rounds after which every distance to the mean has shrunk to `distance` of itself; None if it never does. Of a
+def rounds_to_consensus(graph: Graph) -> int | None:
+    """Rounds after which every distance to the mean has shrunk to CONSENSUS of itself; None if it never does. Of a
     graph of more than SPECTRAL_NODES nodes: after which those of a few random vectors have."""
     n = graph.num_nodes
     if n == 1:
         return 0
     if n > SPECTRAL_NODES and graph.period is None:
-        return drawn(graph, distance)[1]
+        return drawn(graph, CONSENSUS)[1]
     rate = contraction(graph)
     if 0 < rate < 1 and graph.period == 1:
-        return max(1, math.ceil(math.log(distance) / math.log(rate) - 1e-9))
+        return max(1, math.ceil(math.log(CONSENSUS) / math.log(rate) - 1e-9))
     if n > SPECTRAL_NODES:
-        return rounds_of_vectors(graph, distance, rate)
+        return rounds_of_vectors(graph, CONSENSUS, rate)
     product = np.eye(n)
     for round in range(min(MAX_ROUNDS, 50 * (graph.period or 20))):
         product = graph.matrix(round) @ product
-        if np.linalg.norm(apart(product), 2) <= distance:
+        if np.linalg.norm(apart(product), 2) <= CONSENSUS:
             return round + 1
     return None
 

@@ -250,14 +250,14 @@ def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
                             f"{told[0][len(theirs)]!r}")  # fmt: skip
 
 
-def broadcast_all(tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Blocking: replaces every tensor by that of rank `source`, in place."""
+def broadcast_all(tensors: Iterable[Tensor]) -> None:
+    """Blocking: replaces every tensor by that of rank 0, in place."""
     if num_ranks() == 1:  # which may have NCCL and a model on the CPU
         return
     for each in tensors:
         tensor = distinct(each.detach())
         if tensor.numel():
             flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-            wait(dist.broadcast(flat.view(torch.uint8), source, async_op=True))  # backends know few types
+            wait(dist.broadcast(flat.view(torch.uint8), 0, async_op=True))  # backends know few types
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.copy_(flat.view(tensor.shape))

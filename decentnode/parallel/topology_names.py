@@ -15,8 +15,11 @@ logger = logging.getLogger(__name__)
 
 TopologyLike = str | Mapping[str, Any] | Graph
 
+SEED = 0
+"""Of graphs that are drawn: the same in every script."""
 
-def make_topology(given: TopologyLike, world_size: int, local_world_size: int, seed: int = 0) -> Graph:
+
+def make_topology(given: TopologyLike, world_size: int, local_world_size: int) -> Graph:
     """The graph over the ranks. Raises GraphError or ValueError when it cannot be made for so many.
 
     given: complete, ring, one-peer-exp (or exp), alternating-exp-ring; any graph of the table GRAPHS, by name or as a
@@ -32,7 +35,7 @@ def make_topology(given: TopologyLike, world_size: int, local_world_size: int, s
         elif set(section) == {"name"}:
             section = _fitting(section["name"], world_size, local_world_size)
         cls = load_class(section["name"], GRAPHS, "graph")
-        graph = build_graph(cls.Config.model_validate({"nodes": world_size, **section}), None, seed)
+        graph = build_graph(cls.Config.model_validate({"nodes": world_size, **section}), None, SEED)
     if graph.num_nodes != world_size:
         raise ValueError(f"topology must have {world_size} nodes, one per rank, got {graph.num_nodes}")
     return graph

@@ -48,7 +48,6 @@ class Traffic:
         if module is None:
             module = module_without_values(experiment, experiment.open_data().spec)
         shared = shared_model(experiment, module)
-        self.model_elements = shared.model.num_parameters
         self.model_bytes = shared.model.num_parameters * shared.model.dtype.itemsize
         self.buffer_bytes = float(shared.model.buffers.numel() * shared.model.buffers.dtype.itemsize)
         self.exchanged = self._measured(shared, graph)

@@ -11,10 +11,9 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, OnProcesses, Restart, StruckModels
+from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, Restart, StruckModels
 
-ON_LINKS, ON_PROCESSES, IN_NODE = OnLinks.__args__, OnProcesses.__args__, InNode.__args__
-
+ON_LINKS, IN_NODE = OnLinks.__args__, InNode.__args__
 
 NAMING = ("nodes", "sides", "source", "to")
 """Keys of faults that name nodes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,15 +145,12 @@ class Plan:
             }  # fmt: skip
             yield labels, found
 
-    def predictions(
-        self, choices: Choices, tell: Callable[[str], None] = lambda _: None
-    ) -> tuple[list[Prediction], list[Skipped]]:
-        """Returns (predictions of all that can run, what cannot). tell: called with the name of each before it."""
+    def predictions(self, choices: Choices) -> tuple[list[Prediction], list[Skipped]]:
+        """Returns (predictions of all that can run, what cannot)."""
         found, skipped = [], []
         known: set[tuple[str, ...]] = set()
         for labels, overrides in self.candidates(choices):
             name = " ".join([*labels.values(), *(each for each in overrides if each.startswith("training."))])
-            tell(name)
             try:
                 experiment = load(self._config, [*self._overrides, *overrides], check=False)
                 problems = [each for check in CHECKS for each in check(experiment)]

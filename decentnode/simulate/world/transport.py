@@ -27,7 +27,6 @@ from decentnode.communication.run_state import Quorum, Steps, Wait, without_wait
 from decentnode.communication.shared_memory.model_slots import ModelSlots
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.communication.zeromq.protocol.collective_state import (
-    BarrierWait,
     CollectiveState,
     JoinWait,
     MeanWait,
@@ -237,12 +236,6 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
         raise NotImplementedError(STEPPED)
-
-    def barrier_steps(self, name: str, timeout_seconds: float) -> Steps[None]:
-        """As `barrier`."""
-        self.facts.raise_if_over()
-        wait: BarrierWait = self.collectives.enter_barrier(name, timeout_seconds, clock.now())
-        yield wait
 
     def report(self, figures: Mapping[str, float | int | str]) -> None:
         self.collectives.report(dict(figures), clock.now())

@@ -237,16 +237,16 @@ def write_newcomer(folder: Path) -> bytes:
     return public
 
 
-def load_newcomer(folder: Path, uid: int = -1, seated: Mapping[int, bytes] | None = None) -> Keyring:
-    """The keys of a node that is in no mapping, whose folder has PUBLIC_FILE and its own secret. seated: the keys of
-    others that are in none. Raises EnvironmentFault as `load_keyring`."""
+def load_newcomer(folder: Path, uid: int = -1) -> Keyring:
+    """The keys of a node that is in no mapping, whose folder has PUBLIC_FILE and its own secret. Raises
+    EnvironmentFault as `load_keyring`."""
     path = folder / NEWCOMER_SECRET
     secret = read_trusted(path, 0o077).strip()
     try:
         own = zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
         raise EnvironmentFault(f"{path}: not a secret key") from None
-    return Keyring(uid, secret, {**read_public(folder), **(seated or {}), uid: own}, Invited(folder))
+    return Keyring(uid, secret, {**read_public(folder), uid: own}, Invited(folder))
 
 
 @dataclass(frozen=True)
