@@ -16,7 +16,7 @@ from decentnode.parallel.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.plan import Plan
 
 
-class GossipStepsThere(GossipSteps):
+class DecentDPSteps(GossipSteps):
     """The steps of the wrapper with Decent-DP's face; with `faithful` they are taken as there."""
 
     def __init__(

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decentnode import parallel
 from decentnode.compat.decent_dp import checkpoints, functions
 from decentnode.compat.decent_dp.buckets import BucketSteps, Named
-from decentnode.compat.decent_dp.steps import GossipStepsThere
+from decentnode.compat.decent_dp.steps import DecentDPSteps
 from decentnode.compat.decent_dp.topologies import graph_for
 from decentnode.parallel.process_group import local_device, ranks_per_machine
 from decentnode.parallel.resume import EXTRA, accumulated, take_up_accumulated
@@ -47,7 +47,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
 
-    _gossip: GossipStepsThere
+    _gossip: DecentDPSteps
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         else:
             self._tell()
 
-    def _make_steps(self, *parts: Any) -> GossipStepsThere:
+    def _make_steps(self, *parts: Any) -> DecentDPSteps:
         names: dict[Tensor, str] = {p: name for name, p in self._named}
-        return GossipStepsThere(*parts, names=names, faithful=self._faithful)
+        return DecentDPSteps(*parts, names=names, faithful=self._faithful)
 
     def _no_buckets(self) -> BucketSteps:
         local = self._gossip.local
