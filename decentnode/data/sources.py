@@ -203,19 +203,23 @@ def unpack(archive: Path, target: Path) -> None:
         with tarfile.open(archive, "r:gz") as rolled:
             members = rolled.getmembers()
             _check([(each.name, each.size, each.isreg() or each.isdir()) for each in members], archive)
-            for member in members:  # as plain files: no owners, modes or times of the archive's
-                place = target / member.name
-                if member.isdir():
-                    place.mkdir(parents=True, exist_ok=True)
-                    continue
-                place.parent.mkdir(parents=True, exist_ok=True)
-                content = rolled.extractfile(member)
-                assert content is not None
-                with content, open(place, "wb") as file:
-                    while block := content.read(BLOCK):
-                        file.write(block)
+            for member in members:
+                _write_member(rolled, member, target / member.name)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
         raise DataError(f"{archive}: cannot be unpacked: {error}") from error
+
+
+def _write_member(rolled: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
+    """Writes a plain file or folder: without the owner, mode and time that the archive says."""
+    if member.isdir():
+        place.mkdir(parents=True, exist_ok=True)
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    content = rolled.extractfile(member)
+    assert content is not None
+    with content, open(place, "wb") as file:
+        while block := content.read(BLOCK):
+            file.write(block)
 
 
 def _check(members: list[tuple[str, int, bool]], archive: Path) -> None:

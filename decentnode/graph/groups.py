@@ -60,16 +60,21 @@ class Groups:
             for group in self.members:
                 first, *others = group
                 row, toward = self.row(graph.weights(first, round)), self.of(graph.neighbors(first, round))
+                mine = self._places[first][0]
                 for uid in others:
-                    found = self.row(graph.weights(uid, round))
-                    for other in sorted(row.keys() | found.keys()):
-                        a, b = row.get(other, 0.0), found.get(other, 0.0)
-                        if abs(a - b) > EQUAL:
-                            return (f"nodes {first} and {uid} of one group give weights {a:.3f} and {b:.3f} to nodes "
-                                    f"{shown(self.members[other])} in round {round}")  # fmt: skip
-                    mine = self._places[first][0]
+                    other = self._unequal(row, self.row(graph.weights(uid, round)))
+                    if other:
+                        return f"nodes {first} and {uid} of one group give {other} in round {round}"
                     if set(self.of(graph.neighbors(uid, round))) - {mine} != set(toward) - {mine}:
                         return f"nodes {first} and {uid} of one group send to other groups in round {round}"
+        return ""
+
+    def _unequal(self, row: Mapping[int, float], found: Mapping[int, float]) -> str:
+        """The first group to which two rows give other weights, in words; "" where there is none."""
+        for group in sorted(row.keys() | found.keys()):
+            a, b = row.get(group, 0.0), found.get(group, 0.0)
+            if abs(a - b) > EQUAL:
+                return f"weights {a:.3f} and {b:.3f} to nodes {shown(self.members[group])}"
         return ""
 
 

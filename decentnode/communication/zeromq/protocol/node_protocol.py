@@ -229,35 +229,41 @@ class NodeProtocol:
             with self._lock:
                 self.collectives.part(message, body, now)
         elif type(message) in MEMBERSHIP_KINDS:
-            if isinstance(message, Bye):
-                with self._lock:
-                    self.collectives.left(message.source)
-            elif self._reconfiguration is not None and not self.joined:
-                for event in self._session.has_begun(message.run):
-                    self._on_event(event, now)
-                self._flush(now)
-            if self._reconfiguration is not None:
-                self._reconfiguration.receive(message, now)
-            elif not isinstance(message, Bye):
-                raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
+            self._on_membership(message, now)
         else:
             try:
                 for event in self._session.receive(message, now):
-                    if isinstance(event, Slot):
-                        self.take_slot(event)
-                    elif isinstance(event, Skipped):
-                        first, last = (event.round, event.phase), (event.last_round, event.last_phase)
-                        self._inbox.skip(event.source, first, last)
-                    elif isinstance(event, Overdue):
-                        if self._facts.waiting is not None or self._catches_up:
-                            self._unnumbered(event.source, Waits, now)
-                    elif isinstance(event, Waits):
-                        self._inbox.waits_itself(event.source, now)
-                    else:
-                        self._on_event(event, now)
+                    self._on_neighbor(event, now)
             finally:
                 if self._session.outbox:
                     self._flush(now)
+
+    def _on_membership(self, message: Message, now: float) -> None:
+        if isinstance(message, Bye):
+            with self._lock:
+                self.collectives.left(message.source)
+        elif self._reconfiguration is not None and not self.joined:
+            for event in self._session.has_begun(message.run):
+                self._on_event(event, now)
+            self._flush(now)
+        if self._reconfiguration is not None:
+            self._reconfiguration.receive(message, now)
+        elif not isinstance(message, Bye):
+            raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
+
+    def _on_neighbor(self, event: SessionEvent, now: float) -> None:
+        """What the session made of a message: what a neighbor says of its payloads, or an event of the run."""
+        if isinstance(event, Slot):
+            self.take_slot(event)
+        elif isinstance(event, Skipped):
+            self._inbox.skip(event.source, (event.round, event.phase), (event.last_round, event.last_phase))
+        elif isinstance(event, Overdue):
+            if self._facts.waiting is not None or self._catches_up:
+                self._unnumbered(event.source, Waits, now)
+        elif isinstance(event, Waits):
+            self._inbox.waits_itself(event.source, now)
+        else:
+            self._on_event(event, now)
 
     def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
         """As `Reconfiguration.knocked`."""
