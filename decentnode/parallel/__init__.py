@@ -12,8 +12,8 @@ generation.
 
 from decentnode.parallel.comm_optimizer import CommOptimizer
 from decentnode.parallel.ddp import DecentralizedDataParallel
+from decentnode.parallel.initialize import initialize_dist
 from decentnode.parallel.membership.job import job_address
 from decentnode.parallel.methods.base import DistOptimizer
-from decentnode.parallel.process_group import initialize_dist
 
 __all__ = ["CommOptimizer", "DecentralizedDataParallel", "DistOptimizer", "initialize_dist", "job_address"]

@@ -1,4 +1,4 @@
-"""Joins the process group, and makes sure that all ranks train the same and start together."""
+"""What ranks do over their process group: they tell each other texts, wait, compare, and succeed together or not."""
 
 from __future__ import annotations
 
@@ -7,91 +7,18 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decentnode.communication.torch_distributed.communicator import describe_gpu, exchange_descriptions, refusal
 from decentnode.errors import AssemblyError
 from decentnode.parallel.memory import distinct
-from decentnode.parallel.shutdown import leave_at_exit
 from decentnode.system import boot_id
 from decentnode.words import names
 
 MAX_TEXT_BYTES, MAX_REASON = 1 << 24, 2000
-
-
-def initialize_dist(
-    backend: str | None = None, timeout_seconds: float = 300.0, *, missing: Literal["fail", "regroup"] = "fail",
-    join: str | None = None, listen: str | None = None, min_ranks: int | None = None, newcomers: int = 64,
-    keys: str | Path | None = None,
-) -> tuple[int, int]:
-    """Joins the default process group as torchrun's environment says; returns (rank, world size). Blocking.
-
-    backend: when not given, nccl where CUDA is available and gloo elsewhere. On GPUs the local rank's device is chosen.
-    The process leaves the group by itself before it ends; dist.destroy_process_group() may be called before that.
-
-    missing="regroup": ranks may die, and others come in, over gloo (membership/). join: addresses of members of a job
-    that runs, HOST:PORT, more behind commas; this process becomes a member when it wraps its model, and has no process
-    group before; what is returned stands for its rank until then. listen: HOST:PORT where the first rank of this
-    machine is to be found, the next two ports further on; any port when not given. min_ranks: fewest members that go
-    on, more than half of the first ones when not given. newcomers: most that may come beside these.
-    Raises ValueError, OSError where a port is taken, AssemblyError where no member lets this process in, UsageError.
-    """
-    if missing not in ("fail", "regroup"):
-        raise ValueError(f'missing must be "fail" or "regroup", got {missing!r}')
-    elastic = missing == "regroup" or join is not None
-    if not elastic and (listen or min_ranks is not None or keys is not None):
-        raise ValueError('listen, min_ranks and keys need missing="regroup"')
-    if elastic and backend not in (None, "gloo"):
-        raise ValueError(f'missing="regroup" needs the backend gloo, got {backend}')
-    if not dist.is_initialized():
-        for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
-            os.environ.setdefault(key, value)
-        if elastic:
-            from decentnode.parallel.membership import beginning  # it needs this file
-
-            leave_at_exit()
-            beginning.begin(join, listen, timeout_seconds, min_ranks, newcomers, keys)
-            if not dist.is_initialized():
-                return beginning.expected()
-        else:
-            _join_group(backend, timeout_seconds)
-    elif join is not None:
-        raise ValueError("a process that joins must have no process group yet")
-    elif elastic:
-        from decentnode.parallel.membership import founding, job
-
-        if job.current() is None:
-            founding.start(listen, timeout_seconds, min_ranks, newcomers, keys)
-    return dist.get_rank(), dist.get_world_size()
-
-
-def _join_group(backend: str | None, timeout_seconds: float) -> None:
-    cuda = torch.cuda.is_available() and backend in (None, "nccl")
-    if cuda:
-        torch.cuda.set_device(local_device())
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-    found: dict[str, Any] = {}
-    if device is not None and dist.is_nccl_available():  # else torch says so
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-        _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
-        found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
-                            device_id=device, **found)  # fmt: skip
-    leave_at_exit()
-
-
-def _check_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
-    """Blocking, on all ranks. Raises AssemblyError on all of them where NCCL would refuse: two on one GPU, or two
-    versions of it."""
-    problem = refusal(exchange_descriptions(store, rank, range(world_size), describe_gpu(device)), "rank")
-    if problem:
-        raise AssemblyError(f'{problem}: start one rank for each GPU, or call initialize_dist("gloo")')
 
 
 def local_device() -> torch.device:

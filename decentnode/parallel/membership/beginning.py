@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from decentnode.errors import AssemblyError
 from decentnode.parallel.membership import founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.addresses import Address, endpoint_of, parsed
+from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.membership.keys import HOW, Access
 
 KEY = "decentnode/member"
@@ -23,38 +23,35 @@ SEEN_SECONDS = 0.5
 NO_KEYS = "none"
 
 
-def begin(join: str | None, listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int,
-          keys: str | Path | None) -> None:  # fmt: skip
+def begin(join: str | None, settings: JobSettings) -> None:
     """Blocking: makes this process's job, and the process group of those that found it together. A process that joins
     has none before it has wrapped a model. Raises as `initialize_dist`."""
     if join is not None:
-        founding.join([each.strip() for each in join.split(",") if each.strip()] or [""], listen, timeout_seconds,
-                  keys)  # fmt: skip
+        founding.join([each.strip() for each in join.split(",") if each.strip()] or [""], settings)
         return
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    access = Access.given(keys)
+    access, timeout = Access.given(settings.keys), timedelta(seconds=settings.timeout_seconds)
     if world == 1 and access.closed:
-        founding.start_closed(None, 0, 1, listen, timeout_seconds, min_ranks, newcomers, keys)
+        founding.start_closed(None, 0, 1, settings)
         return
     if world == 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
-        founding.start(listen, timeout_seconds, min_ranks, newcomers, keys)
+        dist.init_process_group("gloo", timeout=timeout)
+        founding.start(settings)
         return
-    store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=timeout_seconds)))
+    store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=timeout))
     raw = _underlying(store)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     running = _running(raw, rank, world, attempt)
     if running:
-        job = founding.join(running, listen, timeout_seconds, keys)
+        job = founding.join(running, settings)
         raw.set(f"{KEY}/{rank}", f"{attempt} joined {job.address}")
         return
     _check_keys(store, rank, world, access)
     if access.closed:
-        job = founding.start_closed(store, rank, world, listen, timeout_seconds, min_ranks, newcomers, keys)
+        job = founding.start_closed(store, rank, world, settings)
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world,
-                                timeout=timedelta(seconds=timeout_seconds))  # fmt: skip
-        job = founding.start(listen, timeout_seconds, min_ranks, newcomers, keys)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        job = founding.start(settings)
     raw.set(f"{KEY}/{rank}", f"{attempt} founded {job.address}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,26 +16,43 @@ from decentnode.parallel import process_group
 from decentnode.parallel.membership.addresses import parsed
 from decentnode.parallel.membership.job import Job, become
 from decentnode.parallel.membership.keys import Access
+from decentnode.wire.messages import MAX_SEATS
 
 STORE_KEY = "decentnode/founder"
 """In the store that ranks with keys meet at: where each listens, or (behind FAILED) why it does not."""
 FAILED = "failed "
 
 
-def start(listen: str | None, timeout_seconds: float, min_ranks: int | None, newcomers: int,
-          keys: str | Path | None = None) -> Job:  # fmt: skip
+@dataclass(frozen=True)
+class JobSettings:
+    """What a process is told of a job that it founds or joins, as `initialize_dist`."""
+
+    listen: str | None
+    timeout_seconds: float
+    min_ranks: int | None = None
+    """Of whom founds it."""
+    newcomers: int = MAX_SEATS
+    """Of whom founds it."""
+    keys: str | Path | None = None
+
+    def listening(self, toward: str) -> Job:
+        """As `Job.listening`."""
+        return Job.listening(self.listen, toward, self.timeout_seconds, self.keys)
+
+
+def start(settings: JobSettings) -> Job:
     """Blocking: all ranks of the process group found a job. Raises OSError, ValueError, UsageError for keys, which this
     process group is not closed by; AssemblyError where another rank did."""
     with process_group.together("listen for members"):
-        if Access.given(keys).closed:
+        if Access.given(settings.keys).closed:
             raise UsageError('a job with keys makes its process group itself: call initialize_dist(missing="regroup") '
                              "before any other")  # fmt: skip
-        made = Job.listening(listen, os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout_seconds, keys)
-    return _begun(made, lambda: made.found(dist.get_rank(), dist.get_world_size(), _by_group, min_ranks, newcomers))
+        made = settings.listening(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return _begun(made, lambda: made.found(rank, world, _by_group, settings.min_ranks, settings.newcomers))
 
 
-def start_closed(store: dist.Store | None, rank: int, world: int, listen: str | None, timeout_seconds: float,
-                 min_ranks: int | None, newcomers: int, keys: str | Path | None) -> Job:  # fmt: skip
+def start_closed(store: dist.Store | None, rank: int, world: int, settings: JobSettings) -> Job:
     """Blocking: as `start`, of ranks that have keys and meet at a store; makes their process group, too."""
     def by_store(text: str) -> list[str]:
         if store is None:
@@ -47,22 +65,22 @@ def start_closed(store: dist.Store | None, rank: int, world: int, listen: str | 
         return found
 
     try:
-        made = Job.listening(listen, os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout_seconds, keys)
+        made = settings.listening(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     except Exception as error:
         if store is not None:
             store.set(f"{STORE_KEY}/{rank}", f"{FAILED}{type(error).__name__}: {error}")
         raise
     made.meeting_place = store
-    return _begun(made, lambda: made.found(rank, world, by_store, min_ranks, newcomers))
+    return _begun(made, lambda: made.found(rank, world, by_store, settings.min_ranks, settings.newcomers))
 
 
-def join(addresses: Sequence[str], listen: str | None, timeout_seconds: float, keys: str | Path | None = None) -> Job:
+def join(addresses: Sequence[str], settings: JobSettings) -> Job:
     """Blocking: this process is to join a job. Raises OSError, ValueError, AssemblyError, UsageError,
     EnvironmentFault."""
     toward = "127.0.0.1"
     with suppress(ValueError):
         toward = parsed(addresses[0])[0]
-    made = Job.listening(listen, toward, timeout_seconds, keys)
+    made = settings.listening(toward)
     return _begun(made, lambda: made.knock(addresses))
 
 

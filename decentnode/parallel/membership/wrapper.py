@@ -50,7 +50,7 @@ def job_for(missing: Missing | None, timeout_seconds: float) -> jobs.Job | None:
         if not dist.is_initialized() or dist.get_backend() != "gloo":
             raise ValueError('missing="regroup" needs initialize_dist(missing="regroup"), or a process group of the '
                              "backend gloo")  # fmt: skip
-        found = founding.start(None, timeout_seconds, None, jobs.MAX_SEATS)
+        found = founding.start(founding.JobSettings(None, timeout_seconds))
     return found
 
 
