@@ -122,7 +122,7 @@ class FlatModel:
             p.data = _dense(p.data)
         if storage is None:
             storage = torch.empty(self.num_parameters, dtype=self.dtype, device=self.device)
-        self._homes: dict[int, list[Tensor]] = {}
+        self._views: dict[int, list[Tensor]] = {}
         """Address of a storage -> views of it, one per parameter. Of the present storage and the one before."""
         self.parameters = self._adopt(storage, copy=True)
         self.buffers = self._flatten_buffers()
@@ -158,26 +158,26 @@ class FlatModel:
                 f"storage must be contiguous [{self.num_parameters}] {self.dtype}, "
                 f"got {list(storage.shape)} {storage.dtype}"
             )
-        homes = self._homes.get(storage.data_ptr())
-        if homes is None:
-            homes = self._homes_in(storage)
-        for p, home in zip(self._trainable, homes, strict=True):
+        views = self._views.get(storage.data_ptr())
+        if views is None:
+            views = self._views_in(storage)
+        for p, view in zip(self._trainable, views, strict=True):
             if copy:
-                home.copy_(p.data)
-            p.data = home
+                view.copy_(p.data)
+            p.data = view
         return storage
 
-    def _homes_in(self, storage: Tensor) -> list[Tensor]:
+    def _views_in(self, storage: Tensor) -> list[Tensor]:
         """Returns a view of the storage per parameter. They are kept: a model alternates between two slots, and making
         the views of many parameters anew would cost every round."""
-        homes, offset = [], storage.storage_offset()
+        views, offset = [], storage.storage_offset()
         for p in self._trainable:
-            homes.append(storage.as_strided(p.shape, p.stride(), offset))
+            views.append(storage.as_strided(p.shape, p.stride(), offset))
             offset += p.numel()
-        while len(self._homes) > 1:
-            del self._homes[next(iter(self._homes))]
-        self._homes[storage.data_ptr()] = homes
-        return homes
+        while len(self._views) > 1:
+            del self._views[next(iter(self._views))]
+        self._views[storage.data_ptr()] = views
+        return views
 
     def rebind(self, storage: Tensor) -> None:
         """Let the parameters be views of other storage [P], which has their values already. Nothing is copied. Raises
@@ -189,9 +189,9 @@ class FlatModel:
         flat = torch.empty(sum(b.numel() for b in floats), dtype=torch.float32, device=self.device)
         offset = 0
         for b in floats:
-            home = flat[offset : offset + b.numel()].view(b.shape)
-            home.copy_(b)
-            b.data = home
+            view = flat[offset : offset + b.numel()].view(b.shape)
+            view.copy_(b)
+            b.data = view
             offset += b.numel()
         return flat
 

@@ -65,7 +65,7 @@ class Population:
         self.rows = torch.zeros(self.num_nodes, width, dtype=model.dtype, device=self.device)
         """[N, P rounded up]: the model of every node; zeros behind its end."""
         self.rows[:, : self.num_parameters] = model.parameters
-        self._homes = [tuple(shared.model.parameters.detach().clone() for _ in range(2)) for shared in self.shared]
+        self._unbound = [tuple(shared.model.parameters.detach().clone() for _ in range(2)) for shared in self.shared]
         """Where the modules' parameters lie while no node is bound; a flat model remembers its last two places."""
         self.buffers = model.buffers.expand(self.num_nodes, -1).clone()
         """[N, B] the float buffers of every node."""
@@ -104,7 +104,7 @@ class Population:
 
     def release(self) -> None:
         """Let no module hold the present rows: they can be replaced by others, and their memory is free then."""
-        for shared, (one, other) in zip(self.shared, self._homes, strict=True):
+        for shared, (one, other) in zip(self.shared, self._unbound, strict=True):
             shared.model.rebind(one)
             shared.model.rebind(other)
 

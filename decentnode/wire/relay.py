@@ -6,9 +6,9 @@ would go through the connection. With keys that is CURVE between the two ends: t
 and how much, and can hold bytes back or cut them off, but it can neither read nor change anything unnoticed. Without
 keys it can do both, as everybody on the network path can.
 
-`RelayHub` is the relay's side: frames in, frames out. Both ends are in zeromq/relayed_streams.py. Nothing waits
-in a hub: what may be under way on a stream is bounded by the credit that its receiver gives (STREAM_BYTES), and the
-number of streams by MAX_STREAMS.
+`RelayHub` is the relay's side: frames in, frames out. Both ends are in communication/zeromq/relays/relayed_streams.py.
+Nothing waits in a hub: what may be under way on a stream is bounded by the credit that its receiver gives
+(STREAM_BYTES), and the number of streams by MAX_STREAMS.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where ranks listen, and how a process asks its way into a job that runs: frames, addresses, the knock at a door."""
+"""Where ranks listen, and how a process asks to join a job that runs."""
 
 from __future__ import annotations
 
@@ -228,21 +228,21 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
     """One attempt: what a member answers, or why there is no answer."""
     if Address(endpoint, "").refuses(seconds):
         return SILENT
-    door = context.socket(zmq.DEALER)
-    door.setsockopt(zmq.LINGER, 0)
-    door.setsockopt(zmq.IPV6, int("[" in endpoint))
-    access.log_in(door)
-    monitor = door.get_monitor_socket(FAILED)
-    door.connect(endpoint)
+    asking = context.socket(zmq.DEALER)
+    asking.setsockopt(zmq.LINGER, 0)
+    asking.setsockopt(zmq.IPV6, int("[" in endpoint))
+    access.log_in(asking)
+    monitor = asking.get_monitor_socket(FAILED)
+    asking.connect(endpoint)
     try:
-        door.send(packed_frame(Knock(bytes(8), 0, 0, PROTOCOL_VERSION, own.control, own.store, REACH_DIRECT, "")))
+        asking.send(packed_frame(Knock(bytes(8), 0, 0, PROTOCOL_VERSION, own.control, own.store, REACH_DIRECT, "")))
         poller = zmq.Poller()
-        poller.register(door, zmq.POLLIN)
+        poller.register(asking, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        if door not in (ready := dict(poller.poll(int(1000 * seconds)))):
+        if asking not in (ready := dict(poller.poll(int(1000 * seconds)))):
             refused = bool(ready) and failed_handshake(monitor)
             return REFUSALS[access.closed] if refused else f"no member of a job answers within {seconds:.1f} s"
-        message = unpacked_frame(door.recv_multipart())
+        message = unpacked_frame(asking.recv_multipart())
         if isinstance(message, Turned):
             return message
         if not isinstance(message, Granted):
@@ -252,5 +252,5 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
     except PeerFault as fault:
         return f"answers what no member would ({fault})"
     finally:
-        end_monitor(door, monitor)
-        door.close(0)
+        end_monitor(asking, monitor)
+        asking.close(0)
