@@ -276,8 +276,10 @@ class RunProgress:
         return self._with_costs([", ".join(told or [f"round=0/{self.rounds}"])], self.sent_bytes)
 
     def _own_metrics(self, nodes: list[NodeState]) -> list[str]:
-        """Of each node's last evaluation, where each evaluates its own model alone."""
-        main, found = self.measured.main, [node.metric for node in nodes if node.metric is not None]
+        """Of each node's last evaluation, where each evaluates its own model alone; once one is after a round, without
+        those before the first, whose models are not trained."""
+        main, trained = self.measured.main, [node for node in nodes if node.evaluated > 0] or nodes
+        found = [node.metric for node in trained if node.metric is not None]
         if not found:
             return []
         worst = (min if main.worst == "min" else max)(found)

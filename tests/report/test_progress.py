@@ -92,6 +92,16 @@ def test_nodes_with_rounds_of_their_own_are_as_far_as_the_furthest() -> None:
     assert "round 60/100" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_what_a_model_was_before_it_was_trained_is_in_no_mean_with_trained_ones() -> None:
+    state = RunProgress.of(100, [0, 1], evaluate_every=10, own_rounds=True)
+    told(state, 0, 0, 0.5, 0, 0.1)
+    told(state, 1, 0, 0.5, 0, 0.1)
+    assert "acc_mean=0.100 acc_min=0.100" in state.line()
+    told(state, 0, 10, 0.1, 1000, 0.9)
+    told(state, 1, 9, 0.3, 1000)
+    assert state.line() == "round=9-10/100 loss=0.2000 acc_mean=0.900 acc_min=0.900 sent=2.0kB"
+
+
 def sent_in(line: str) -> str:
     return next(part for part in line.split() if part.startswith("sent="))
 
