@@ -29,8 +29,7 @@ def value_hint(
     details = group[0]
     value = details["input"]
     replacing = _replacing(path, tree)
-    ours = item is not None and item.place.origin in ("--set", "env")
-    if replacing and not ours and "must be an argument of" in details["msg"]:
+    if replacing and "must be an argument of" in details["msg"]:
         return replacing[1]
     lists = [d for d in group if d["type"] in LISTS]
     if type(value) is int and lists and all(d in lists or d["type"] == "literal_error" for d in group):
@@ -83,7 +82,7 @@ def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseM
 
 def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
     """(name, advice) where --set or the environment gave the section around `path` another name, and the file has
-    written keys for the old one."""
+    written keys for the old one. None for a key that is itself written there."""
     item: Item | None = tree
     found: tuple[str, str] | None = None
     for depth, part in enumerate(path[:-1], 1):
@@ -92,7 +91,8 @@ def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
         if name is not None and name.place.origin in ("--set", "env"):
             section = dotted(path[:depth])
             found = str(name.value), f"to replace the section, --set {section}='{{name: {name.value}, ...}}'"
-    return found
+    written = item.get(path[-1]) if item is not None else None
+    return None if written is not None and written.place.origin in ("--set", "env") else found
 
 
 def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

@@ -56,6 +56,11 @@ def test_an_argument_that_is_itself_changed_gets_no_advice_to_replace(folder: Pa
     assert done.exit_code == 2 and "must be an argument of adam" in done.stderr and "replace" not in done.stderr
 
 
+def test_a_wrong_key_of_a_section_that_is_itself_replaced_is_told_the_known_ones(folder: Path) -> None:
+    done = validate("--set", "data.partition={name: k_classes, k: 2}")
+    assert done.exit_code == 2 and "known keys: name, classes" in done.stderr and "replace" not in done.stderr
+
+
 @pytest.mark.parametrize("given", ["quickstart.yml", "quickstrat.yaml"])
 def test_a_file_that_is_nearly_there(folder: Path, given: str) -> None:
     done = CliRunner().invoke(main, ["validate", given])
