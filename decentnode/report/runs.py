@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from decentnode.errors import UsageError
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report import repeats
+from decentnode.report.furthest import Found, are_apart, by_furthest, furthest_of, virtual_by_round
 from decentnode.report.measured import BEFORE, measured_by
 from decentnode.report.repeats import Ran
 
@@ -63,9 +67,17 @@ class RecordedRun:
                     told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last word on a round
         return {rounds: found[rounds] for rounds in sorted(found)}
 
+    @functools.cached_property
+    def _apart(self) -> bool:
+        """Whether nodes were in rounds of their own, and of different speed."""
+        return are_apart(self.nodes.values())
+
     def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
-        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says."""
+        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says.
+        Where nodes are in rounds of their own, these are the rounds of the furthest, and what all had by then."""
         found = self.by_node(metric, merged)
+        if self._apart and found:
+            return self._by_furthest(found, axis)
         sent, began = (self._bytes() if axis == "bytes" else {}), self._began()
         if axis == VIRTUAL:
             virtual = self.virtual_seconds()
@@ -77,6 +89,19 @@ class RecordedRun:
             return float(rounds) if axis == "rounds" else sent.get(rounds, 0.0)
 
         return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
+
+    def _by_furthest(self, found: Found, axis: str) -> dict[int, tuple[float, list[float]]]:
+        at, began = by_furthest(found), self._began()
+        positions: dict[int, float] = {r: float(r) for r in at}
+        if axis == "seconds":
+            positions = {r: max(0.0, each.time - began) for r, each in at.items()}
+        elif axis == "bytes":
+            grown = sorted((time, more) for _, time, more in self._sent())
+            times, totals = [time for time, _ in grown], [0.0, *itertools.accumulate(more for _, more in grown)]
+            positions = {r: totals[bisect.bisect_right(times, each.time)] for r, each in at.items()}
+        elif axis == VIRTUAL:
+            positions = virtual_by_round(self.nodes, furthest_of(found)) or self.virtual_seconds()
+        return {r: (positions[r], each.values) for r, each in at.items() if r in positions}
 
     def virtual_seconds(self) -> dict[int, float]:
         """Returns rounds finished -> virtual seconds at which all nodes had finished them: what `decentnode timeline`
@@ -112,19 +137,24 @@ class RecordedRun:
         """Returns bytes of payloads that all nodes had sent after so many rounds, with those of nodes that left in
         between."""
         grown: dict[int, float] = {}
+        for rounds, _, more in self._sent():
+            grown[rounds] = grown.get(rounds, 0.0) + more
+        sent, found = 0.0, {}
+        for rounds in sorted(grown):
+            sent += grown[rounds]
+            found[rounds] = sent
+        return found
+
+    def _sent(self) -> Iterator[tuple[int, float, float]]:
+        """Yields (rounds finished, time, bytes of payloads that the node sent since its round before) of all nodes."""
         for records in self.nodes.values():
             last = 0.0
             for record in records:
                 if record.get("kind") == "round":
                     total = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
                     more = total - last if total >= last else total  # a process that began anew counts from 0
-                    grown[record["round"] + 1] = grown.get(record["round"] + 1, 0.0) + more
+                    yield record["round"] + 1, record.get("time", 0.0), more
                     last = total
-        sent, found = 0.0, {}
-        for rounds in sorted(grown):
-            sent += grown[rounds]
-            found[rounds] = sent
-        return found
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,35 @@ def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
     assert run.series("accuracy", "bytes").x == [30, 50, 65, 85]
 
 
+def apart() -> dict[int, list[dict[str, Any]]]:
+    """Nodes in rounds of their own that take 1 s and 4 s, each evaluated after every second round, and in the end."""
+    records: dict[int, list[dict[str, Any]]] = {}
+    for uid, seconds in ((0, 1.0), (1, 4.0)):
+        rounds = int(8 / seconds)
+        records[uid] = [{"kind": "evaluation", "round": 0, "time": 100.0, "accuracy": 0.0, "virtual_seconds": 0.0}]
+        for r in range(1, rounds + 1):
+            told = {"time": 100 + r * seconds, "virtual_seconds": 2 * r * seconds}
+            records[uid].append({"kind": "round", "round": r - 1, "data_bytes_sent": 10 * r, **told})
+            if not r % 2:
+                end = {"accuracy_merged": 0.9} if r == rounds else {}
+                records[uid].append({"kind": "evaluation", "round": r, "accuracy": r * seconds / 10, **end, **told})
+    return records
+
+
+def test_nodes_that_are_in_rounds_of_their_own_are_joined_by_time(tmp_path: Path) -> None:
+    """By their own rounds the slow node's last evaluation was that of the others' second round, and time went back."""
+    run = RecordedRun("x", tmp_path, apart())
+    for axis, positions in {"rounds": [0, 2, 4, 6, 8], "seconds": [0, 2, 4, 6, 8], "bytes": [0, 20, 50, 70, 100],
+                            "virtual_seconds": [0, 4, 8, 12, 16]}.items():  # fmt: skip
+        found = run.series("accuracy", axis)
+        assert found.x == positions
+        assert found.mean == pytest.approx([0, 20, 40, 60, 80]) and found.low == pytest.approx(found.high)
+        assert run.series("accuracy", axis, merged=True).x == positions[-1:]
+    del run.nodes[1][:-1]  # what a node was before it said anything is not made up
+    (first, *_), (*_, last) = (run.series("accuracy", "rounds").x, run.series("accuracy", "rounds").mean)
+    assert first == 0 and last == pytest.approx(80)
+
+
 def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> None:
     paths = [fake_run(tmp_path / "exp" / f"r{k}", seed=k, better=k / 10) for k in (0, 1, 2)]
     (line,), said = lines(paths)
