@@ -23,7 +23,6 @@ from decentnode.graph.base import RoundView
 from decentnode.node.asynchronous.ad_psgd import ADPSGD
 from decentnode.node.asynchronous.copies import Copies, Copy
 from decentnode.node.asynchronous.gossip_async import GossipAsync
-from decentnode.node.asynchronous.own_updates import OwnUpdates
 from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum, _Sum
 from decentnode.node.node import Node
 from decentnode.payload import Payload
@@ -135,37 +134,54 @@ def test_a_wait_for_a_stale_copy_has_a_deadline() -> None:
     assert max(waits) <= 0.5 + 1e-6 and made.nodes[0].round >= 29
 
 
-def progress(
-    graph: Any, slow: dict[int, float] | None = None, latency: float = 0.001, **asynchronous: Any
-) -> dict[int, float]:
-    """What each node's model moves by in one of its rounds, in local steps that are 1 everywhere; rounds end at any
-    distance from each other."""
-    made, draw = Made(graph, RULES["full"], rounds=60, schedule="gossip_async", lr=1e-4, evaluate_every=0,
+GRAPHS = {"ring": {"nodes": 6}, "torus": {"nodes": 9}, "regular": {"nodes": 8, "degree": 4}}
+
+
+def delayed(graph: Any, latency: float = 0.001, slow: dict[int, float] | None = None, far: float = 0.0,
+            lr: float = 1e-4, **asynchronous: Any) -> Made:  # fmt: skip
+    """A run whose rounds end at any distance from each other. far: where the optimum is, 0 for one of each node."""
+    made, draw = Made(graph, RULES["full"], rounds=60, schedule="gossip_async", lr=lr, evaluate_every=0,
                       asynchronous=asynchronous), random.Random(1)  # fmt: skip
     make_node, sooner = made.make, [draw.random() for _ in range(graph.num_nodes)]
 
-    def far(uid: int, make_communication: Any) -> Node:
+    def make_far(uid: int, make_communication: Any) -> Node:
         node = make_node(uid, make_communication)
-        node.training.target.fill_(1e4)  # type: ignore[attr-defined]
+        if far:
+            node.training.target.fill_(far)  # type: ignore[attr-defined]
         return node
 
-    made.make = far  # type: ignore[method-assign]
+    made.make = make_far  # type: ignore[method-assign]
     faults = Faults(links=Link(latency_seconds=latency))
     world = made.world(faults=faults, compute_seconds=lambda uid, round: 0.1 * (slow or {}).get(uid, 1.0) * (
         draw.uniform(0.9, 1.1)) + (0.0 if round else 0.1 * sooner[uid]))  # fmt: skip
     assert world.run(LIMIT)
+    return made
+
+
+def progress(graph: Any, **options: Any) -> dict[int, float]:
+    """What each node's model moves by in one of its rounds, in local steps that are 1 everywhere."""
+    made = delayed(graph, far=1e4, **options)
     return {uid: float((node.training.model.parameters - node.training.initial).mean()) / node.round  # type: ignore[attr-defined]
             for uid, node in made.nodes.items()}  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("advance", "least", "most"), [(True, 0.55, 0.7), (False, 0.4, 0.55)])
+@pytest.mark.parametrize("latency", [0.001, 0.1, 0.35], ids=["at_once", "a_round", "three_rounds"])
+@pytest.mark.parametrize("graph", ["ring", "torus", "regular", "random_regular"])
+def test_nodes_without_gradients_come_together_whatever_links_take(graph: str, latency: float) -> None:
+    """What makes up for the age of models must not make them swing."""
+    made = make(graph, **GRAPHS.get(graph, {"nodes": 12, "degree": 3}))
+    assert spread(delayed(made, latency, lr=0.0).nodes) < (0.3 if latency > 0.1 else 0.01)
+    assert spread(delayed(made, latency, slow={2: 10.0}, lr=0.0).nodes) < 0.4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("advance", "least", "most"), [(True, 0.5, 0.6), (False, 0.4, 0.5)])
 def test_models_that_are_under_way_for_a_round_hold_the_others_back(advance: bool, least: float, most: float) -> None:
     found = progress(make("torus", nodes=9), latency=0.1, advance_copies=advance).values()
     assert least < min(found) and max(found) < most
 
 
-GRAPHS = {"ring": {"nodes": 6}, "torus": {"nodes": 9}, "regular": {"nodes": 8, "degree": 4}}
 
 
 @pytest.mark.slow
@@ -174,27 +190,11 @@ def test_averages_with_older_models_take_no_step_back(graph: str) -> None:
     """Nor do nodes run ahead of their own steps; those with a slow one among them are held back a little."""
     made = make(graph, **GRAPHS[graph])
     found = progress(made)
-    assert min(found.values()) > 0.9 and max(found.values()) < 1.01
+    assert min(found.values()) > 0.85 and max(found.values()) < 1.01
     assert max(progress(made, advance_copies=False).values()) < 0.75
     beside = progress(made, slow={2: 10.0})
     assert beside.pop(2) > 5, "a slow node goes on with the others"
-    assert min(beside.values()) > 0.8 and max(beside.values()) < 1.05
-
-
-def test_a_copy_that_is_advanced_is_not_what_others_got() -> None:
-    """Nodes of one process have one payload in common; a copy is moved in memory of its own, once per round."""
-    updates, model = OwnUpdates(), torch.zeros(3)
-    copies, payload = Copies(age_weights=True), Payload({"x": torch.tensor([10.0, 20.0, 30.0])})
-    for round, step in enumerate((1.0, 2.0, 4.0)):
-        updates.begin(model)
-        model += step
-        updates.end(model)
-        if not round:
-            copies.take([Copy.of(Collected(1, 0, payload), 0)], lag=0.5)
-        copies.advance(round, updates)
-        assert payload.tensors["x"].tolist() == [10, 20, 30] and copies.by_source[1].as_it_came is payload
-        moved = copies.by_source[1].payload.tensors["x"] - payload.tensors["x"]
-        assert moved.tolist() == [(0.0, 2.5, 6.5)[round]] * 3
+    assert min(beside.values()) > 0.7 and max(beside.values()) < 1.05
 
 
 def test_copies_of_nodes_that_are_neighbors_no_more_are_not_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -72,14 +73,17 @@ def test_models_are_those_of_a_loop_over_events(advance: bool) -> None:
     graph, clock = made.make_graph(), make_clock(made)
     seconds = [clock.compute.seconds(round) for round in range(ROUNDS)]
     copies: list[dict[int, Kept]] = [{} for _ in range(NODES)]
-    updates: list[list[Tensor]] = [[] for _ in range(NODES)]  # of every round
     rounds, now, coming = [0] * NODES, [0.0] * NODES, [[] for _ in range(NODES)]  # type: ignore[var-annotated]
+    befores: list[list[Tensor]] = [[] for _ in range(NODES)]  # models before the local steps of every round
+    afters: list[list[Tensor]] = [[] for _ in range(NODES)]
+    lags: list[list[float]] = [[] for _ in range(NODES)]  # of what came in the last round
     events: list[tuple[float, int]] = []
 
     def begin(uid: int) -> None:
-        before = trainings[uid].model.parameters.detach().clone()
+        x = trainings[uid].model.parameters
+        befores[uid].append(x.detach().clone())
         trainings[uid].local_update(rounds[uid])
-        updates[uid].append(trainings[uid].model.parameters.detach() - before)
+        afters[uid].append(x.detach().clone())
         heapq.heappush(events, (now[uid] + seconds[rounds[uid]][uid], uid))
 
     def publish(uid: int, when: float) -> None:
@@ -87,15 +91,9 @@ def test_models_are_those_of_a_loop_over_events(advance: bool) -> None:
         for other in graph.neighbors(uid, rounds[uid]):
             coming[other].append((when + LATENCY, uid, rounds[uid], sent))
 
-    def advanced(uid: int, kept: Kept) -> Tensor:
-        if not advance:
-            return kept.model
-        of = updates[uid]
-        return kept.model + kept.lag * of[kept.came] + sum(of[kept.came + 1 :], torch.zeros_like(of[0]))
-
     for uid in range(NODES):
         begin(uid)
-    over, mixed_first = False, 0
+    over, combined = False, 0
     while events:
         now_is, uid = heapq.heappop(events)
         now[uid], round = now_is, rounds[uid]
@@ -106,19 +104,25 @@ def test_models_are_those_of_a_loop_over_events(advance: bool) -> None:
             known = copies[uid].get(source)
             pace = 1.0 if known is None else min(1.0, (round - known.came) / (r - known.round))
             copies[uid][source] = Kept(r, model, round, pace / 2)
-        lags = [copies[uid][source].lag for source in newest]
-        mixes_first = advance and bool(lags) and sum(lags) / len(lags) <= 0.25
-        mixed_first += mixes_first
-        if not mixes_first:
+        combines = advance and bool(lags[uid]) and sum(lags[uid]) / len(lags[uid]) <= 0.25
+        combined += combines
+        lags[uid] = [copies[uid][source].lag for source in newest]
+        if not combines:
             publish(uid, now_is)
         row = graph.weights(uid, round)
         copies[uid] = {j: kept for j, kept in copies[uid].items() if round - kept.came <= MAX_AGE}
         weights = {j: row[j] / (1 + round - kept.came) for j, kept in copies[uid].items()}
-        x = trainings[uid].model.parameters
-        others = sum(advanced(uid, copies[uid][j]) * weight for j, weight in weights.items())
-        x.copy_(x * (1 - sum(weights.values())) + others)
-        if mixes_first:
+        x, own = trainings[uid].model.parameters, 1 - sum(weights.values())
+        motion = torch.zeros_like(x)  # an exponential moving average
+        for former, latter in itertools.pairwise(afters[uid] if advance else []):
+            motion = 0.8 * motion + 0.2 * (latter - former)
+        others = [weight * (copies[uid][j].model + (copies[uid][j].lag * motion if j in newest else 0))
+                  for j, weight in weights.items()]  # fmt: skip
+        if combines:
+            x.copy_(own * befores[uid][-1] + sum(others) + afters[uid][-1] - befores[uid][-1])
             publish(uid, now_is)
+        else:
+            x.copy_(own * x + sum(others))
         trainings[uid].finish_round()
         rounds[uid] += 1
         over = over or rounds[uid] == ROUNDS
@@ -126,7 +130,7 @@ def test_models_are_those_of_a_loop_over_events(advance: bool) -> None:
         if not over:
             begin(uid)
     assert rounds == [node.round for node in nodes] and rounds[SLOW] < ROUNDS / 2 and max(rounds) == ROUNDS
-    assert bool(mixed_first) == advance, "the slow one mixes before it publishes"
+    assert bool(combined) == advance, "the slow one mixes before it publishes"
     for node, training in zip(nodes, trainings, strict=True):
         torch.testing.assert_close(node.training.model.parameters, training.model.parameters, atol=1e-5, rtol=0)
     closing = [virtual(records[uid], "evaluation")[rounds[uid]] for uid in range(NODES)]

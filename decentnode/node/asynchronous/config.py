@@ -25,8 +25,9 @@ class AsynchronousConfig(Settings):
     """With gossip_async: whether a model of age a gets the weight w / (1 + a) in place of w; what is left goes to the
     node itself."""
     advance_copies: Annotated[bool, ADDED] = True
-    """With gossip_async: whether a neighbor's model is moved by the node's own local steps since it was published
-    (about), before it is mixed. Otherwise averages with models of earlier moments take back a part of each step."""
+    """With gossip_async: whether what a model is behind is made up for, by how far the node's own model has moved:
+    otherwise averages with models of earlier moments take back a part of each step. And whether a node that is slower
+    than its neighbors mixes before it publishes."""
     patience: int = Field(2, ge=1)
     """With ad_psgd: after how many of its own rounds without an answer a node withdraws what it offered to a neighbor,
     and tries another one."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from decentnode.communication.parts import Collected
 from decentnode.graph.base import RoundView
-from decentnode.node.asynchronous.own_updates import OwnUpdates
 from decentnode.payload import Payload
 
 
@@ -25,8 +24,7 @@ class Copy:
     as_it_came: Payload
     """As the source published it; the same one where there is nothing to decode."""
     lag: float = 0.0
-    """The part of this node's local steps of the round `came` that it has not: its source published it so much earlier
-    than they were over, about."""
+    """How many rounds of this node before the end of its local steps the source published it, about."""
 
     @classmethod
     def of(cls, found: Collected, came: int, decoded: Payload | None = None) -> Copy:
@@ -51,20 +49,12 @@ class Copies:
                 pace = 1.0 if known is None else min(1.0, (each.came - known.came) / (each.round - known.round))
                 self.by_source[each.source] = replace(each, lag=lag * pace)
 
-    def advance(self, round: int, updates: OwnUpdates) -> None:
-        """Before what is kept is mixed in this round: move what came in earlier ones by the node's own updates since,
-        in memory of its own. What came in this round stays as it is (`lagging`)."""
-        for source, each in self.by_source.items():
-            if each.came == round:
-                continue
-            x = each.payload.tensors["x"]
-            if each.came == round - 1:
-                x = x.to(updates.last.dtype, copy=True).add_(updates.former, alpha=each.lag)
-                self.by_source[source] = replace(each, payload=replace(each.payload, tensors={"x": x}))
-            x.add_(updates.last)
+    def lags(self, round: int) -> list[float]:
+        """Returns those of the copies that came in this round."""
+        return [each.lag for each in self.by_source.values() if each.came == round]
 
-    def lagging(self, view: RoundView) -> float:
-        """Returns which part of the local steps of this round the copies that came in it have not, by their weights."""
+    def mean_lag(self, view: RoundView) -> float:
+        """Returns the sum of the lags of what came in this round, each times its weight in the view."""
         return sum(view.weights[each.source] * each.lag for each in self.of(view) if each.came == view.round)
 
     def ages(self, view: RoundView) -> dict[int, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.parts import Collected
@@ -13,63 +14,61 @@ from decentnode.communication.run_state import Steps
 from decentnode.errors import PeerFault
 from decentnode.node.asynchronous.base import Asynchronous
 from decentnode.node.asynchronous.copies import Copies, Copy
-from decentnode.node.asynchronous.own_updates import OwnUpdates
+from decentnode.node.asynchronous.motion import Motion
 from decentnode.sharing.decoding import decode
 
 LAG = 0.5
-"""Of its local steps of a round a node makes so much, on average, after a model that comes during them was published:
-what is one's first half is the other's second."""
+"""So many rounds before the end of a node's local steps a model was published, on average, that came during them: what
+is the first part of one's round is the last part of the other's."""
 
 
 class GossipAsync(Asynchronous):
-    """x_i <- sum_j W_ij(age_j) (x_j + u_ij), x_j the newest model that came of neighbor j.
+    """x_i <- sum_j W_ij(age_j) (x_j + lag_ij m_i), x_j the newest model that came of neighbor j.
 
     W_ij(a) = W_ij / (1 + a), or W_ij without `age_weights`, where a <= max_age, else 0; what is missing to one goes to
     the node itself, so that every row of W sums to one. The mean of all models is not kept.
 
-    u_ij is what i's own local steps changed since j published x_j: j is taken to have gone on as i did (0 without
-    `advance_copies`). Averages with models of earlier moments would take back a part of every step: nodes of equal
-    speed mix models that are half a round old, on average, and made .7 of the progress with four neighbors. When j
-    published is not measured: what came during the local steps of a round lacks half of them, as rounds of i and j end
-    at any distance from each other, or less by as much as j is faster than i; what came after them lacks none; and
-    what came in an earlier round lacks all steps since. The time that a model is under way counts for nothing.
+    m_i is how far i's model, after its local steps, moves in a round (`Motion`), and lag_ij how many rounds ago j
+    published a model that came in this one: averages with models of earlier moments take back a part of every step.
+    When j published is not measured. What came during i's local steps is taken to be LAG of a round old, or less by as
+    much as j is faster than i; what came after them, and what is mixed again, is taken as it is, as is everything
+    without `advance_copies`. With four neighbors of equal speed models then make .9 of the progress of a synchronous
+    round, and .7 without. The time that a model is under way counts for nothing.
 
-    A node that is slower than its sources mixes before it publishes: what the others get would otherwise lack for a
-    whole one of its rounds what it has of them.
+    A node whose neighbors made two rounds or more in its last one publishes what its mixing and its local steps come to
+    together, x_i <- sum_j W_ij x_j + u_i with the model before the steps as x_i, rather than its steps from a model
+    that was mixed a whole round of its own ago (Bornstein et al. 2023, SWIFT, algorithm 1, with mixing in every round).
     """
 
     def __init__(self, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
         self._copies = Copies(age_weights=self.config.age_weights)
-        self._updates = OwnUpdates() if self.config.advance_copies else None
+        self._motion = Motion() if self.config.advance_copies else None
+        self._before: Tensor | None = None
+        """[P]: the model before the local steps of the round, where the neighbors made two rounds in the last one."""
         self._ages: dict[int, int] = {}
 
     def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
-        if self._updates is not None:
-            self._updates.begin(self.model.parameters)
+        lags = self._copies.lags(round - 1)
+        is_slow = self._motion is not None and bool(lags) and sum(lags) <= LAG / 2 * len(lags)
+        self._before = self.model.parameters.clone() if is_slow else None
         yield from super()._begin(round, check)
 
     def _take_in(self) -> Steps[None]:
-        if self._updates is not None:
-            self._updates.end(self.model.parameters)
+        if self._motion is not None:
+            self._motion.follow(self.model.parameters)
             self._copies.take(self._decoded((yield from self.collect())), lag=LAG)
 
     def _publish_round(self, round: int) -> None:
-        if not self._is_behind():
+        if self._before is None:
             self._publish_model(round)
-
-    def _is_behind(self) -> bool:
-        """Whether the sources of which something came make two rounds in one of this node, on average."""
-        lags = [each.lag for each in self._copies.by_source.values() if each.came == self._round]
-        return bool(lags) and sum(lags) <= LAG / 2 * len(lags)
 
     def _publish_model(self, round: int) -> None:
         self.publish(round, self.sharing.outgoing(self.model.parameters, self.view))
         self.publish_buffers(round)
 
     def _mix_round(self, round: int) -> Steps[None]:
-        copies, config, view, updates = self._copies, self.config, self.view, self._updates
-        behind = self._is_behind()
+        copies, config, view, model = self._copies, self.config, self.view, self.model.parameters
         copies.take(self._decoded((yield from self.collect())))
         late = self._late()
         if late and config.stale == "wait":
@@ -77,18 +76,19 @@ class GossipAsync(Asynchronous):
             copies.take(self._decoded(found))
         started = clock.now()
         copies.drop_older(view.round, config.max_age)
-        if updates is not None:
-            copies.advance(view.round, updates)
         self._ages = copies.ages(view)
         seen = copies.weighed(view)
         self.record(copies.of(seen))
         with torch.no_grad():
-            self.sharing.mix(self.model.parameters, copies.payloads(seen), seen)
-            if updates is not None and (lagging := copies.lagging(seen)):
-                self.model.parameters.add_(updates.last, alpha=lagging)
+            update = None if self._before is None else torch.sub(model, self._before, out=self._before)
+            self.sharing.mix(model, copies.payloads(seen), seen)
+            if self._motion is not None and (lag := copies.mean_lag(seen)):
+                model.add_(self._motion.mean, alpha=lag)
+            if update is not None:
+                model.add_(update, alpha=1 - seen.weights[view.uid])
         self.times.mix += clock.now() - started
         yield from self.mix_buffers(seen.sources)
-        if behind:
+        if update is not None:
             self._publish_model(round)
 
     def _late(self) -> list[int]:
