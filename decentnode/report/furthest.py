@@ -37,36 +37,65 @@ def are_apart(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
     return any(last[later] < last[earlier] for earlier, later in itertools.pairwise(sorted(last)))
 
 
-def furthest_of(found: Found) -> int:
-    """Returns the node with the most records of those that came furthest."""
-    return max(sorted(found[max(found)]), key=lambda uid: sum(uid in told for told in found.values()))
-
-
-def by_furthest(found: Found) -> dict[int, At]:
-    """Returns rounds that the furthest node has finished -> what the nodes had then; after its last, what all nodes had
-    in the end."""
+def by_furthest(found: Found, nodes: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, At]:
+    """Returns rounds finished -> what the nodes had when the first had finished them; for the last, what they had in
+    the end. Without rounds of which nothing was told before one had finished the next. nodes: all records by uid."""
     if not found:
         return {}
-    furthest = furthest_of(found)
     told: dict[int, list[tuple[float, float]]] = {}
     for here in found.values():
         for uid, (value, time) in here.items():
             told.setdefault(uid, []).append((time, value))
     points = {uid: np.array(sorted(each)) for uid, each in told.items()}
-    rounds = [r for r, here in found.items() if furthest in here]
-    times = [found[r][furthest][1] for r in rounds]
-    times[-1] = max(float(each[-1, 0]) for each in points.values())
+    finished, first = _finished(nodes.values()), dict[int, float]()
+    for r, here in found.items():
+        first[r] = min(time for _, time in here.values())
+        if r != max(found) and first[r] > finished.get(r + 1, first[r]):
+            del first[r]
+    first[max(first)] = max(float(each[-1, 0]) for each in points.values())
+    times = list(first.values())
     values = {uid: np.interp(times, each[:, 0], each[:, 1]).tolist() for uid, each in points.items()}
-    return {r: At(time, [values[uid][place] for uid, each in points.items() if each[0, 0] <= time])
-            for place, (r, time) in enumerate(zip(rounds, times, strict=True))}  # fmt: skip
+    there = {uid: [(max(begin, each[0, 0]), end) for begin, end in _there(nodes[uid])] for uid, each in points.items()}
+    return {r: At(time, [values[uid][place] for uid, each in there.items() if any(a <= time <= b for a, b in each)])
+            for place, (r, time) in enumerate(first.items())}  # fmt: skip
 
 
-def virtual_by_round(nodes: Mapping[int, Sequence[Mapping[str, Any]]], uid: int) -> dict[int, float]:
-    """Returns rounds finished -> virtual seconds of this node; after its last, those of the last node to end."""
-    told = [(record["round"] + int(record.get("kind") == "round"), float(record[VIRTUAL])) for record in nodes[uid]
-            if isinstance(record.get(VIRTUAL), int | float)]  # fmt: skip
-    found = dict(told)
-    if found:
-        all_of_them = (record.get(VIRTUAL) for records in nodes.values() for record in records)
-        found[max(found)] = max(float(each) for each in all_of_them if isinstance(each, int | float))
+def _finished(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+    """Returns rounds finished -> when the first node had finished them."""
+    found: dict[int, float] = {}
+    for records in nodes:
+        for record in records:
+            if record.get("kind") == "round":
+                rounds, time = record["round"] + 1, record.get("time", 0.0)
+                found[rounds] = min(found.get(rounds, time), time)
     return found
+
+
+def _there(records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """Returns from when to when a node was there: a node that comes back goes on in a later round. The others may be
+    told of for a round longer than a node."""
+    found: list[list[float]] = []
+    finished, longest = 0, 0.0
+    for record in records:
+        kind, time = record.get("kind"), record.get("time", 0.0)
+        if kind not in ("round", "evaluation"):
+            continue  # one that comes back tells of its generation before it makes a round
+        rounds = record["round"] + int(kind == "round")
+        if not found or rounds > finished + 1:
+            found.append([time, time])
+        found[-1][1] = time
+        finished, longest = rounds, max(longest, record.get("seconds", 0.0) if kind == "round" else 0.0)
+    return [(begin, end + longest) for begin, end in found]
+
+
+def virtual_by_round(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+    """Returns rounds finished -> virtual seconds at which the first node had finished them; for the last, at which all
+    had ended."""
+    found: dict[int, float] = {}
+    end = 0.0
+    for records in nodes:
+        for record in records:
+            if isinstance(seconds := record.get(VIRTUAL), int | float):
+                rounds, end = record["round"] + int(record.get("kind") == "round"), max(end, seconds)
+                found[rounds] = min(found.get(rounds, seconds), seconds)
+    return {**found, max(found): end} if found else {}

@@ -18,7 +18,7 @@ from decentnode.errors import UsageError
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report import repeats
-from decentnode.report.furthest import Found, are_apart, by_furthest, furthest_of, virtual_by_round
+from decentnode.report.furthest import Found, are_apart, by_furthest, virtual_by_round
 from decentnode.report.measured import BEFORE, measured_by
 from decentnode.report.repeats import Ran
 
@@ -91,7 +91,7 @@ class RecordedRun:
         return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
 
     def _by_furthest(self, found: Found, axis: str) -> dict[int, tuple[float, list[float]]]:
-        at, began = by_furthest(found), self._began()
+        at, began = by_furthest(found, self.nodes), self._began()
         positions: dict[int, float] = {r: float(r) for r in at}
         if axis == "seconds":
             positions = {r: max(0.0, each.time - began) for r, each in at.items()}
@@ -100,7 +100,7 @@ class RecordedRun:
             times, totals = [time for time, _ in grown], [0.0, *itertools.accumulate(more for _, more in grown)]
             positions = {r: totals[bisect.bisect_right(times, each.time)] for r, each in at.items()}
         elif axis == VIRTUAL:
-            positions = virtual_by_round(self.nodes, furthest_of(found)) or self.virtual_seconds()
+            positions = virtual_by_round(self.nodes.values()) or self.virtual_seconds()
         return {r: (positions[r], each.values) for r, each in at.items() if r in positions}
 
     def virtual_seconds(self) -> dict[int, float]:

@@ -95,7 +95,15 @@ def test_nodes_that_are_in_rounds_of_their_own_are_joined_by_time(tmp_path: Path
         assert found.x == positions
         assert found.mean == pytest.approx([0, 20, 40, 60, 80]) and found.low == pytest.approx(found.high)
         assert run.series("accuracy", axis, merged=True).x == positions[-1:]
-    del run.nodes[1][:-1]  # what a node was before it said anything is not made up
+    run.nodes[2] = [{"kind": "evaluation", "round": 0, "time": 100.0, "accuracy": 0.0},
+                    *({"kind": "round", "round": r - 1, "time": 100.0 + r, "seconds": 1.0} for r in (1, 6, 7, 8, 9)),
+                    {"kind": "evaluation", "round": 10, "time": 109.0, "accuracy": 0.8}]  # fmt: skip
+    run.nodes[2].insert(2, {"kind": "generation", "generation": 2, "time": 105.5})
+    found = run.series("accuracy", "rounds")
+    assert found.x == [0, 2, 4, 6, 8, 10], "one that died and comes back is the furthest in the end"
+    assert found.low[2:3] == pytest.approx([40]), "while it was away it is in no mean"
+    assert found.low[3] < 60 and found.mean[-1] == pytest.approx(80)
+    del run.nodes[2], run.nodes[1][:-1]  # what a node was before it said anything is not made up
     (first, *_), (*_, last) = (run.series("accuracy", "rounds").x, run.series("accuracy", "rounds").mean)
     assert first == 0 and last == pytest.approx(80)
 
