@@ -122,6 +122,12 @@ def test_a_straggler_holds_up_its_neighbors_first_and_all_in_the_end() -> None:
     assert rare.steady_seconds() == pytest.approx(1.5, abs=0.1)
 
 
+def test_the_first_node_ends_a_run_of_nodes_in_rounds_of_their_own() -> None:
+    found = run(9, ring(9), 8, {"stragglers": [{"nodes": [4], "factor": 3}]}, {}, asynchronous=True)
+    assert found.end[-1].max() == 24, "the rounds of the slow node, which it never comes to"
+    assert found.finished().tolist() == [1, 2, 3, 4, 5, 6, 7, 9]
+
+
 def test_cores_are_shared_by_the_nodes_of_a_machine() -> None:
     found = run(6, ring(6), 4, {"cores": 2}, {}, [0, 0, 0, 0, 1, 1])
     assert found.end[-1].tolist() == pytest.approx([8, 8, 8, 8, 8, 8])

@@ -40,14 +40,21 @@ class TimeLine:
     """Seconds that the node waited for payloads, with nothing else to do."""
     present: np.ndarray
     """bool: whether the node took part in the round."""
+    asynchronous: bool = False
+    """Whether nodes are in rounds of their own; the first that has made all ends the run."""
 
     @property
     def rounds(self) -> int:
         return len(self.end)
 
     def finished(self) -> np.ndarray:
-        """Returns when all nodes had finished each round [rounds]."""
-        return np.maximum.accumulate(self.end.max(axis=1))
+        """Returns when all nodes had finished each round [rounds]; where they are in rounds of their own, when the
+        furthest had, and for the last round when all had finished the one that they were in then."""
+        if not self.asynchronous:
+            return np.maximum.accumulate(self.end.max(axis=1))
+        furthest = self.end.min(axis=1)
+        furthest[-1] = np.where(self.end >= furthest[-1], self.end, np.inf).min(axis=0).max()
+        return furthest
 
     def round_seconds(self) -> np.ndarray:
         """Returns the seconds that each round took, mean over the nodes [rounds]."""
@@ -90,7 +97,7 @@ class Clock:
         self._steps_before, self._trains = steps_before, trains
         self.compute, self.network = compute, network
         self._transfers = transfers
-        self.overlapped, self._background, self._asynchronous = overlapped, mixes_in_background, asynchronous
+        self.overlapped, self._background, self.asynchronous = overlapped, mixes_in_background, asynchronous
         self._leaves_after = (0.0 if overlapped else 1.0) if leaves_after is None else leaves_after
         self.now = np.zeros(compute.num_nodes)
         """[N] when each node begins its next round."""
@@ -183,7 +190,7 @@ class Clock:
             mix = come / speed if not (self.overlapped and self._background) else tail
         end, late, waited = computed + mix, np.full(computed.size, -1, np.int32), np.zeros(computed.size)
         done = last + tail[uids]
-        blocked = np.zeros(len(uids), bool) if self._asynchronous else done > end[uids]
+        blocked = np.zeros(len(uids), bool) if self.asynchronous else done > end[uids]
         of_last = np.zeros(computed.size)
         of_last[uids] = last
         at = np.flatnonzero(arrived == of_last[transfers.target])
@@ -200,4 +207,4 @@ def time_line(clock: Clock, rounds: int) -> TimeLine:
     waits_for, present = np.empty((rounds, n), np.int32), np.empty((rounds, n), bool)
     for r in range(rounds):
         begin[r], began[r], computed[r], end[r], waits_for[r], waited[r], present[r] = clock.step()
-    return TimeLine(begin, began, computed, end, waits_for, waited, present)
+    return TimeLine(begin, began, computed, end, waits_for, waited, present, clock.asynchronous)
