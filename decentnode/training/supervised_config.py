@@ -114,7 +114,9 @@ class SupervisedConfig(Config):
             raise ValueError("must have local_steps or local_epochs, got both")
         if self.local_seconds is not None:
             if self.local_steps is not None or self.local_epochs is not None:
-                raise ValueError("must have local_seconds or a number of local steps or epochs, got both")
+                other = "local_epochs" if self.local_steps is None else "local_steps"
+                raise ValueError(f"must have local_seconds or a number of local steps or epochs, got both: {other}: "
+                                 "null takes back what an extended file says")  # fmt: skip
             if self.lr_schedule.every == "step":
                 raise ValueError("must have lr_schedule.every: round with local_seconds: nobody knows how many steps "
                                  "there will be")  # fmt: skip

@@ -60,6 +60,14 @@ def test_a_node_that_is_ten_times_slower_makes_a_tenth_of_the_steps(monkeypatch:
     assert 95 <= last[0] <= 100 and 9 <= last[1] <= 10
 
 
+@pytest.mark.parametrize("key", ["local_steps", "local_epochs"])
+def test_who_asks_for_a_time_is_told_how_to_take_the_number_back(key: str) -> None:
+    sets = [f"training={{name: supervised, batch_size: 4, {key}: 1}}", "training.local_seconds=1"]
+    with pytest.raises(ConfigError, match=f"{key}: null takes back"):
+        load(QUICKSTART, sets)
+    load(QUICKSTART, [*sets, f"training.{key}=null"])
+
+
 @pytest.mark.parametrize("sets", [
     "local_steps: 3, local_seconds: 1", "local_epochs: 1, local_seconds: 1",
     "local_seconds: 1, lr_schedule: {name: exponential, gamma: 0.9, every: step}",
