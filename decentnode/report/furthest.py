@@ -32,8 +32,8 @@ def are_apart(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> bool:
     last: dict[int, float] = {}
     for records in nodes:
         for record in records:
-            if record.get("kind") == "round":
-                last[record["round"]] = max(last.get(record["round"], 0.0), record.get("time", 0.0))
+            if record.get("kind") == "round" and "time" in record:
+                last[record["round"]] = max(last.get(record["round"], 0.0), record["time"])
     return any(last[later] < last[earlier] for earlier, later in itertools.pairwise(sorted(last)))
 
 
@@ -56,8 +56,9 @@ def by_furthest(found: Found, nodes: Mapping[int, Sequence[Mapping[str, Any]]]) 
     times = list(first.values())
     values = {uid: np.interp(times, each[:, 0], each[:, 1]).tolist() for uid, each in points.items()}
     there = {uid: [(max(begin, each[0, 0]), end) for begin, end in _there(nodes[uid])] for uid, each in points.items()}
-    return {r: At(time, [values[uid][place] for uid, each in there.items() if any(a <= time <= b for a, b in each)])
-            for place, (r, time) in enumerate(first.items())}  # fmt: skip
+    at = {r: At(time, [values[uid][place] for uid, each in there.items() if any(a <= time <= b for a, b in each)])
+          for place, (r, time) in enumerate(first.items())}  # fmt: skip
+    return {r: each for r, each in at.items() if each.values}  # of records without a time there are none
 
 
 def _finished(nodes: Iterable[Sequence[Mapping[str, Any]]]) -> dict[int, float]:

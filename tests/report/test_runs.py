@@ -108,6 +108,17 @@ def test_nodes_that_are_in_rounds_of_their_own_are_joined_by_time(tmp_path: Path
     assert first == 0 and last == pytest.approx(80)
 
 
+def test_records_without_a_time_are_drawn(tmp_path: Path) -> None:
+    run = load(fake_run(tmp_path / "exp" / "run"))
+    for late in (run.nodes[0][-1], {**run.nodes[0][-2], "round": 6, "loss": 0.1}):
+        run.nodes[0].append({key: value for key, value in late.items() if key != "time"})
+        assert run.series("accuracy", "rounds").x == [0, 2, 4, 6] and run.series("loss", "seconds").x
+    records = apart()
+    records[0].append({"kind": "round", "round": 8, "loss": 1.0})
+    records[0].append({"kind": "evaluation", "round": 9, "accuracy": 1.0})
+    assert RecordedRun("x", tmp_path, records).series("accuracy", "rounds").mean
+
+
 def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> None:
     paths = [fake_run(tmp_path / "exp" / f"r{k}", seed=k, better=k / 10) for k in (0, 1, 2)]
     (line,), said = lines(paths)
