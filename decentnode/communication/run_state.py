@@ -22,8 +22,6 @@ HOLD_UP_SECONDS = 0.1
 """Longest time in all that a round may wait for neighbors to be done with what they were sent, before what goes to the
 others is copied or leaves by another path. Neighbors are usually done within a millisecond, and a tenth of a second is
 little beside any time-out after which the others would give this node up."""
-
-
 BROKEN_SECONDS = 1.0
 """How long a source is waited for whose connection broke: by then control has told what it knows of a peer that ended
 or failed, which says more than the connection does."""
