@@ -280,7 +280,8 @@ class Recording:
         }  # fmt: skip
 
     def _points(self, since: int) -> list[Row]:
-        """Per frame: rounds, seconds, bytes sent by all, nodes, mean, least and most loss, share of time waited."""
+        """Per frame: rounds, seconds, bytes sent by all, nodes, mean, least and most loss, share of time waited. The
+        seconds are those of the first node that was so far, which never go back, however much slower others are."""
         found = []
         every = sorted(self.frames.kept)
         first = next((at for at, rounds in enumerate(every) if self.frames.kept[rounds].version > since), len(every))
@@ -299,14 +300,14 @@ class Recording:
             spread = (losses.mean(), losses.min(), losses.max()) if len(losses) else (math.nan,) * 3
             seconds, times = np.nansum(here[:, SECONDS]), here[:, TIME][np.isfinite(here[:, TIME])]
             found.append(plain([
-                rounds, times.max() if len(times) else math.nan, np.nansum(sent), len(here), *spread,
+                rounds, times.min() if len(times) else math.nan, np.nansum(sent), len(here), *spread,
                 np.nansum(here[:, WAIT]) / seconds if seconds else math.nan,
             ]))  # fmt: skip
         return found
 
 
 class Evaluation:
-    """All nodes' evaluations after so many rounds: sums and extremes."""
+    """All nodes' evaluations after so many rounds: sums and extremes, at the time of the first."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -324,7 +325,7 @@ class Evaluation:
                 self._merged[name] = merged
         if not math.isnan(consensus := number(record.get("consensus_distance"))):
             self._consensus = consensus
-        self._time = time if math.isnan(self._time) else max(self._time, time)
+        self._time = time if math.isnan(self._time) else min(self._time, time)
         self.version = version
 
     def point(self, rounds: int) -> dict[str, Any]:

@@ -118,6 +118,20 @@ def test_a_run_is_told_whole_at_first(tmp_path: Path) -> None:
     assert told["events"] == []
 
 
+def test_lines_over_time_never_go_back_where_a_node_has_slow_rounds_of_its_own(tmp_path: Path) -> None:
+    """Its round 2 is over when the others have made nine."""
+    run = run_folder(tmp_path, rounds=9)
+    path = run / "nodes" / "003" / "metrics.jsonl"
+    path.unlink()
+    line(path, evaluation(3, 0))
+    for round in range(3):
+        late = {"time": BEGAN + 3 * (round + 1)}
+        line(path, round_record(3, round, 4, **late), *([evaluation(3, 2) | late] if round == 1 else []))
+    told = whole(Recording(run))
+    for times in ([point[1] for point in told["points"]], [each["time"] for each in told["evaluations"]]):
+        assert len(times) > 4 and times == sorted(times)
+
+
 def test_later_only_what_changed_is_told(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     recording = Recording(run)
