@@ -40,7 +40,8 @@ _noted: list[int] = []
 
 
 def note_termination() -> None:
-    """Main thread of a process that cannot end in order yet: SIGTERM is kept until `on_termination`."""
+    """Main thread of a process that cannot end in order yet: SIGTERM is kept until `on_termination`, or for
+    `StopSignals`."""
     signal.signal(signal.SIGTERM, lambda number, _: _noted.append(number))
 
 
@@ -80,6 +81,8 @@ class StopSignals:
                     self._before[number] = signal.signal(number, self._on_signal)
             if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
                 self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
+            while _noted:
+                self._on_signal(_noted.pop(), None)
         return self
 
     def _on_suspend(self, _: int, __: FrameType | None) -> None:

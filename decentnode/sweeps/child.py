@@ -15,6 +15,7 @@ from decentnode.launch import entry
 from decentnode.launch.messages import Facts, Failed, Progress, Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.pipe import Pipe
+from decentnode.launch.signals import note_termination
 
 if TYPE_CHECKING:
     from decentnode.launch.outcome import Outcome as RunOutcome
@@ -47,6 +48,7 @@ class PointTask:
 def main(task: PointTask, connection: Connection) -> None:
     """Target of the process."""
     entry.protect()
+    note_termination()
     os.setpgid(0, 0)  # Ctrl-C in a terminal goes to the sweep alone, which asks its points to stop
     entry.surround(task.request)
     entry.redirect_output(Path(task.folder) / "stderr.txt")

@@ -61,3 +61,19 @@ os.kill(os.getpid(), signal.SIGTERM)
 assert asked == [1, 1]
 """
     assert child(work) == "alive\n"
+
+
+def test_a_termination_that_comes_before_a_run_stops_it() -> None:
+    """Of a sweep's point, whose parent ignores the signal: the point ignored it, too, and ran on to its end."""
+    work = """
+signals.ignore()
+signals.note_termination()
+os.kill(os.getpid(), signal.SIGTERM)
+with signals.StopSignals() as stop:
+    assert stop.received == [signal.SIGTERM]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.received == [signal.SIGTERM] * 2
+with signals.StopSignals() as stop:
+    assert not stop.received
+"""
+    assert child(work) == "alive\n"
