@@ -12,6 +12,7 @@ from decentnode.node.evaluation import mean_of
 from decentnode.node.resumable import Resumable
 
 MOST_UNASKED = 8
+"""Checkpoints begun by others that a node makes in a generation whatever its own rounds and clock say."""
 
 
 class DueApart:

@@ -53,9 +53,10 @@ class PushSum(Sharing):
         if self._weights is None:
             model.add_(update, alpha=1.0 / self.weight)
         else:
-            model.add_(update / self._weight_of(model))
+            model.add_(update / self._divisor(model))
 
     def _divisor(self, model: Tensor) -> Tensor | float:
+        """What local steps are divided by."""
         return max(self.weight, self.least_divisor) if self._weights is None else self._weight_of(model)
 
     def _weight_of(self, model: Tensor) -> Tensor | float:

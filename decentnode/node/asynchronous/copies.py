@@ -54,7 +54,8 @@ class Copies:
         return [each.lag for each in self.by_source.values() if each.came == round]
 
     def mean_lag(self, view: RoundView) -> float:
-        """Returns the sum of the lags of what came in this round, each times its weight in the view."""
+        """Returns the weighted mean of the lags, by the weights of the view; of what came in earlier rounds, and of the
+        node itself, it is 0."""
         return sum(view.weights[each.source] * each.lag for each in self.of(view) if each.came == view.round)
 
     def ages(self, view: RoundView) -> dict[int, int]:
