@@ -6,7 +6,9 @@
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
 # bash eval/bench.sh overlap             two machines on a slow link: exposed communication by schedule (needs root)
-# bash eval/bench.sh virtual             predicted rounds beside real ones on links of 0.1 to 2.5 Gbit/s (needs root)
+# bash eval/bench.sh virtual [--collective]  predicted rounds beside real ones on links of 0.1 to 2.5 Gbit/s (needs root);
+#                                        with --collective those of batches and all_reduce of gloo
+# bash eval/bench.sh calls               what batches and all_reduce of gloo cost beside their bytes
 # bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel with
 #                                        and without regroup; AccumAdam, slow links, stragglers
@@ -22,7 +24,7 @@ script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = ddp_paced ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: asynchronous, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, virtual" >&2
+  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

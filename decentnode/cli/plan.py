@@ -66,16 +66,23 @@ def command(
     found, skipped = plan.predictions(choices)
     if not found:
         raise UsageError("no candidate can run: " + "; ".join(f"{each.name}: {each.reason}" for each in skipped))
+    reduced = plan.all_reduce()
     found = ranked(found, by)
     best = pareto(found)
     if choose > len(found):
         raise UsageError(f"--choose must be at most {len(found)}, got {choose}")
     if as_json:
         rows = [{**each.plain(), "name": each.name, "pareto": star} for each, star in zip(found, best, strict=True)]
-        click.echo(json.dumps({"target": target, "candidates": rows,
-                               "skipped": [vars(each) for each in skipped]}))  # fmt: skip
+        click.echo(json.dumps({"target": target, "candidates": rows, "skipped": [vars(each) for each in skipped],
+                               "all_reduce": None if reduced is None else vars(reduced)}))  # fmt: skip
     else:
         click.echo(table(found, best, target))
+        if reduced is not None:
+            click.echo(
+                "beside it: all-reduce of gradients in every step (PyTorch DDP): "
+                f"{_seconds(reduced.step_seconds)} a step, of which {_seconds(reduced.compute_seconds)} compute, "
+                f"{_bytes(reduced.bytes_per_node)} sent by a node, {reduced.samples_per_second:,.0f} samples/s"
+            )
         for each in skipped:
             click.echo(f"left out {each.name}: {each.reason}")
     if picture is not None:

@@ -139,6 +139,24 @@ class UplinkConfig(Settings):
     """Bandwidth of each direction in Mbit/s."""
 
 
+class CallCostsConfig(Settings):
+    """What operations of torch.distributed cost beside the bytes on the links, where nodes of a clique exchange by them
+    (``communication: collective``, or ``cliques``). What is not given is taken for the backend, as the guide on plans
+    says."""
+
+    call_seconds: float | None = Field(None, ge=0)
+    """Seconds of one batch or collective call; a payload takes one for each ``chunk_bytes`` of it."""
+    peer_seconds: float | None = Field(None, ge=0)
+    """Seconds that a batch takes longer for each neighbor in it."""
+    hop_seconds: float | None = Field(None, ge=0)
+    """Seconds of one step from node to node within a machine; an all-reduce of n nodes in a ring has 2 (n - 1)."""
+    network_hop_seconds: float | None = Field(None, ge=0)
+    """The same between machines, beside the latency of the link."""
+    busy_share: float | None = Field(None, ge=0, lt=1)
+    """Share of a node's compute that an exchange takes from the local steps while it is under way: of NCCL the
+    multiprocessors of the GPU that its kernels hold."""
+
+
 class LinksConfig(Settings):
     """What connects the nodes. Every transfer passes all that applies to it, and gets a max-min fair share of each."""
 
@@ -157,6 +175,8 @@ class LinksConfig(Settings):
     """Machines with an uplink of their own."""
     node_mbit_per_second: float | None = Field(None, gt=0)
     """What each node sends in Mbit/s, and what it receives; without bound when not given."""
+    calls: CallCostsConfig = CallCostsConfig.model_validate({})
+    """What operations of torch.distributed cost beside the bytes on the links."""
     matrix: Path | None = None
     """File with Mbit/s between places, in Diablo's format: a line per sender, numbers separated by commas. Node i is at
     place i modulo the number of lines."""

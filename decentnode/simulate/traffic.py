@@ -30,8 +30,12 @@ class Exchanged:
 
     fragment: Fragment
     rule: Sharing
+    dtype: torch.dtype
+    """Of the model."""
     bytes_of: tuple[float, ...]
     """Of one payload in each phase."""
+    alike: bool = False
+    """Whether all neighbors get one payload, as far as the first phase shows it."""
     bytes_to_others: float = 0.0
     """Of what a server sends to a client that takes no part in the round."""
 
@@ -81,13 +85,14 @@ class Traffic:
             for each in (rule, fresh):  # rules lay out what they send when they are asked for it
                 payload_schema(schedule, each, fragment.elements, model)
             dtype = sent_dtype(schedule, rule, model)
-            others = 0.0
+            # a rule that has sent nothing plans the rounds
             if rule.requirements.star:
                 down, others = bytes_down(rule, fragment, self._experiment.seed, dtype)
-                sizes: tuple[float, ...] = (down,) * rule.requirements.phases
+                found.append(Exchanged(fragment, fresh, model, (down,) * rule.requirements.phases,
+                                       bytes_to_others=others))  # fmt: skip
             else:
-                sizes = payload_bytes(rule, fragment, self._experiment.seed, dtype)
-            found.append(Exchanged(fragment, fresh, sizes, others))  # a rule that has sent nothing plans the rounds
+                sizes, alike = payload_bytes(rule, fragment, self._experiment.seed, dtype)
+                found.append(Exchanged(fragment, fresh, model, sizes, alike))
         return found
 
     def due(self, round: int) -> list[tuple[Exchanged, int]]:
@@ -160,9 +165,12 @@ def view_of(rule: Sharing, fragment: Fragment, uid: int, round: int, seed: int) 
     return replace(rule_view(rule, fragment.graph, uid, fragment.turn(round), seed), fragment=fragment.index)
 
 
-def payload_bytes(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, ...]:
-    """Returns the mean bytes of a payload in each phase, of a model of normal entries that a round has changed. Of a
-    rule whose payloads differ from exchange to exchange (powergossip) they are those of the first.
+def payload_bytes(
+    rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype
+) -> tuple[tuple[float, ...], bool]:
+    """Returns (the mean bytes of a payload in each phase, whether all neighbors get one payload in the first), of a
+    model of normal entries that a round has changed. Of a rule whose payloads differ from exchange to exchange
+    (powergossip) they are those of the first.
 
     rule: a fresh one, whose state this changes. Phases that depend on what neighbors sent are taken to be as large as
     the first. The node that is asked is the first that sends anything in the first exchange.
@@ -181,12 +189,10 @@ def payload_bytes(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dty
         model += UPDATE * torch.randn(model.shape, generator=draws).to(dtype)
         if rule.requirements.sequential:
             rule.adjust(model, planned[0], 1.0)
-        sizes: list[float] = []
-        for number, view in enumerate(planned):
-            payloads = rule.outgoing(model, view) if number == 0 else {}
-            each = [sum(payload.bytes()) for payload in payloads.values()]
-            sizes.append(sum(each) / len(each) if each else (sizes[0] if sizes else 0.0))
-    return tuple(sizes)
+        payloads = rule.outgoing(model, planned[0])
+        each = [sum(payload.bytes()) for payload in payloads.values()]
+    size = sum(each) / len(each) if each else 0.0
+    return (size,) * len(planned), len({id(payload) for payload in payloads.values()}) == 1
 
 
 def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, float]:

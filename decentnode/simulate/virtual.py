@@ -11,15 +11,17 @@ import numpy as np
 
 from decentnode import clock, native
 from decentnode.build import build, threads_of
+from decentnode.communication.hybrid.config import TorchConfig
 from decentnode.communication.inproc import Hub, Inproc, InprocConfig
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.metrics.reader import read
 from decentnode.node.schedules import SCHEDULES
+from decentnode.simulate.cliques import CliqueTransfers
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network
-from decentnode.simulate.timeline.rounds import Clock, TimeLine, time_line
+from decentnode.simulate.timeline.rounds import Clock, TimeLine, TransfersOf, time_line
 from decentnode.simulate.traffic import Traffic
 
 MEASURED_ROUNDS = 5
@@ -56,9 +58,11 @@ def local_steps(experiment: Experiment) -> int:
     return int(getattr(experiment.training, "local_steps", 1) or 1)
 
 
-def make_compute(experiment: Experiment, config: ComputeConfig, step_seconds: float | None = None) -> Compute:
+def make_compute(
+    experiment: Experiment, config: ComputeConfig, step_seconds: float | None = None, steps: int | None = None
+) -> Compute:
     """Returns the compute times of the experiment's nodes. step_seconds: of a step where the config says `measured`;
-    None: measured now, unless a trace of devices says it."""
+    None: measured now, unless a trace of devices says it. steps: of a round; None: the experiment's local steps."""
     mapping = experiment.make_mapping()
     if config.step_seconds != "measured":
         step_seconds = config.step_seconds
@@ -68,7 +72,7 @@ def make_compute(experiment: Experiment, config: ComputeConfig, step_seconds: fl
         step_seconds = measured_step_seconds(experiment)
     machine_of = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
     return Compute(
-        config, machine_of, step_seconds=step_seconds, local_steps=local_steps(experiment),
+        config, machine_of, step_seconds=step_seconds, local_steps=steps or local_steps(experiment),
         batch_size=int(getattr(experiment.training, "batch_size", 1)), seed=experiment.seed,
         base_dir=experiment.base_dir,
     )  # fmt: skip
@@ -91,11 +95,15 @@ def make_clock(
     compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds)
     network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)
     traffic = traffic or Traffic(experiment)
+    transfers: TransfersOf = traffic
+    asynchronous = SCHEDULES[experiment.node.schedule].asynchronous
+    if isinstance(experiment.communication, TorchConfig) and not asynchronous:
+        transfers = CliqueTransfers(experiment, traffic, network)
     return Clock(
-        compute, network, traffic, steps_before=traffic.steps_before, trains=traffic.trains,
+        compute, network, transfers, steps_before=traffic.steps_before, trains=traffic.trains,
         overlapped=experiment.node.schedule == "overlapped",
         mixes_in_background=experiment.node.mix_in_background is not False,
-        asynchronous=SCHEDULES[experiment.node.schedule].asynchronous,
+        asynchronous=asynchronous,
     )  # fmt: skip
 
 

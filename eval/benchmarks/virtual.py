@@ -28,8 +28,7 @@ from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network, Transfers
 from decentnode.simulate.timeline.rounds import Clock, time_line
-from decentnode.simulate.traffic import Traffic
-from decentnode.simulate.virtual import time_line_of
+from decentnode.simulate.virtual import make_clock, time_line_of
 
 EFFICIENCY = 1448 / (1514 + 66 / 2)
 """What the cable passes of payload, as tc counts it: a packet of 1,514 bytes holds 1,448, and as much goes the other
@@ -41,15 +40,33 @@ FAST = 100.0
 """Gbit/s of a cable without a bound: more than memory passes."""
 
 
+OPERATIONS = {
+    "batches, ring": ("ring", "batched: true, use_collectives: false"),
+    "batches, complete": ("complete", "batched: true, use_collectives: false"),
+    "sends, complete": ("complete", "use_collectives: false"),
+    "all_reduce": ("complete", "use_collectives: true"),
+}
+"""With --collective: (graph, keys of the transport)."""
+
+
 def graph(nodes: int) -> str:
     return f"{{name: regular, nodes: {nodes}, degree: 4}}" if nodes > 5 else f"{{name: complete, nodes: {nodes}}}"
+
+
+def exchange(case: argparse.Namespace) -> list[str]:
+    """Returns the graph and the transport of a case."""
+    if not case.operation:
+        return [f"graph={graph(case.nodes)}"]
+    name, keys = OPERATIONS[case.operation]
+    return [f"graph={{name: {name}, nodes: {case.nodes}}}",
+            f"communication={{name: collective, backend: gloo, {keys}}}"]  # fmt: skip
 
 
 def settings(case: argparse.Namespace, where: list[tuple[str, str]], options: argparse.Namespace) -> list[str]:
     addresses = ", ".join(address for _, address in where)
     slow = f", slow_node: 0, slow_factor: {options.factor:g}" if case.straggler else ""
     return [
-        f"graph={graph(case.nodes)}", f"model={case.model}", f"node.rounds={options.rounds}",
+        *exchange(case), f"model={case.model}", f"node.rounds={options.rounds}",
         f"node.schedule={case.schedule}", "communication.timeout_seconds=120",
         f"training={{name: 'paced:Paced', batch_size: 8, local_steps: 1, pace_seconds: {options.pace:g}{slow}, "
         "optimizer: {name: sgd, lr: 0.01}}",
@@ -75,7 +92,8 @@ def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: floa
     """Returns what `real_seconds` should find."""
     stragglers = f", stragglers: [{{nodes: [0], factor: {factor:g}}}]" if case.straggler else ""
     experiment = load(str(CONFIG), overrides, check=False)
-    mixing = Traffic(experiment).bytes_per_node(1) / max(overhead, 1e-4)
+    mixed = sum(float(each.mixed.sum()) for each in make_clock(experiment, step_seconds=pace).transfers(0))
+    mixing = mixed / case.nodes / max(overhead, 1e-4)
     world = [
         f"simulate.compute={{step_seconds: {pace:g}, mixing_bytes_per_second: {mixing:.0f}{stragglers}}}",
         f"simulate.links={{between_machines: {{mbit_per_second: {1000 * case.gbit:g}}}, efficiency: {EFFICIENCY:.4f}}}",
@@ -86,13 +104,13 @@ def predicted_seconds(overrides: list[str], case: argparse.Namespace, pace: floa
 
 
 def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
-    for nodes in options.nodes:
-        for gbit in options.gbit:
-            model = SMALL if nodes > 8 and gbit < 0.5 else MODEL
-            for schedule in ("sequential", "overlapped"):
-                for straggler in (False, True) if nodes == 8 or options.stragglers else (False,):
-                    yield argparse.Namespace(nodes=nodes, gbit=gbit, schedule=schedule, straggler=straggler,
-                                             model=model)  # fmt: skip
+    operations = OPERATIONS if options.collective else [""]
+    for nodes, operation, gbit in itertools.product(options.nodes, operations, options.gbit):
+        model = SMALL if nodes > 8 and gbit < 0.5 else MODEL
+        for schedule in ("sequential", "overlapped"):
+            for straggler in (False, True) if options.stragglers or (nodes == 8 and not operation) else (False,):
+                yield argparse.Namespace(nodes=nodes, gbit=gbit, schedule=schedule, straggler=straggler,
+                                         model=model, operation=operation)  # fmt: skip
 
 
 def clock_alone() -> None:
@@ -122,6 +140,7 @@ def main() -> None:
     parser.add_argument("--pace", type=float, default=0.25, help="seconds of a round's local steps")
     parser.add_argument("--factor", type=float, default=3.0, help="of the straggler, in the cases with one")
     parser.add_argument("--stragglers", action="store_true", help="a case with a straggler for every case without")
+    parser.add_argument("--collective", action="store_true", help="by batches and all_reduce of gloo")
     parser.add_argument("--clock", action="store_true", help="only time 1,000 nodes x 1,000 rounds of the clock alone")
     options = parser.parse_args()
     if options.clock:
@@ -129,11 +148,11 @@ def main() -> None:
         return
     sys.path.insert(0, str(HERE))
     print(machine())
-    print(f"{'nodes':>5} {'Gbit/s':>6} {'schedule':11} {'straggler':9} {'real':>9} {'predicted':>9} {'error':>7} "
-          f"{'overhead':>9}", flush=True)  # fmt: skip
-    errors, overheads = [], dict[tuple[int, str], float]()
+    print(f"{'nodes':>5} {'exchange':17} {'Gbit/s':>6} {'schedule':11} {'straggler':9} {'real':>9} {'predicted':>9} "
+          f"{'error':>7} {'overhead':>9}", flush=True)  # fmt: skip
+    errors, overheads = [], dict[tuple[int, str, str], float]()
     for case in cases(options):
-        key = (case.nodes, case.model)
+        key = (case.nodes, case.model, case.operation)
         if key not in overheads:
             free = argparse.Namespace(**{**vars(case), "straggler": False, "schedule": "sequential"})
             with hosts(FAST) as where:
@@ -144,9 +163,9 @@ def main() -> None:
             real = real_seconds(where, overrides)
         found = predicted_seconds(overrides, case, options.pace, overheads[key], options.factor, options.rounds)
         errors.append(found / real - 1)
-        print(f"{case.nodes:5} {case.gbit:6g} {case.schedule:11} {'yes' if case.straggler else 'no':9} "
-              f"{1e3 * real:6.0f} ms {1e3 * found:6.0f} ms {errors[-1]:+7.1%} {1e3 * overheads[key]:6.0f} ms",
-              flush=True)  # fmt: skip
+        print(f"{case.nodes:5} {case.operation or 'messages':17} {case.gbit:6g} {case.schedule:11} "
+              f"{'yes' if case.straggler else 'no':9} {1e3 * real:6.0f} ms {1e3 * found:6.0f} ms {errors[-1]:+7.1%} "
+              f"{1e3 * overheads[key]:6.0f} ms", flush=True)  # fmt: skip
     within = sum(abs(each) <= 0.15 for each in errors)
     print(f"\nwithin 15 %: {within} of {len(errors)}; the largest error {max(errors, key=abs):+.1%}")
 

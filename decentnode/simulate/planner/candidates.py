@@ -22,7 +22,7 @@ from decentnode.experiment.crosschecks.sharing import (
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.virtual_time import LinksConfig
 from decentnode.node.schedules import SCHEDULES
-from decentnode.simulate.planner.predict import Prediction, predict
+from decentnode.simulate.planner.predict import AllReduce, Prediction, predict, predict_all_reduce
 from decentnode.simulate.virtual import local_steps, measured_step_seconds
 
 CHECKS = (
@@ -113,6 +113,14 @@ class Plan:
         if batch not in self._seconds:
             self._seconds[batch] = measured_step_seconds(experiment)
         return self._seconds[batch]
+
+    def all_reduce(self) -> AllReduce | None:
+        """Returns the prediction of data-parallel training with all nodes and the config's batch; None where nodes are
+        servers and clients, or in rounds of their own."""
+        if self.experiment.servers() or SCHEDULES[self.experiment.node.schedule].asynchronous:
+            return None
+        return predict_all_reduce(self.experiment, links=self._links, step_seconds=self._step(self.experiment),
+                                  module=self._module)  # fmt: skip
 
     def candidates(self, choices: Choices) -> Iterator[tuple[dict[str, str], list[str]]]:
         """Yields (labels, overrides) of every combination."""

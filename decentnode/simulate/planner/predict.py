@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from decentnode.experiment import Experiment
-from decentnode.experiment.virtual_time import LinksConfig
+from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
+from decentnode.simulate.cliques import calls_of
+from decentnode.simulate.data_parallel import BUCKET_BYTES, all_reduce_clock
 from decentnode.simulate.planner.consensus import Consensus, of_graph, of_rule
+from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import Traffic
-from decentnode.simulate.virtual import local_steps, make_clock
+from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
 LEAST_ROUNDS, MOST_ROUNDS = 16, 128
 """Rounds of virtual time of which a candidate's are the mean: at least four periods of its graph, if that is not more
@@ -64,19 +67,20 @@ class Prediction:
         return asdict(self)
 
 
-def memory_of(experiment: Experiment, traffic: Traffic) -> float:
+def memory_of(experiment: Experiment, model: float, transfers: Iterable[Transfers]) -> float:
     """Returns the bytes of a node's tensors: parameters, gradients and optimizer, two publish slots (one of them the
-    parameters themselves), the update that an overlapped schedule keeps, and what neighbors may have sent."""
-    model = traffic.model_bytes
+    parameters themselves), the update that an overlapped schedule keeps, and what neighbors may have sent.
+
+    model: its bytes. transfers: of a round with an exchange."""
     optimizer = getattr(getattr(experiment.training, "optimizer", None), "name", "")
     momentum = getattr(getattr(experiment.training, "optimizer", None), "momentum", 0.0)
     copies = 3 + OPTIMIZER_STATES.get(optimizer, 1 if momentum else 0)
     copies += experiment.node.schedule == "overlapped"
     window = getattr(experiment.communication, "window_bytes", 64 << 20)
     received = 0.0
-    for transfers in traffic(next(r for r in range(4096) if traffic.due(r))):
-        for uid in set(transfers.target.tolist()[:64]):
-            sizes = transfers.sizes[transfers.target == uid]
+    for each in transfers:
+        for uid in set(each.target.tolist()[:64]):
+            sizes = each.mixed[each.target == uid]
             received = max(received, float(sum(min(size, window) for size in sizes.tolist())))
     return float(copies * model + received)
 
@@ -106,14 +110,17 @@ def predict(
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, 4 * period))
     found = time_line(made, rounds)
     loads: dict[str, list[float]] = {}
+    sent = 0.0
     for r in range(rounds):
-        for transfers in traffic(r):
+        for transfers in made.transfers(r):
+            sent += float(transfers.sizes.sum()) / rounds / traffic.num_nodes
             for name, (size, seconds) in made.network.loads(transfers).items():
                 total = loads.setdefault(name, [0.0, 0.0])
                 total[0] += size / rounds
                 total[1] += seconds / rounds
     busiest = max(loads, key=lambda name: loads[name][1], default="")
     consensus = consensus_of(experiment, traffic, target)
+    exchanged = made.transfers(next(r for r in range(4096) if traffic.due(r)))
     round_seconds, steps = found.steady_seconds(), local_steps(experiment)
     batch = int(getattr(experiment.training, "batch_size", 1))
     compression = getattr(experiment.sharing, "compression", None)
@@ -121,9 +128,41 @@ def predict(
     return Prediction(
         names.get("graph", experiment.graph.name), names.get("sharing", experiment.sharing.name),
         names.get("compression", compression.name if compression is not None else "none"), steps, batch,
-        round_seconds, float((found.computed - found.steps_began).mean()), traffic.bytes_per_node(rounds),
+        round_seconds, float((found.computed - found.steps_began).mean()), sent,
         busiest, loads[busiest][1] if busiest else 0.0, loads[busiest][0] if busiest else 0.0,
         consensus.rate, consensus.rounds, None if consensus.rounds is None else consensus.rounds * round_seconds,
-        consensus.measured, memory_of(experiment, traffic),
+        consensus.measured, memory_of(experiment, traffic.model_bytes, exchanged),
         traffic.num_nodes * steps * batch / round_seconds if round_seconds else 0.0, tuple(overrides),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What data-parallel training does with the same model, samples, batches and links: all nodes average their
+    gradients in every step, as PyTorch's DistributedDataParallel does."""
+
+    step_seconds: float
+    compute_seconds: float
+    """Of a step, mean over the nodes."""
+    bytes_per_node: float
+    """Sent per step, mean over the nodes."""
+    samples_per_second: float
+    """That all nodes train on together."""
+
+
+def predict_all_reduce(
+    experiment: Experiment, *, links: LinksConfig | None, step_seconds: float | None,
+    module: torch.nn.Module | None = None,
+) -> AllReduce:
+    """Returns the prediction for all nodes of an experiment. Parameters as for `predict`."""
+    section = experiment.simulate
+    compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds, steps=1)
+    network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)
+    size = Traffic(experiment, module).model_bytes
+    calls = calls_of(experiment, network, range(compute.num_nodes), BUCKET_BYTES)
+    clock = all_reduce_clock(compute, calls, network, size)
+    found, batch = time_line(clock, MOST_ROUNDS), int(getattr(experiment.training, "batch_size", 1))
+    seconds, n = found.steady_seconds(), compute.num_nodes
+    sent = sum(float(each.sizes.sum()) for each in clock.transfers(0)) / n
+    return AllReduce(seconds, float((found.computed - found.steps_began).mean()), sent,
+                     n * batch / seconds if seconds else 0.0)  # fmt: skip

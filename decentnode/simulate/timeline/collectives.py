@@ -1,45 +1,184 @@
-"""Averages of whole groups by collective calls (all-reduce), as transfers of virtual time."""
+"""Operations of torch.distributed as transfers of virtual time: batches of sends and receives, averages of groups.
+
+What a call costs beside the bytes on the links is linear in the number of calls, steps and neighbors (the usual
+alpha-beta model; Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005,
+section 3). NCCL chooses among its algorithms by the same kind of sum (its src/graph/tuning.cc), and so does `average`.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from decentnode.simulate.timeline.network import NOBODY, Transfers
+from decentnode.simulate.timeline.network import BATCH, MEETING, NOBODY, Joining, Network, Transfers
+
+TREE_BYTES = 2 / 0.92
+"""Bytes that pass the busiest machine for each byte of an all-reduce along trees of three machines or more, as NCCL
+reckons (half of .92 of the bandwidth)."""
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
-def crossing_bytes(nodes: int, machines: int, size: float) -> float:
-    """Returns the bytes that each machine of a group sends to others when `nodes` nodes on `machines` machines average
-    `size` bytes each.
+@dataclass(frozen=True)
+class CallCosts:
+    """What operations cost beside the bytes on the links (`simulate.links.calls`)."""
 
-    Two machines reduce inside, exchange once, and broadcast inside (NCCL's trees); more of them form a ring through all
-    nodes, in which every connection passes 2 (n - 1) / n of the size.
-    """
-    if machines < 2:
-        return 0.0
-    return size if machines == 2 else 2 * (nodes - 1) / nodes * size
+    call_seconds: float
+    peer_seconds: float
+    hop_seconds: float
+    network_hop_seconds: float
+    busy_share: float = 0.0
+    trees: bool = False
+    """Whether the backend has all-reduce along trees beside that in a ring; gloo has not."""
 
 
-def group_transfers(groups: Sequence[Sequence[int]], machine_of: Sequence[int], size: float) -> Transfers:
-    """Returns the transfers of groups that average at once. Every member waits for all others of its group.
+@dataclass(frozen=True)
+class Flows:
+    """One call as transfers that go on at once, and the seconds that it takes beside their bytes."""
 
-    What crosses between machines is spread over their pairs of nodes; inside a machine nothing but the waiting counts.
-    groups: of uids, disjoint. size: bytes that each node has.
-    """
-    where = np.array(machine_of)
-    source, target, sizes = [], [], []
+    edges: list[tuple[int, int, float]]
+    """(sender, receiver, bytes)."""
+    seconds: float
+
+
+class Calls:
+    """Makes the transfers of operations between nodes on given machines."""
+
+    def __init__(self, costs: CallCosts, network: Network, chunk_bytes: float = math.inf) -> None:
+        """chunk_bytes: of a payload that one call takes at most."""
+        self.costs, self._network, self._chunk_bytes = costs, network, chunk_bytes
+
+    def calls_for(self, size: float) -> int:
+        """Returns the number of calls that a payload of `size` bytes takes."""
+        return max(1, math.ceil(size / self._chunk_bytes))
+
+    # -- point to point
+
+    def exchanged(
+        self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], *, batched: bool
+    ) -> tuple[list[int], list[float]]:
+        """Returns (joins, seconds beside the bytes) of payloads that nodes send each other. batched: whether all of a
+        node's are one operation per chunk (NCCL), instead of operations of their own."""
+        out, into = Counter(i for i, _ in edges), Counter(j for _, j in edges)
+        degree = {uid: max(out[uid], into[uid]) for uid in out.keys() | into.keys()}
+        found = []
+        for (i, j), size in zip(edges, sizes, strict=True):
+            peers = max(degree[i], degree[j])
+            one = self.costs.call_seconds + self.costs.peer_seconds * peers + self._hop(i, j)
+            found.append(self.calls_for(size) * one)
+        return [BATCH if batched else MEETING] * len(edges), found
+
+    def _hop(self, i: int, j: int) -> float:
+        where = self._network.machine_of
+        return self.costs.hop_seconds if where[i] == where[j] else self.costs.network_hop_seconds
+
+    # -- groups
+
+    def average(self, group: Sequence[int], size: float, kind: Kind = "all_reduce") -> Flows:
+        """Returns the call of a whole group, by the algorithm that is faster when nothing else is under way.
+
+        size: bytes of one payload; of reduce_scatter and all_gather it is one of n parts.
+        """
+        found = [self._ring(group, size, kind)]
+        if self.costs.trees and kind == "all_reduce" and len(self._machines(group)) > 1:
+            found.append(self._tree(group, size))
+        return min(found, key=self._alone) if len(found) > 1 else found[0]
+
+    def _alone(self, flows: Flows) -> float:
+        source, target, sizes = zip(*flows.edges, strict=True)
+        count = len(source)
+        joining = Joining(np.zeros(count, int), np.full(count, flows.seconds), np.zeros(count))
+        return self._network.quiet_seconds(Transfers.of(source, target, sizes, joining=joining))
+
+    def _machines(self, group: Sequence[int]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for uid in sorted(group):
+            found.setdefault(int(self._network.machine_of[uid]), []).append(uid)
+        return found
+
+    def _ring(self, group: Sequence[int], size: float, kind: Kind) -> Flows:
+        """Every node passes n - 1 parts on, for each of the two halves of an all-reduce; a step waits for the one
+        before."""
+        order = [uid for members in self._machines(group).values() for uid in members]
+        pairs = list(zip(order, order[1:] + order[:1], strict=True))
+        turns = (2 if kind == "all_reduce" else 1) * (len(order) - 1) / len(order)
+        passed = turns * size * (1 if kind == "all_reduce" else len(order))
+        around = sum(self._hop(i, j) + self._network.latency(i, j) for i, j in pairs)
+        seconds = self.calls_for(size) * (self.costs.call_seconds + turns * around)
+        return Flows([(i, j, passed) for i, j in pairs], seconds)
+
+    def _tree(self, group: Sequence[int], size: float) -> Flows:
+        """Sums go along a chain to one node of each machine, from there up two trees of machines with half of the bytes
+        each, and the same way back (NCCL's double binary trees)."""
+        machines = self._machines(group)
+        edges: list[tuple[int, int, float]] = []
+        inside = 0.0
+        for members in machines.values():
+            chain = list(itertools.pairwise(members))
+            edges += [pair for i, j in chain for pair in ((i, j, size), (j, i, size))]
+            inside = max(inside, sum(self._hop(i, j) + self._network.latency(i, j) for i, j in chain))
+        heads = [members[0] for members in machines.values()]
+        count = len(heads)
+        share = 1.0 if count == 2 else TREE_BYTES
+        crossing = list(zip(heads, heads[1:] + heads[:1], strict=True))
+        edges += [(i, j, share * size) for i, j in crossing]
+        between = max(self._hop(i, j) + self._network.latency(i, j) for i, j in crossing)
+        steps = 2 * (inside + math.ceil(math.log2(count)) * between)
+        return Flows(edges, self.calls_for(size) * (self.costs.call_seconds + steps))
+
+
+class Phase:
+    """Collects the transfers of one phase of a round."""
+
+    def __init__(self) -> None:
+        self._edges: list[tuple[int, int]] = []
+        self._sizes: list[float] = []
+        self._joins: list[int] = []
+        self._seconds: list[float] = []
+        self._mixed: list[float] = []
+        self._busy_share = 0.0
+        self._calls = 0
+
+    def add(
+        self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], joins: Sequence[int], seconds: Sequence[float],
+        busy_share: float = 0.0,
+    ) -> None:
+        """Payloads that are mixed as they come."""
+        self._edges += edges
+        self._sizes += sizes
+        self._mixed += sizes
+        self._joins += joins
+        self._seconds += seconds
+        self._busy_share = max(self._busy_share, busy_share)
+
+    def add_call(self, flows: Flows, mixed: float, busy_share: float = 0.0) -> None:
+        """mixed: bytes that each member mixes in the end."""
+        receivers = [j for _, j, _ in flows.edges]
+        self._edges += [(i, j) for i, j, _ in flows.edges]
+        self._sizes += [size for _, _, size in flows.edges]
+        self._mixed += [mixed / receivers.count(j) for j in receivers]
+        self._joins += [self._calls] * len(receivers)
+        self._seconds += [flows.seconds] * len(receivers)
+        self._busy_share = max(self._busy_share, busy_share)
+        self._calls += 1
+
+    def transfers(self) -> Transfers:
+        if not self._edges:
+            return NOBODY
+        source, target = zip(*self._edges, strict=True)
+        joining = Joining(np.array(self._joins, int), np.array(self._seconds), np.array(self._mixed), self._busy_share)
+        return Transfers.of(source, target, self._sizes, joining=joining)
+
+
+def averages(calls: Calls, groups: Sequence[Sequence[int]], size: float) -> Transfers:
+    """Returns the transfers of disjoint groups that average at once, `size` bytes of each node."""
+    phase = Phase()
     for group in groups:
-        members = np.array(group)
-        names, count = np.unique(where[members], return_counts=True)
-        crossing = crossing_bytes(members.size, names.size, size)
-        on = dict(zip(names.tolist(), count.tolist(), strict=True))
-        for i in members.tolist():
-            away = members.size - on[int(where[i])]  # each machine's share, spread over its members' pairs
-            for j in members.tolist():
-                if i != j:
-                    source.append(i)
-                    target.append(j)
-                    crosses = where[i] != where[j]
-                    sizes.append(crossing / (on[int(where[i])] * away) if crosses else 0.0)
-    return Transfers.of(source, target, sizes) if source else NOBODY
+        if len(group) > 1:
+            phase.add_call(calls.average(group, size), size, calls.costs.busy_share)
+    return phase.transfers()

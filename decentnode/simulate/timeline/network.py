@@ -16,6 +16,25 @@ from decentnode.simulate.timeline import traces
 from decentnode.simulate.timeline.compute import lognormal
 from decentnode.simulate.timeline.fair import FairSharing
 
+MESSAGE, MEETING, BATCH = -3, -2, -1
+"""How a transfer depends on others (`Transfers.joins`)."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How the transfers of one phase depend on each other, and what they cost beside the bytes on the links."""
+
+    joins: np.ndarray
+    """[F] int. MESSAGE: a transfer begins when its sender has. MEETING: when both ends have. BATCH: when both have, and
+    it ends when all of them have that its receiver takes part in, as sender or receiver. A number from 0 on: that of a
+    collective call, whose transfers all begin when the last of its nodes has, and all end together."""
+    seconds: np.ndarray
+    """[F] that a transfer takes beside those of its bytes; of a collective call with all latencies of its steps."""
+    mixed: np.ndarray
+    """[F] bytes that the receiver mixes of what comes."""
+    busy_share: float = 0.0
+    """Share of a node's compute that is not there for local steps while transfers that join are under way."""
+
 
 @dataclass(frozen=True, eq=False)
 class Transfers:
@@ -27,13 +46,77 @@ class Transfers:
     """[F] uids, ascending."""
     sizes: np.ndarray
     """[F] bytes."""
+    joining: Joining | None = None
+    """None where every transfer is a message that leaves when its sender has it."""
 
     @staticmethod
-    def of(source: Sequence[int], target: Sequence[int], sizes: Sequence[float] | float) -> Transfers:
-        """Transfers in any order; one size stands for all."""
+    def of(
+        source: Sequence[int], target: Sequence[int], sizes: Sequence[float] | float, *, joining: Joining | None = None
+    ) -> Transfers:
+        """Transfers in any order, in which those of `joining` are, too; one size stands for all."""
         order = np.argsort(np.array(target, int), kind="stable")
         every = np.broadcast_to(np.array(sizes, float), (len(source),))
-        return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order])
+        if joining is not None:
+            joining = Joining(joining.joins[order], joining.seconds[order], joining.mixed[order], joining.busy_share)
+        return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order], joining)
+
+    @property
+    def mixed(self) -> np.ndarray:
+        """[F] bytes that the receiver mixes of what comes."""
+        return self.sizes if self.joining is None else self.joining.mixed
+
+    def begins(self, ready: np.ndarray) -> np.ndarray:
+        """Returns when each transfer begins [F]. ready: [N] when each node has what it sends; minus infinity for nodes
+        that take no part."""
+        begins: np.ndarray = ready[self.source]
+        if self.joining is None:
+            return begins
+        joins = self.joining.joins
+        begins = np.where(joins == MESSAGE, begins, np.maximum(begins, ready[self.target]))
+        for call in np.unique(joins[joins >= 0]):
+            members = joins == call
+            begins[members] = begins[members].max()
+        return begins
+
+    def ends(self, arrived: np.ndarray) -> np.ndarray:
+        """Returns when each transfer is over for its receiver [F]. arrived: [F] when its own bytes are there, infinite
+        for transfers that do not take place."""
+        if self.joining is None:
+            return arrived
+        joins, found = self.joining.joins, arrived.copy()
+        there = np.isfinite(arrived)
+        if (batch := (joins == BATCH) & there).any():
+            last = np.full(int(max(self.source.max(), self.target.max())) + 1, -np.inf)
+            for end in (self.source, self.target):
+                np.maximum.at(last, end[batch], arrived[batch])
+            found[batch] = last[self.target[batch]]
+        for call in np.unique(joins[joins >= 0]):
+            members = (joins == call) & there
+            found[members] = arrived[members].max(initial=-np.inf)
+        return found
+
+    def held_up_by(self, ready: np.ndarray) -> np.ndarray:
+        """Returns for whom the receiver of each transfer waits [F]: the sender, or of a collective call the member that
+        was ready last, unless this is the receiver itself."""
+        if self.joining is None:
+            return self.source
+        joins, found = self.joining.joins, self.source.copy()
+        for call in np.unique(joins[joins >= 0]):
+            members = joins == call
+            uids = np.unique(np.append(self.source[members], self.target[members]))
+            late = uids[np.argmax(ready[uids])]
+            found[members & (self.target != late)] = late
+        return found
+
+    def busy_until(self, arrived: np.ndarray, num_nodes: int) -> np.ndarray:
+        """Returns when the last transfer that joins others and takes a node's compute is over [N]; minus infinity where
+        there is none. arrived: [F], as `ends` returned it."""
+        last = np.full(num_nodes, -np.inf)
+        if self.joining is not None:
+            there = (self.joining.joins != MESSAGE) & np.isfinite(arrived)
+            for end in (self.source, self.target):
+                np.maximum.at(last, end[there], arrived[there])
+        return last
 
     @cached_property
     def receivers(self) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +184,17 @@ class Network:
             draws = rng.stream(self._seed, rng.GLOBAL, f"jitter of phase {phase}", round)
             factors = lognormal(draws, self.config.jitter, begins.size)
             ends = begins + np.where(np.isfinite(begins), ends - begins, 0.0) * factors
-        return ends + latency
+        return transfers.ends(ends + latency)
+
+    def latency(self, source: int, target: int) -> float:
+        """Returns the seconds from the last byte's departure to its arrival between two nodes."""
+        return self._way(source, target)[1]
+
+    def quiet_seconds(self, transfers: Transfers) -> float:
+        """Returns how long the transfers take when they begin together, nothing else is under way, and chance has no
+        part."""
+        _, sharing, latency, _ = self._prepare(transfers)
+        return float((sharing.ends(np.zeros(transfers.sizes.size)) + latency).max(initial=0.0))
 
     def loads(self, transfers: Transfers) -> dict[str, tuple[float, float]]:
         """Returns the bytes that the transfers bring over each connection of bounded bandwidth, and the seconds that
@@ -139,7 +232,10 @@ class Network:
             most.append(rate)
         found = np.array(uses, int).reshape(-1, 5)
         sharing = FairSharing(found, np.array(self._capacity), transfers.sizes, np.array(most))
-        return transfers, sharing, np.array(latency), found
+        every = np.array(latency)
+        if transfers.joining is not None:  # a collective call has those of its steps in its own seconds
+            every = np.where(transfers.joining.joins < 0, every, 0.0) + transfers.joining.seconds
+        return transfers, sharing, every, found
 
     def _way(self, source: int, target: int) -> tuple[list[int], float, float]:
         """Returns what a payload between two nodes passes: its shared resources, its latency, and the largest rate of

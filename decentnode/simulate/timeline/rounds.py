@@ -96,7 +96,7 @@ class Clock:
         it begin with the round. trains: returns who makes local steps in a round, bool [N]; everybody when None."""
         self._steps_before, self._trains = steps_before, trains
         self.compute, self.network = compute, network
-        self._transfers = transfers
+        self.transfers = transfers
         self.overlapped, self._background, self.asynchronous = overlapped, mixes_in_background, asynchronous
         self._leaves_after = (0.0 if overlapped else 1.0) if leaves_after is None else leaves_after
         self.now = np.zeros(compute.num_nodes)
@@ -115,11 +115,11 @@ class Clock:
         begin, self.arrivals = self.now.copy(), []
         works = present if self._trains is None else present & self._trains(round)
         seconds = np.where(works, compute.seconds(round), 0.0)
-        phases = list(self._transfers(round))
+        phases = list(self.transfers(round))
         first, waits_for, waited = begin, np.full(begin.size, -1, np.int32), np.zeros(begin.size)
         for number, transfers in enumerate(phases[: self._steps_before]):
             if transfers.source.size:
-                first, late, wait = self._mixed(transfers, self._exchange(transfers, first, number), first)
+                first, late, wait = self._mixed(transfers, self._exchange(transfers, first, number), first, first)
                 waited += wait
                 waits_for = np.where(wait > 0, late, waits_for)
         computed = compute.ends(first, seconds)
@@ -128,9 +128,11 @@ class Clock:
         for number, transfers in enumerate(rest):
             sent = ready if number == 0 else end
             arrived = self._exchange(transfers, sent, self._steps_before + number)
-            if number == 0 and 0 < self._leaves_after < 1:
-                arrived = np.maximum(arrived, computed[transfers.source])
-            end, late, wait = self._mixed(transfers, arrived, end if number else computed)
+            if number == 0:
+                computed = self._slowed(computed, ready, transfers, arrived)
+                if 0 < self._leaves_after < 1:
+                    arrived = transfers.ends(np.maximum(arrived, computed[transfers.source]))
+            end, late, wait = self._mixed(transfers, arrived, end if number else computed, sent)
             waited += wait
             waits_for = np.where(wait > 0, late, waits_for)
         end = np.where(present, end + compute.config.overhead_seconds, end)
@@ -160,7 +162,7 @@ class Clock:
     def _exchange(self, transfers: Transfers, ready: np.ndarray, phase: int) -> np.ndarray:
         """Returns when the transfers have arrived [F]. An edge passes one payload after the other."""
         source, target = transfers.source, transfers.target
-        begins = ready[source]
+        begins = transfers.begins(np.where(self._present, ready, -np.inf))
         known = self._free.get(id(transfers))
         if known is not None:
             begins = np.maximum(begins, np.where(np.isfinite(known[1]), known[1], 0.0))
@@ -173,18 +175,29 @@ class Clock:
         self.arrivals.append((transfers, arrived))
         return arrived
 
+    @staticmethod
+    def _slowed(computed: np.ndarray, ready: np.ndarray, transfers: Transfers, arrived: np.ndarray) -> np.ndarray:
+        """Returns when local steps are done [N] beside an exchange that takes a share of each node's compute from
+        `ready` [N] until it is over. computed: [N] when they would be done without it."""
+        share = 0.0 if transfers.joining is None else transfers.joining.busy_share
+        left = computed - ready
+        if not share or not (left > 0).any():
+            return computed
+        beside = np.maximum(transfers.busy_until(arrived, computed.size) - ready, 0.0)
+        return np.where(left > 0, computed + share * np.minimum(beside, left / (1 - share)), computed)
+
     def _mixed(
-        self, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray
+        self, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray, sent: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (when each node has mixed what came, who came last, seconds waited), each [N]. computed: [N] from
-        when on nodes have nothing else to do."""
+        """Returns (when each node has mixed what came, for whom it waited, seconds waited), each [N]. computed: [N]
+        from when on nodes have nothing else to do. sent: [N] when each had what it sent."""
         uids, first = transfers.receivers
         takes_place = np.isfinite(arrived)
         last = np.maximum.reduceat(np.where(takes_place, arrived, -np.inf), first)
         mix, tail = np.zeros(computed.size), np.zeros(computed.size)
         speed = self.compute.config.mixing_bytes_per_second
         if speed is not None:
-            sizes = np.where(takes_place, transfers.sizes, 0.0)
+            sizes = np.where(takes_place, transfers.mixed, 0.0)
             come = np.bincount(transfers.target, sizes, computed.size)
             tail[uids] = np.add.reduceat(np.minimum(sizes, TAIL_BYTES), first) / speed
             mix = come / speed if not (self.overlapped and self._background) else tail
@@ -194,7 +207,7 @@ class Clock:
         of_last = np.zeros(computed.size)
         of_last[uids] = last
         at = np.flatnonzero(arrived == of_last[transfers.target])
-        late[transfers.target[at][::-1]] = transfers.source[at][::-1]  # the lowest uid of several
+        late[transfers.target[at][::-1]] = transfers.held_up_by(sent)[at][::-1]  # the lowest uid of several
         waited[uids[blocked]] = done[blocked] - end[uids[blocked]]
         end[uids[blocked]] = done[blocked]
         return end, late, waited

@@ -1,0 +1,176 @@
+"""Which payloads of a round go by torch.distributed, as which of its operations, and what these cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+
+from decentnode.communication.base import AveragingGroup
+from decentnode.communication.hybrid.config import TorchConfig
+from decentnode.communication.parts import Schema
+from decentnode.communication.torch_distributed.communicator import MAX_CTAS
+from decentnode.communication.torch_distributed.group_collective import kind_of
+from decentnode.experiment import Experiment
+from decentnode.experiment.virtual_time import CallCostsConfig
+from decentnode.graph.base import RoundView, averaging_group_of
+from decentnode.node.schedules import payload_schema, sent_dtype
+from decentnode.payload import Payload
+from decentnode.simulate.timeline.collectives import CallCosts, Calls, Kind, Phase
+from decentnode.simulate.timeline.network import MESSAGE, Network, Transfers
+from decentnode.simulate.traffic import KEPT, Exchanged, Traffic, view_of
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+COSTS = {
+    "nccl": CallCosts(8.4e-6, 0.0, 3.4e-6, 14e-6, MAX_CTAS / MULTIPROCESSORS, trees=True),
+    "gloo": CallCosts(1e-4, 0.0, 3e-5, 3e-5),
+}
+"""What is taken for a backend. nccl: the latencies by which NCCL 2.30 chooses its algorithms (src/graph/tuning.cc,
+ncclTunerConstantsDefaults: protocol Simple, rings, NVLink within a machine, a network between machines); no run of
+decentnode has measured them. gloo: of two to four processes on one machine (docs/benchmarks.rst)."""
+
+
+def costs_of(backend: str, config: CallCostsConfig) -> CallCosts:
+    """Returns what calls of a backend cost: what the config says, the rest as in COSTS."""
+    given = {key: value for key, value in config.model_dump().items() if value is not None}
+    return replace(COSTS[backend], **given)
+
+
+def gpus_of(experiment: Experiment) -> dict[int, int]:
+    """Returns the nodes whose models lie on a GPU as far as the config says it, each with a number of that GPU. The
+    devices `cuda` and, where NCCL is asked for, `auto` are a GPU for every node of a machine."""
+    mapping = experiment.make_mapping()
+    asks = getattr(experiment.communication, "backend", "auto") == "nccl"
+    found: dict[int, int] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    for uid in range(mapping.num_nodes):
+        place = mapping.place(uid)
+        if place.device.startswith("cuda") or (place.device == "auto" and asks):
+            number = int(place.device.partition(":")[2] or place.rank)
+            found[uid] = numbers.setdefault((place.machine, number), len(numbers) + 1)
+    return found
+
+
+def backend_of(experiment: Experiment, members: Sequence[int]) -> str:
+    """Returns which backend a clique of these nodes takes."""
+    wanted = str(getattr(experiment.communication, "backend", "auto"))
+    if wanted != "auto":
+        return wanted
+    return "nccl" if set(members) <= gpus_of(experiment).keys() else "gloo"
+
+
+def calls_of(experiment: Experiment, network: Network, members: Sequence[int], chunk_bytes: float) -> Calls:
+    """Returns the operations of these nodes, with the costs of their backend."""
+    return Calls(costs_of(backend_of(experiment, members), network.config.calls), network, chunk_bytes)
+
+
+class CliqueTransfers:
+    """The transfers of an experiment with cliques: those of `Traffic`, where payloads inside a clique are operations of
+    torch.distributed. A pure function of the experiment and the round."""
+
+    def __init__(self, experiment: Experiment, traffic: Traffic, network: Network) -> None:
+        communication = experiment.communication
+        assert isinstance(communication, TorchConfig)
+        self._config, self._experiment, self._traffic = communication, experiment, traffic
+        where = dict(enumerate(network.machine_of.tolist()))
+        self.routing = dataclasses.replace(communication.routing(where), gpu=gpus_of(experiment))
+        self._cliques = [joined for clique in self.routing.cliques if (joined := self.routing.joined(clique))]
+        self._backends = [backend_of(experiment, clique) for clique in self._cliques]
+        self._calls = [calls_of(experiment, network, clique, communication.chunk_bytes) for clique in self._cliques]
+        may = communication.use_collectives and experiment.node.missing == "fail"
+        self._may_call = [may and len(clique) > 2 and all(self.routing.path(a, b) == "collective"
+                                                          for a, b in combinations(clique, 2))
+                          for clique in self._cliques]  # fmt: skip
+        """Of each clique: whether it may do at once what all of its members want."""
+        self._clique_at = {uid: at for at, clique in enumerate(self._cliques) for uid in clique}
+        self._known: dict[int, tuple[tuple[Transfers, ...], tuple[Transfers, ...]]] = {}
+
+    def __call__(self, round: int) -> tuple[Transfers, ...]:
+        """Returns the transfers of each phase of a round: the same objects again where they are the same."""
+        plain = self._traffic(round)
+        if not self._cliques:
+            return plain
+        known = self._known.get(id(plain))  # one object for all rounds whose edges are the same
+        if known is None:
+            if len(self._known) >= KEPT:
+                self._known.clear()
+            due = self._traffic.due(round)
+            made = tuple(
+                self._joined(each, [self._kind(at, due, round, phase) for at in range(len(self._cliques))])
+                for phase, each in enumerate(plain)
+            )
+            known = self._known[id(plain)] = plain, made  # `plain` is kept, so that its id stays its own
+        return known[1]
+
+    def _joined(self, plain: Transfers, kinds: Sequence[Kind | None]) -> Transfers:
+        phase = Phase()
+        inside: list[list[tuple[tuple[int, int], float]]] = [[] for _ in self._cliques]
+        outside: list[tuple[tuple[int, int], float]] = []
+        for i, j, size in zip(plain.source.tolist(), plain.target.tolist(), plain.sizes.tolist(), strict=True):
+            by_clique = self.routing.path(i, j) == "collective"
+            (inside[self._clique_at[i]] if by_clique else outside).append(((i, j), size))
+        if outside:
+            edges, sizes = map(list, zip(*outside, strict=True))
+            phase.add(edges, sizes, [MESSAGE] * len(edges), [0.0] * len(edges))
+        for at, found in enumerate(inside):
+            calls, kind = self._calls[at], kinds[at]
+            if not found:
+                continue
+            edges, sizes = map(list, zip(*found, strict=True))
+            if kind is not None:
+                mixed = sum(size for (_, j), size in found if j == edges[0][1]) if kind == "all_gather" else sizes[0]
+                flows = calls.average(self._cliques[at], sizes[0], kind)
+                phase.add_call(flows, mixed, calls.costs.busy_share)
+            else:
+                batched = self._backends[at] == "nccl" or self._config.batched
+                joins, seconds = calls.exchanged(edges, sizes, batched=batched)
+                phase.add(edges, sizes, joins, seconds, calls.costs.busy_share)
+        return phase.transfers()
+
+    # -- calls of a whole clique
+
+    def _kind(self, at: int, due: Sequence[tuple[Exchanged, int]], round: int, phase: int) -> Kind | None:
+        """Returns the call by which a clique exchanges all fragments that are due; None where payloads go point to
+        point, as those of some fragment do."""
+        clique = self._cliques[at]
+        if not due or not self._may_call[at]:
+            return None
+        kinds = {self._kind_of(each, number, clique, round, phase, self._backends[at] == "nccl")
+                 for each, number in due}  # fmt: skip
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _kind_of(
+        self, each: Exchanged, number: int, clique: tuple[int, ...], round: int, phase: int, scatters: bool
+    ) -> Kind | None:
+        rule, elements = each.rule, each.fragment.elements
+        if rule.requirements.scalars:
+            return None
+        first = averaging_group_of(each.fragment.graph, clique[0], number)  # of one member, it is that of all
+        view = self._planned(each, first, clique[0], round, phase)
+        if any(self._planned(each, first, uid, round, phase).averaging != clique for uid in clique):
+            return None
+        schedule, dtype = self._experiment.node.schedule, each.dtype
+        tensors = payload_schema(schedule, rule, elements, dtype)
+        schema = Schema(elements, tensors, rule.requirements.elementwise)
+        model = torch.empty(elements, dtype=sent_dtype(schedule, rule, dtype), device="meta")
+        own = rule.own_contribution(model, view)
+        if own is not None and self._config.non_finite == "reject":
+            return None
+        if rule.requirements.linear or (own is None and (each.alike or phase)):  # of later phases nobody knows more
+            outgoing = dict.fromkeys(view.neighbors, Payload({}))
+        elif own is None:
+            return None
+        else:
+            outgoing = rule.outgoing(model, view)
+        return kind_of(AveragingGroup(clique, own), outgoing, schema, scatters)
+
+    def _planned(
+        self, each: Exchanged, group: tuple[int, ...], uid: int, round: int, phase: int
+    ) -> RoundView:
+        """group: of the graph, for its members."""
+        view = view_of(each.rule, each.fragment, uid, round, self._experiment.seed)
+        return each.rule.plan(replace(view, averaging_group=group if uid in group else (), phase=phase))
