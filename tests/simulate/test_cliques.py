@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from decentnode import run as run_experiment
 from decentnode.cli import main
+from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.virtual_time import CallCostsConfig, ComputeConfig, LinksConfig
+from decentnode.sharing import SHARINGS
 from decentnode.simulate.cliques import COSTS, CliqueTransfers, backend_of, costs_of, gpus_of
 from decentnode.simulate.timeline.collectives import TREE_BYTES, CallCosts, Calls, Phase, averages
 from decentnode.simulate.timeline.compute import Compute
@@ -272,3 +274,19 @@ def test_more_neighbors_and_smaller_chunks_take_longer() -> None:
 def test_without_a_call_a_plan_says_nothing_beside_servers() -> None:
     found = CliRunner().invoke(main, ["plan", str(QUICKSTART), "--graph", "own", "--step-seconds", "0.01"])
     assert "all-reduce of gradients in every step (PyTorch DDP): " in found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("graph", ["ring", "complete", "one_peer_exponential", "star", "random_matching"])
+@pytest.mark.parametrize("rule", sorted(SHARINGS))
+def test_rounds_of_every_rule_have_a_time_in_cliques(rule: str, graph: str) -> None:
+    for clique in ("{name: collective, backend: nccl}", "{name: auto, cliques: machine, backend: gloo}"):
+        for schedule in ("sequential", "overlapped"):
+            keys = [f"sharing={rule}", f"graph={{name: {graph}, nodes: 8}}", "weights=null",
+                    f"communication={clique}", f"node.schedule={schedule}"]  # fmt: skip
+            try:
+                found = load(QUICKSTART, [*placed(8, 2), *keys])
+            except ConfigError:  # not every rule goes with every graph and schedule
+                continue
+            times = time_line(make_clock(found, step_seconds=0.01), 8)
+            assert np.isfinite(times.end).all() and (np.diff(times.end, axis=0) > 0).all()
