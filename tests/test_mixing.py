@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from decentnode.mixing import KERNEL_ARRIVALS, cpu, mix_into, passes
+from decentnode.mixing import KERNEL_ARRIVALS, cpu, mix, mix_into, passes
 from decentnode.mixing.rows import RowWeights
 from decentnode.tensors import BLOCK_ELEMENTS
 
@@ -124,18 +125,44 @@ def test_the_kernel_by_tritons_interpreter() -> None:
 
 
 COMPILED = """
+import re, subprocess, sys
+from pathlib import Path
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from decentnode.mixing.kernel import _weighted_sum
+from decentnode.mixing.kernel import BLOCK, _weighted_sum
+THREADS, H100_REGISTERS, DELAY_BYTES = 256, 65536, 32 << 10
+tools, folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin", Path(sys.argv[1])
 names = _weighted_sum.arg_names
 tensors = {"out", "x", *(f"r{k}" for k in range(8))}
-kinds = {name: "*fp32" if name in tensors else "fp32" for name in names}
-kinds |= {"n": "i64", "ARRIVALS": "constexpr", "BLOCK_SIZE": "constexpr"}
-constants = {(names.index("ARRIVALS"),): 3, (names.index("BLOCK_SIZE"),): 4096}
 aligned = {(k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if name in tensors}
-made = compile(ASTSource(_weighted_sum, kinds, constants, aligned), target=GPUTarget("cuda", 90, 32))
-assert "ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]
+for dtype, size in (("fp32", 4), ("bf16", 2)):
+    for arrivals in (1, 2, 4, 8):
+        for integer in ("i32", "i64"):
+            kinds = {name: f"*{dtype}" if name in tensors else "fp32" for name in names}
+            kinds |= {"n": integer, "ARRIVALS": "constexpr", "BLOCK_SIZE": "constexpr"}
+            constants = {(names.index("ARRIVALS"),): arrivals, (names.index("BLOCK_SIZE"),): BLOCK}
+            made = compile(ASTSource(_weighted_sum, kinds, constants, aligned), target=GPUTarget("cuda", 90, 32),
+                           options={"num_warps": THREADS // 32})
+            cubin = folder / "kernel.cubin"
+            cubin.write_bytes(made.asm["cubin"])
+            said = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            code, usage = said(tools / "nvdisasm", cubin), said(tools / "cuobjdump", "-res-usage", cubin)
+            of_16 = BLOCK * size // 16 // THREADS
+            found = code.count("LDG.E.128"), code.count("STG.E.128")
+            assert found == ((arrivals + 1) * of_16, of_16), found
+            assert not re.search(r"\\b(LDL|STL)\\b", code), "local memory"
+            registers = int(re.search(r"REG:(\\d+)", usage)[1])
+            blocks = min(H100_REGISTERS // (THREADS * -(-registers // 8) * 8), 2048 // THREADS)
+            # loads of whole blocks before what was loaded is first used, or 8 behind each other in the middle of it
+            ahead = max(map(len, re.findall("L+", "".join(
+                "L" if "LDG.E.128" in line else "." if re.search(r"\\b(FFMA|FMUL)\\b", line) else ""
+                for line in code.splitlines()))))
+            under_way = blocks * THREADS * 16 * ahead
+            assert under_way >= DELAY_BYTES, (dtype, arrivals, registers, ahead)
+            print(dtype, arrivals, integer, registers, "registers", blocks, "blocks", under_way, "bytes")
 """
+"""DELAY_BYTES: what a multiprocessor must have under way to read at full speed, 3.35 TB/s / 132 for some 1.2 us."""
 
 
 @pytest.mark.slow
@@ -143,9 +170,33 @@ assert "ld.global.v4" in made.asm["ptx"] and "st.global.v4" in made.asm["ptx"]
 def test_the_compiled_kernel_reads_16_bytes_at_a_time_whatever_the_size(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     path = f"{root}:{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run([sys.executable, "-c", COMPILED], cwd=root, capture_output=True, text=True, timeout=200,
-                          env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path})  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", COMPILED, str(tmp_path)], cwd=root, capture_output=True, text=True,
+                          timeout=200, env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+                                            "PYTHONPATH": path})  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 16
+
+
+def test_where_triton_launches_nothing_the_sums_are_made_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever has Triton may yet lack the C compiler, or Python's headers, with which it makes its launchers."""
+    kernel_that_cannot_launch(monkeypatch)
+    for _ in range(2):
+        assert mix._kernel(torch.device("cpu")) is None
+    assert len(caplog.records) == 1 and "'gcc'" in caplog.text
+    mix._kernel.cache_clear()
+
+
+def kernel_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's is where gcc finds no Python.h."""
+
+    def launch_once(_device: torch.device) -> None:
+        raise subprocess.CalledProcessError(1, ["gcc", "cuda_utils.c"])
+
+    made = SimpleNamespace(launch=None, launch_once=launch_once)
+    monkeypatch.setitem(sys.modules, "decentnode.mixing.kernel", made)  # type: ignore[arg-type]
+    mix._kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 5), (3, 64), (5, 1000), (7, 4099)])

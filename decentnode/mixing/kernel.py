@@ -1,6 +1,7 @@
 """The weighted sum as one Triton kernel. Imported only where there is a GPU; raises ImportError without Triton.
 
-Run so far by Triton's interpreter on the CPU and compiled for an H100, never run on a GPU.
+Run so far by Triton's interpreter on the CPU and compiled for an H100, never run on a GPU. tests/test_mixing.py reads
+in the machine code that whole blocks are loaded 16 bytes at a time, with several loads under way in each thread.
 """
 
 from collections.abc import Sequence
@@ -66,3 +67,11 @@ def launch(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[T
             out, model, *tensors, *[model] * unused, float(weight), *map(float, weights), *[0.0] * unused,
             out.numel(), ARRIVALS=len(received), BLOCK_SIZE=BLOCK, num_warps=8,
         )  # fmt: skip
+
+
+def launch_once(device: torch.device) -> None:
+    """Compile the kernel and launch it on one element. Not blocking on the device. Triton compiles what launches its
+    kernels with the machine's C compiler, Python's headers and libcuda: raises what it raises where one of them is
+    missing (RuntimeError, CalledProcessError, OSError, AssertionError)."""
+    one = torch.ones(1, device=device)
+    launch(torch.empty_like(one), one, 1.0, [(one, 1.0)])

@@ -42,7 +42,7 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
         if each.shape != model.shape:
             raise ValueError(f"tensors that are mixed must be {list(model.shape)}, got {list(each.shape)}")
     if model.device.type == "cuda" and _suits_kernel(out, model, received):
-        kernel = _kernel()
+        kernel = _kernel(model.device)
         if kernel is not None:
             return _by_kernel(kernel, out, model, weight, received)
     if model.device.type == "cpu":
@@ -76,12 +76,15 @@ def _suits_kernel(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, f
 
 
 @functools.cache
-def _kernel() -> Callable[..., Any] | None:
-    """The launcher of the Triton kernel; None, with one warning, where Triton is missing."""
+def _kernel(device: torch.device) -> Callable[..., Any] | None:
+    """The launcher of the Triton kernel; None, with one warning, where Triton is missing or cannot launch here."""
     try:
-        from decentnode.mixing.kernel import launch
-    except ImportError as error:
-        logger.warning("mixing takes several passes over the GPU's memory: %s", error)
+        from decentnode.mixing.kernel import launch, launch_once
+
+        launch_once(device)
+    except Exception as error:  # whatever it is, the sums can be made without it
+        logger.warning("mixing takes several passes over the memory of %s, as Triton launches no kernel there: %s",
+                       device, " ".join(str(error).split())[:300] or type(error).__name__)  # fmt: skip
         return None
     found: Callable[..., Any] = launch
     return found

@@ -8,7 +8,7 @@ import torch
 from decentnode.mixing import mix_into
 from decentnode.mixing.mix import _chain, _kernel
 from tests.gpu.pretended import needs_a_real_gpu
-from tests.test_mixing import case, chained
+from tests.test_mixing import case, chained, kernel_that_cannot_launch
 
 pytestmark = pytest.mark.gpu
 
@@ -29,9 +29,20 @@ def test_the_result_is_the_cpus(elements: int, arrivals: int, dtype: torch.dtype
 @pytest.mark.parametrize("arrivals", [1, 2, 4, 8])
 def test_a_large_model_is_mixed_by_the_kernel(arrivals: int) -> None:
     """64 M elements, where eval/benchmarks/gpu.py measures: more blocks than the small sizes have."""
-    assert _kernel() is not None, "Triton is missing"
     x = torch.randn(64_000_000, device="cuda")
+    assert _kernel(x.device) is not None, "Triton is missing, or launches no kernel: its warning says why"
     received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
     expected = x.clone()
     _chain(expected, x, 1 / (arrivals + 1), received)
     assert torch.allclose(mix_into(x, x, 1 / (arrivals + 1), received), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_a_machine_where_triton_launches_nothing_mixes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel_that_cannot_launch(monkeypatch)
+    model, received = case(5000, 3)
+    out = mix_into(torch.empty(5000, device="cuda"), model.cuda(), 0.3, [(tensor.cuda(), w) for tensor, w in received])
+    assert torch.allclose(out.cpu(), chained(model, 0.3, received), rtol=1e-6, atol=1e-5)
+    assert caplog.text.count("Triton launches no kernel there") == 1
+    _kernel.cache_clear()
