@@ -3,8 +3,8 @@
 # the environment, the GPU tests, and the figures of eval/benchmarks/gpu.py with the machine's ceilings beside them, as
 # one table and one JSON (FOLDER, by default runs/gpu), both written line by line: what matters most comes first, and a
 # run that is cut off leaves what it has measured. It needs no network and builds no environment: python3 (or $PYTHON)
-# must have torch and numpy; what else is missing is taken from the wheels that `bash eval/gpu_wheels.sh` gathered
-# (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where the same code runs on the CPU; .venv is
+# must have torch and numpy, and needs no pip; what else is missing, and Python's headers, is taken from what `bash
+# eval/gpu_wheels.sh` gathered (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where the same code runs on the CPU; .venv is
 # used where python3 has no torch.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -43,8 +43,22 @@ if [ -n "$missing" ]; then
     echo "no wheels in $wheels: gather them with 'bash eval/gpu_wheels.sh' where there is a network, and carry them" >&2
     exit 3
   fi
-  "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --target "$scratch/site" \
-    "$wheels"/*.whl >&2
+  for wheel in "$wheels"/*.whl; do
+    "$python" -m zipfile -e "$wheel" "$scratch/site"
+  done
+fi
+# Triton compiles what launches its kernels with Python's headers, which many machines have not.
+headers=$("$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu_rows; print(gpu_rows.python_header())' \
+  "$root/eval/benchmarks")
+if [ ! -e "$headers" ] && [ -e "$wheels/headers.zip" ]; then
+  "$python" -m zipfile -e "$wheels/headers.zip" "$scratch/include"
+  export C_INCLUDE_PATH=$scratch/include${C_INCLUDE_PATH:+:$C_INCLUDE_PATH}
+fi
+# And with libcuda, which it finds by ldconfig alone.
+if [ -z "${TRITON_LIBCUDA_PATH:-}" ] && ! /sbin/ldconfig -p 2>/dev/null | grep -q 'libcuda\.so\.1'; then
+  for folder in /usr/lib/x86_64-linux-gnu /usr/lib64 /usr/local/nvidia/lib64 /usr/local/cuda/compat; do
+    if [ -e "$folder/libcuda.so.1" ]; then export TRITON_LIBCUDA_PATH=$folder; break; fi
+  done
 fi
 export PYTHONPATH=$root${missing:+:$scratch/site}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 out=$(mkdir -p "$out" && cd "$out" && pwd)

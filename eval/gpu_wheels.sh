@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # bash eval/gpu_wheels.sh [FOLDER]: gathers what eval/gpu.sh needs on a GPU machine without a network, beside the torch
 # and numpy that are there: wheels for Python 3.12 on x86-64 Linux, at the versions of constraints.txt, at most 60 MB.
-# Without FOLDER they go to .gpu_wheels/, where eval/gpu.sh looks.
+# Without FOLDER they go to .gpu_wheels/, where eval/gpu.sh looks. With them goes a copy of Python 3.12's headers, where
+# there is one here ($PYTHON312, python3.12, pyenv): Triton compiles with them what launches its kernels.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$root/.gpu_wheels}
@@ -26,6 +27,20 @@ rm -f "$folder"/*.whl
 "${PYTHON:-python3}" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
   --python-version 3.12 --abi cp312 --abi abi3 --abi none "${platforms[@]}" \
   --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform any -d "$folder" "${wanted[@]}"
-megabytes=$(($(cat "$folder"/*.whl | wc -c) / 1000000))
+rm -f "$folder/headers.zip"
+for python312 in "${PYTHON312:-python3.12}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12.*/bin/python; do
+  "$python312" - "$folder/headers.zip" <<'PY' 2>/dev/null && break
+import sys, sysconfig, zipfile
+from pathlib import Path
+scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+include, config = Path(sysconfig.get_paths(scheme)["include"]), Path(sysconfig.get_config_h_filename())
+assert sys.version_info[:2] == (3, 12) and (include / "Python.h").exists()
+with zipfile.ZipFile(sys.argv[1], "w", zipfile.ZIP_DEFLATED) as out:
+    for path in sorted(include.rglob("*.h")):
+        out.write(config if path == include / "pyconfig.h" else path, path.relative_to(include))
+PY
+done
+[ -e "$folder/headers.zip" ] || echo "no headers of Python 3.12 here: name a Python that has them with PYTHON312=" >&2
+megabytes=$(($(cat "$folder"/* | wc -c) / 1000000))
 echo "$(find "$folder" -name '*.whl' | wc -l) wheels, $megabytes MB in $folder"
 [ "$megabytes" -le 60 ] || { echo "more than 60 MB" >&2; exit 1; }

@@ -69,6 +69,33 @@ def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
     assert [row.failed for row in report.rows] == [False, True]
 
 
+@pytest.mark.parametrize("queued", [False, True])
+def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
+    gpu: ModuleType, queued: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the time that the host takes to launch them counts."""
+    told: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("record")
+
+        def synchronize(self) -> None:
+            told.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            assert other is not self
+            return 3.0
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: told.append(f"busy for {cycles}"))
+    assert gpu.milliseconds(lambda: told.append("work"), True, 1, warm=0, queued=queued) == 3.0
+    assert told == [*(["busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
+
+
 def test_the_report_is_json_at_any_moment(gpu: ModuleType, tmp_path: Path) -> None:
     report = gpu.Report(tmp_path / "gpu.json", [])
     for n in range(3):

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -30,8 +31,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_rows import Row, failure, milliseconds, on_gpu
-from gpu_steps import bare_step, training, wrapper
+from gpu_rows import Row, failure, milliseconds, on_gpu, python_header
+from gpu_steps import bare_milliseconds, training, wrapper
 from gpu_tests import ROOT, tests
 from gpu_waits import host
 
@@ -56,12 +57,12 @@ def ceilings(tiny: bool) -> Iterator[Row]:
     device = torch.device("cuda" if gpu else "cpu")
     elements, side = (1 << 20, 256) if tiny else (1 << 30, 8192)
     x, y = torch.randn(elements, device=device), torch.empty(elements, device=device)
-    copied = milliseconds(lambda x=x, y=y: y.copy_(x), gpu)  # type: ignore[misc]
+    copied = milliseconds(lambda x=x, y=y: y.copy_(x), gpu, queued=True)  # type: ignore[misc]
     yield Row("ceilings", f"copy of {4e-6 * elements:.0f} MB, bytes read and written", 8e-6 * elements / copied, "GB/s")
     del x, y
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield Row("ceilings", f"bfloat16 matrix product of side {side}",
-              2e-9 * side**3 / milliseconds(lambda: a @ b, gpu), "TFLOP/s")  # fmt: skip
+              2e-9 * side**3 / milliseconds(lambda: a @ b, gpu, queued=True), "TFLOP/s")  # fmt: skip
 
 
 def mixing(tiny: bool) -> Iterator[Row]:
@@ -71,24 +72,38 @@ def mixing(tiny: bool) -> Iterator[Row]:
     from decentnode.mixing import mix_into, passes
 
     gpu = on_gpu()
-    if not gpu:
-        yield from _interpreted()
+    yield from _launched() if gpu else _interpreted()
     for elements in (100_000,) if tiny else (25_000_000, 1_000_000_000):
         for dtype in (torch.float32, torch.bfloat16):
             device, bytes_each = torch.device("cuda" if gpu else "cpu"), torch.empty(0, dtype=dtype).element_size()
             x, y = torch.randn(elements, dtype=dtype, device=device), torch.empty(elements, dtype=dtype, device=device)
-            copy = 2e-6 * bytes_each * elements / milliseconds(lambda: y.copy_(x), gpu)  # noqa: B023
+            took = milliseconds(lambda: y.copy_(x), gpu, queued=True)  # noqa: B023
+            copy = 2e-6 * bytes_each * elements / took
             for arrivals in (1, 2, 4, 8):
                 received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
 
                 def mix(x: Any = x, received: Any = received) -> None:
                     mix_into(x, x, 1 / (len(received) + 1), received)
 
-                speed = 1e-6 * bytes_each * elements * passes(arrivals, fused=True) / milliseconds(mix, gpu)
+                moved = bytes_each * elements * passes(arrivals, fused=True)
+                speed = 1e-6 * moved / milliseconds(mix, gpu, queued=True)
                 name = str(dtype).removeprefix("torch.")
                 yield Row("mixing", f"{arrivals} arrivals, {elements / 1e6:g} M elements, {name}", speed, "GB/s", copy,
                           ">= .85")  # fmt: skip
                 del received, mix
+
+
+def _launched() -> Iterator[Row]:
+    """Why the kernel cannot be launched here, where it cannot: then figures of mixing are of several passes."""
+    import torch
+
+    try:
+        from decentnode.mixing.kernel import launch_once
+
+        launch_once(torch.device("cuda", torch.cuda.current_device()))
+        torch.cuda.synchronize()
+    except Exception as error:  # models are mixed without it
+        yield failure("mixing", "the Triton kernel is launched", error)
 
 
 def _interpreted() -> Iterator[Row]:
@@ -182,7 +197,7 @@ def codecs(tiny: bool) -> Iterator[Row]:
     model = torch.randn(elements, device=device)
     target = torch.empty_like(model)
     repeats = 2 if tiny else 10
-    copy = milliseconds(lambda: target.copy_(model), gpu, repeats)
+    copy = milliseconds(lambda: target.copy_(model), gpu, repeats, queued=True)
     note = f"one copy: {copy:.3f} ms"
     for fraction in (0.01, 0.1):
         count = select.count_of(fraction, elements)
@@ -191,7 +206,7 @@ def codecs(tiny: bool) -> Iterator[Row]:
             ("choosing", lambda: select.largest(model.abs(), count)),  # noqa: B023
             ("Rice coding of indices", lambda: indices.encode(at, elements)),  # noqa: B023
         ):
-            taken = milliseconds(work, gpu, repeats)
+            taken = milliseconds(work, gpu, repeats, queued=True)
             yield Row("codecs", f"top {fraction:.0%}: {what}", taken / copy, "copies", note=note)
     for name in ("float16", "int8", "int4", "qsgd", "sign"):
         found = load_class(name, CODECS, "compression")
@@ -202,7 +217,7 @@ def codecs(tiny: bool) -> Iterator[Row]:
             ("encode", lambda: codec.encode(model, draw)),  # noqa: B023
             ("decode", lambda: codec.decode(coded, elements, model.dtype)),  # noqa: B023
         ):
-            taken = milliseconds(work, gpu, repeats)
+            taken = milliseconds(work, gpu, repeats, queued=True)
             yield Row("codecs", f"{name}: {what}", taken / copy, "copies", note=note)
 
 
@@ -269,7 +284,7 @@ def _self_exchange(tiny: bool) -> Iterator[Row]:
     initialize_dist()
     x = torch.randn(100_000 if tiny else 25_000_000, device="cuda")
     y, moved = torch.empty_like(x), 8e-6 * x.numel()
-    copy = moved / milliseconds(lambda: y.copy_(x), True)
+    copy = moved / milliseconds(lambda: y.copy_(x), True, queued=True)
 
     def exchange() -> None:
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]):
@@ -278,7 +293,7 @@ def _self_exchange(tiny: bool) -> Iterator[Row]:
     for way, call in (("all_reduce", lambda: dist.all_reduce(x)), ("send and receive", exchange)):
         what = f"{4e-6 * x.numel():g} MB to itself, {way}"
         try:
-            yield Row("nccl", what, moved / milliseconds(call, True), "GB/s", copy)
+            yield Row("nccl", what, moved / milliseconds(call, True, queued=True), "GB/s", copy)
         except RuntimeError as error:
             yield failure("nccl", what, error)
 
@@ -351,9 +366,9 @@ def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
     mapped = node.parts.paths.of(SharedMemoryPath)._mapped
     boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
     y, weighted = torch.empty_like(x), [(tensor, 1 / (1 + len(others))) for tensor in boards]
-    copy = 8e-6 * elements / milliseconds(lambda: y.copy_(x), True)
+    copy = 8e-6 * elements / milliseconds(lambda: y.copy_(x), True, queued=True)
     moved = 4e-6 * elements * passes(len(others), True)
-    return copy, moved / milliseconds(lambda: mix_into(x, x, 0.5, weighted), True)
+    return copy, moved / milliseconds(lambda: mix_into(x, x, 0.5, weighted), True, queued=True)
 
 
 def simulator(tiny: bool) -> Iterator[Row]:
@@ -383,12 +398,12 @@ def simulator(tiny: bool) -> Iterator[Row]:
             began = time.perf_counter()
             engine.step()
             times.append(time.perf_counter() - began)
-        bare = bare_step(make_model(experiment, experiment.open_data().spec).to(device), batch)
-        floor = 1e-3 * milliseconds(bare, gpu)
+        module = make_model(experiment, experiment.open_data().spec).to(device)
+        floor = 1e-3 * bare_milliseconds(module, batch, tiny, gpu)
         yield Row("simulator", f"{nodes} nodes with gn_lenet, batch {batch}: node-updates",
                   nodes / statistics.median(times[2:]), "/s", 1 / floor,
                   note=f"beside it: bare steps, one node after the other{_peak(gpu)}")  # fmt: skip
-        del engine, bare
+        del engine, module
 
 
 def _peak(gpu: bool) -> str:
@@ -424,6 +439,10 @@ def environment() -> list[str]:
     for name in ("triton", "numpy", "torchvision", "transformers"):
         there = importlib.util.find_spec(name) is not None
         found.append(f"{name} {importlib.metadata.version(name) if there else 'absent'}")
+    carried = [Path(each) / "Python.h" for each in os.environ.get("C_INCLUDE_PATH", "").split(os.pathsep) if each]
+    there = any(each.exists() for each in (python_header(), *carried))
+    compiler = next((name for name in ("gcc", "clang") if shutil.which(name)), "absent")
+    found.append(f"for Triton's launchers: C compiler {compiler}, Python.h {'there' if there else 'absent'}")
     try:
         for n in range(torch.cuda.device_count()):
             seen = torch.cuda.get_device_properties(n)

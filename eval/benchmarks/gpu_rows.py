@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,39 @@ def failure(case: str, what: str, error: BaseException) -> Row:
     return Row(case, what, None, note=f"failed: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
 
 
+def python_header() -> Path:
+    """Where this Python's own Python.h is, if it is there: where Triton has the C compiler look for it."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    return Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+
+
 def on_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
 
 
-def milliseconds(work: Callable[[], object], gpu: bool, repeats: int = 20, warm: int = 3) -> float:
-    """Median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after `warm` calls."""
+AHEAD_CYCLES = 2_000_000
+"""Of the GPU's clock, some 1 ms: for so long it is kept busy while the host queues what is timed."""
+
+
+def milliseconds(
+    work: Callable[[], object], gpu: bool, repeats: int = 20, warm: int = 3, *, queued: bool = False
+) -> float:
+    """Median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after `warm` calls.
+
+    queued: the GPU's time alone, of work that the host has queued before it begins. Without, a GPU that has nothing
+    else to do waits for the host inside of the call, for tens of microseconds before each kernel: as long as it takes
+    to mix 25 M elements.
+    """
     import torch
 
     times = []
     for _ in range(repeats + warm):
         if gpu:
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            if queued:
+                torch.cuda._sleep(AHEAD_CYCLES)
             start.record()
             work()
             stop.record()

@@ -220,7 +220,7 @@ def install(device: Any) -> None:
         "memory_reserved": lambda device=None: 0, "reset_peak_memory_stats": lambda device=None: None,
         "mem_get_info": lambda device=None: (MEMORY_BYTES, MEMORY_BYTES), "ipc_collect": lambda: None,
         "is_current_stream_capturing": lambda: False, "can_device_access_peer": lambda a, b: True,
-        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_bf16_supported": lambda including_emulation=True: True, "_sleep": lambda cycles: None,
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(cuda, name, value)
