@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# bash eval/gpu.sh [--tiny] [--wheels FOLDER] [--out FOLDER] [CASE...]: everything that needs a GPU, in under 8 minutes:
-# the environment, the GPU tests, and the figures of eval/benchmarks/gpu.py with the machine's ceilings beside them, as
-# one table and one JSON (FOLDER, by default runs/gpu), both written line by line: what matters most comes first, and a
-# run that is cut off leaves what it has measured. It needs no network and builds no environment: python3 (or $PYTHON)
-# must have torch and numpy, and needs no pip; what else is missing, and Python's headers, is taken from what `bash
-# eval/gpu_wheels.sh` gathered (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where the same code runs on the CPU; .venv is
-# used where python3 has no torch.
+# bash eval/gpu.sh [--tiny] [--wheels FOLDER] [--out FOLDER] [--seconds N] [CASE...]: everything that needs a GPU, in
+# under 8 minutes, or in N seconds: the environment, the GPU tests, and the figures of eval/benchmarks/gpu.py with the
+# machine's ceilings beside them, as one table and one JSON (FOLDER, by default runs/gpu), both written line by line: what
+# matters most comes first, and a run that is cut off leaves what it has measured. It needs no network, no pip, and builds
+# no environment: python3 (or $PYTHON) must have torch and numpy; what else is missing, and Python's headers, is taken
+# from what `bash eval/gpu_wheels.sh` gathered (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where
+# the same code runs on the CPU; .venv is used where python3 has no torch.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-wheels=$root/.gpu_wheels out=$root/runs/gpu tiny=() cases=()
+wheels=$root/.gpu_wheels out=$root/runs/gpu seconds=465 tiny=() cases=()
 while [ $# -gt 0 ]; do
   case $1 in
     --tiny) tiny=(--tiny) ;;
     --wheels) wheels=${2:?"--wheels needs a folder"}; shift ;;
     --out) out=${2:?"--out needs a folder"}; shift ;;
-    -*) echo "unknown option $1; there is --tiny, --wheels FOLDER, --out FOLDER" >&2; exit 2 ;;
+    --seconds) seconds=${2:?"--seconds needs a number"}; shift ;;
+    -*) echo "unknown option $1; there is --tiny, --wheels FOLDER, --out FOLDER, --seconds N" >&2; exit 2 ;;
     *) cases+=("$1") ;;
   esac
   shift
@@ -66,7 +67,7 @@ rm -f "$out"/{gpu.json,gpu.txt,tests.txt}
 cd "$root"
 status=0
 # What came before counts: on a fresh machine the first import of torch alone may take a minute.
-GPU_TESTS_LOG=$out/tests.txt timeout --kill-after=10 $((465 - SECONDS)) "$python" eval/benchmarks/gpu.py ${tiny[@]+"${tiny[@]}"} \
-  --limit $((450 - SECONDS)) --out "$out/gpu.json" ${cases[@]+"${cases[@]}"} | tee "$out/gpu.txt" || status=$?
+GPU_TESTS_LOG=$out/tests.txt timeout --kill-after=10 $((seconds - SECONDS)) "$python" eval/benchmarks/gpu.py ${tiny[@]+"${tiny[@]}"} \
+  --limit $((seconds - 15 - SECONDS)) --out "$out/gpu.json" ${cases[@]+"${cases[@]}"} | tee "$out/gpu.txt" || status=$?
 echo "written: $out/gpu.txt (the table), gpu.json, tests.txt (what pytest said)"
 exit "$status"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "eval" / "benchmarks"
 SCRIPT = f"""
@@ -129,3 +130,25 @@ def test_every_case_has_a_limit_and_every_file_of_tests_is_run(gpu: ModuleType) 
     assert gpu.LIMITS.keys() == gpu.CASES.keys() and gpu.CASES.keys() > gpu.TOGETHER
     found = {path.name for path in (Path(__file__).parent / "gpu").glob("test_*.py")}
     assert {path.name for path in sys.modules["gpu_tests"].files()} == found - {"test_pretended.py"}
+
+
+def test_models_of_plain_torch_are_as_large_as_those_they_stand_for(gpu: ModuleType) -> None:
+    """torchvision's resnet50 and transformers' GPT-2 small, which a bare machine lacks."""
+    models = importlib.import_module("gpu_models")
+    with torch.device("meta"):
+        made = models.resnet50(), models.GPT2()
+        assert made[0](torch.randn(2, 3, 224, 224)).shape == (2, 1000)
+        assert made[1](torch.zeros(2, 512, dtype=torch.int64)).shape == (2, 512, 50257)
+    assert [(sum(p.numel() for p in each.parameters()), len([*each.parameters()])) for each in made] == [
+        (25_557_032, 161), (124_439_808, 148)]  # fmt: skip
+
+
+def test_the_language_model_sees_nothing_of_what_comes(gpu: ModuleType) -> None:
+    models = importlib.import_module("gpu_models")
+    model, tokens = models.GPT2(layers=1).eval(), models.tokens_of(1, 6, torch.device("cpu"))
+    changed = tokens.clone()
+    changed[:, 4] = (tokens[:, 4] + 1) % models.VOCABULARY
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:], atol=1e-3)
+    assert models.gpt2_loss(before, tokens).item() > 8  # it has learned nothing

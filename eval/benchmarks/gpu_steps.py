@@ -12,27 +12,21 @@ from gpu_rows import Row, failure, milliseconds, on_gpu
 PRECISIONS = ("bfloat16 autocast", "float32", "float16, GradScaler")
 
 
-def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]] | None, str]]:
-    """(name, what makes (module, inputs, loss of an output), why it is absent)."""
+def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]]]]:
+    """(name, what makes (module, inputs, loss of an output)): torchvision's and transformers' where they are there."""
+    import gpu_models
     import torch
     from torch.nn import functional
 
     device = torch.device("cuda" if gpu else "cpu")
 
     def resnet() -> tuple[Any, Any, Any]:
-        from torchvision.models import resnet50
-
-        y = torch.randint(0, 1000, (64,), device=device)
-        images = torch.randn(64, 3, 224, 224, device=device)
-        return resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
+        y, images = torch.randint(0, 1000, (64,), device=device), torch.randn(64, 3, 224, 224, device=device)
+        return _resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
 
     def gpt2() -> tuple[Any, Any, Any]:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        tokens = torch.randint(0, 50257, (8, 512), device=device)
-        return GPT2LMHeadModel(GPT2Config()).to(device), tokens, lambda out: functional.cross_entropy(
-            out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        )
+        tokens = gpu_models.tokens_of(8, 512, device)
+        return _gpt2().to(device), tokens, lambda out: gpu_models.gpt2_loss(getattr(out, "logits", out), tokens)
 
     def mlp() -> tuple[Any, Any, Any]:
         y = torch.randint(0, 10, (8,), device=device)
@@ -40,11 +34,32 @@ def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tupl
         return module, torch.randn(8, 64, device=device), lambda out: functional.cross_entropy(out, y)
 
     if tiny:
-        yield "MLP of 4,810", mlp, ""
+        yield "MLP of 4,810", mlp
         return
     for name, package, make in (("ResNet-50", "torchvision", resnet), ("GPT-2 small", "transformers", gpt2)):
-        there = importlib.util.find_spec(package) is not None
-        yield name, make if there else None, "" if there else f"absent: needs {package}"
+        yield (name if _there(package) else f"{name} of plain torch"), make
+
+
+def _there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _resnet50() -> Any:
+    if _there("torchvision"):
+        from torchvision.models import resnet50
+    else:
+        from gpu_models import resnet50
+    return resnet50()
+
+
+def _gpt2() -> Any:
+    if _there("transformers"):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(GPT2Config())
+    from gpu_models import GPT2
+
+    return GPT2()
 
 
 def wrapper(tiny: bool) -> Iterator[Row]:
@@ -57,11 +72,8 @@ def wrapper(tiny: bool) -> Iterator[Row]:
     initialize_dist(backend="nccl" if gpu and dist.is_nccl_available() else "gloo")
     models = list(_make_models(tiny, gpu))
     for precision in PRECISIONS:  # of all models the most usual one first
-        for name, make, why in models:
+        for name, make in models:
             what = f"{name}, {precision}, world of one / alone"
-            if make is None:
-                yield Row("wrapper", what, None, note=why)
-                continue
             try:
                 yield _beside(make, precision, what, tiny, gpu)
             except Exception as error:  # the other models' figures count

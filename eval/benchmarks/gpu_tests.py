@@ -17,17 +17,21 @@ import psutil
 from gpu_rows import Row, failure
 
 ROOT = Path(__file__).resolve().parents[2]
-AT_ONCE = 4
+AT_ONCE = max(4, len(os.sched_getaffinity(0)) // 2)
+"""They wait for processes to start, and for CUDA's contexts, more than they compute."""
 ALL_SECONDS = 140.0
 """A file that is not over by then is stopped, with what it has done: before gpu.py stops the case."""
-SLOWEST = ("test_cuda_ipc.py", "test_nccl.py", "test_devices.py")
-"""Begun first: they start processes, or wait."""
+FIRST = (
+    "test_cuda_ipc.py", "test_nccl.py", "test_mixing.py", "test_runs.py", "test_members.py", "test_compat.py",
+    "test_recorded.py", "test_ranks.py", "test_staging.py", "test_devices.py",
+)  # fmt: skip
+"""Begun first: what nothing but a GPU can show, and the files whose tests start processes."""
 _DONE = re.compile(r"^(\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 
 
 def files(folder: Path = ROOT / "tests" / "gpu") -> list[Path]:
     found = {path.name: path for path in folder.glob("test_*.py") if path.name != "test_pretended.py"}
-    return [found.pop(name) for name in SLOWEST if name in found] + [found[name] for name in sorted(found)]
+    return [found.pop(name) for name in FIRST if name in found] + [found[name] for name in sorted(found)]
 
 
 def tests(_tiny: bool) -> Iterator[Row]:
