@@ -143,20 +143,32 @@ def bits(tiny: bool) -> Iterator[Row]:
     for n in (2,) if tiny else (2, 16, 8, 4):
         graph = f"graph={{name: {'ring' if n < 5 else 'regular'}, nodes: {n}{', degree: 4' if n > 4 else ''}}}"
 
-        def models(way: str, n: int = n, graph: str = graph) -> list[dict[str, Any]]:
+        def models(way: str, n: int = n, graph: str = graph) -> tuple[list[dict[str, Any]], str]:
             with tempfile.TemporaryDirectory() as folder:
                 _run([graph, f"mapping={{name: linear, nodes_per_machine: {n}, device: {device}}}", "node.rounds=10",
                       "node.evaluate_every=0", f"communication={way}"], folder, config)  # fmt: skip
-                return [load_file(path) for path in sorted(next(Path(folder).glob("*/latest")).glob(
-                    "models/[0-9]*.safetensors"))]  # fmt: skip
+                latest = next(Path(folder).glob("*/latest"))
+                found = [load_file(path) for path in sorted(latest.glob("models/[0-9]*.safetensors"))]
+                return found, _without_memory(latest)
 
         with ThreadPoolExecutor() as pool:
-            found = list(pool.map(models, ("auto", "inproc")))
-        if len(found[0]) != n or len(found[1]) != n:
-            raise RuntimeError(f"{n} nodes left {len(found[0])} and {len(found[1])} models")
-        most = max(float((a[key] - b[key]).abs().max()) for a, b in zip(*found, strict=True) for key in a
+            (found, why), (expected, _) = pool.map(models, ("auto", "inproc"))
+        if len(found) != n or len(expected) != n:
+            raise RuntimeError(f"{n} nodes left {len(found)} and {len(expected)} models")
+        most = max(float((a[key] - b[key]).abs().max()) for a, b in zip(found, expected, strict=True) for key in a
                    if torch.is_floating_point(a[key]))  # fmt: skip
-        yield Row("bits", f"{n} nodes on one {device}, largest difference to inproc", most, "", asked="0")
+        yield Row("bits", f"{n} nodes on one {device}, largest difference to inproc", most, "", asked="0",
+                  note=f"failed: not by shared memory: {why}" if why else "")  # fmt: skip
+
+
+def _without_memory(latest: Path) -> str:
+    """Why payloads of a run took no shared memory, where a node's log says so."""
+    for log in sorted(latest.glob("nodes/*/log.txt")):
+        for line in log.read_text().splitlines():
+            for mark in ("payloads leave over ipc", "no shared memory from node"):
+                if mark in line:
+                    return line[line.index(mark):][:300]
+    return ""
 
 
 def rounds(tiny: bool) -> Iterator[Row]:

@@ -1,9 +1,23 @@
-"""Tests that need CUDA: skipped by name where there is none. What they cost is measured by eval/gpu.sh."""
+"""Tests that need CUDA: skipped by name where there is none. What they cost is measured by eval/gpu.sh.
+
+They compare models with those of the CPU, and bits of one run with those of another. By default a GPU rounds the
+inputs of convolutions to ten bits, and cuDNN may take convolutions that add in an order of the moment: neither is so
+here, nor in the processes that the tests start.
+"""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # cuBLAS and cuDNN read it as they are loaded
 import torch
+
+
+@pytest.fixture(autouse=True)
+def _convolutions_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

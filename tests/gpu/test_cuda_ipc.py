@@ -1,7 +1,8 @@
-"""Processes on one GPU that read each other's memory. None of this has run so far."""
+"""Processes on one GPU that read each other's memory. On a real one none of this has run so far."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ ELEMENTS = 64_000_000
 def exchange_and_check(node: Hybrid, device: torch.device) -> bool:
     others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
     assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
-    assert node.parts.paths.of(SharedMemoryPath).readers == set(others)
+    readers = node.parts.paths.of(SharedMemoryPath).readers
+    assert readers == set(others), f"no CUDA IPC here: of node {node.uid}'s neighbors {[*readers]} read its memory"
     for r in range(20):
         x = torch.full((node.schemas[0].elements,), 100.0 * r + node.uid, device=device)
         flying = node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others)
@@ -39,6 +41,27 @@ def exchange_and_check(node: Hybrid, device: torch.device) -> bool:
 @pytest.mark.parametrize("elements", [7, 3_000_001])
 def test_models_arrive_bit_for_bit_round_after_round(n: int, elements: int) -> None:
     assert on_one_gpu(n, elements, exchange_and_check) == dict.fromkeys(range(n), True)
+
+
+def exchange_without_ipc(node: Hybrid, device: torch.device) -> bool:
+    others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
+    assert node.parts.routing.path(node.uid, others[0]) == "cuda_ipc"
+    assert not node.parts.paths.of(SharedMemoryPath).readers
+    staging, lift = node._run.sender.staging, node._run.inbox.state.placement.lift
+    assert staging is not None and staging._out and lift == staging.lift
+    for r in range(3):
+        x = torch.full((node.schemas[0].elements,), 100.0 * r + node.uid, device=device)
+        for arrival in node.exchange(r, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):
+            assert not arrival.missing
+            for uid, payload in arrival.received.items():
+                assert payload.tensors["x"].device == device and bool((payload.tensors["x"] == 100.0 * r + uid).all())
+    return True
+
+
+@pytest.mark.skipif("PRETENDED_CUDA" not in os.environ, reason="a real GPU's driver cannot be made to refuse CUDA IPC")
+def test_where_no_memory_can_be_shared_chunks_pass_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRETENDED_CUDA_IPC", "0")
+    assert on_one_gpu(2, 3_000_001, exchange_without_ipc) == dict.fromkeys(range(2), True)
 
 
 def mixed_in_place(node: Hybrid, device: torch.device) -> bool:

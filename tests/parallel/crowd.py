@@ -21,6 +21,7 @@ def _process(work: Callable[..., Any], environment: dict[str, str], pipe: Connec
     os.environ.update(environment)
     try:
         if gpu is not None:
+            torch.backends.cudnn.deterministic = True  # the bits of one training are compared with those of another
             models.DEVICE = torch.device("cuda", gpu % torch.cuda.device_count())
             torch.cuda.set_device(models.DEVICE)
         pipe.send(("result", work(pipe, *args)))

@@ -25,6 +25,7 @@ def _rank(work: Callable[..., Any], rank: int, n: int, store: str, pipe: Connect
     os.environ.update(LOCAL_WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
     try:
         if device == "cuda":
+            torch.backends.cudnn.deterministic = True  # the bits of one training are compared with those of another
             models.DEVICE = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(models.DEVICE)
         else:

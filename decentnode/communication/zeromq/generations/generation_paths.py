@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ class GenerationPaths:
         for made, (first, *_) in classes.items():
             opened[first] = self._made[made]
             reached[first] = opened[first].open(wanted[first], timeout_seconds)
+        self._take_pinned_for_refused(peers, partners)
         paths = Paths(opened, wanted, reached, ChunkPath(context, run.sender))
         return GenerationParts(routing, paths, model_slots)
 
@@ -130,6 +131,15 @@ class GenerationPaths:
         for path in self._made.values():
             if path.leaves_chunks == leaving_chunks:
                 path.close(broken)
+
+    def _take_pinned_for_refused(self, peers: Mapping[str, frozenset[int]], partners: frozenset[int] | None) -> None:
+        """Neighbors on this node's GPU with which its memory cannot be shared, as some virtual machines and sandboxes
+        allow no CUDA IPC: chunks pass between them."""
+        path = self._made.get(SharedMemoryPath)
+        near = peers.get("cuda_ipc", frozenset())
+        near = near if partners is None else near & partners
+        if isinstance(path, SharedMemoryPath) and not all(uid in path.readers and path.receives(uid) for uid in near):
+            self._take_pinned(outwards=not near <= path.readers)
 
     def _take_pinned(self, outwards: bool) -> None:
         """H5: what passes between a GPU and the host's memory gets its slots before round 0, or before the first of the
