@@ -32,7 +32,7 @@ def states(run: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="where there is a GPU no fork can compute gradients after "
+@pytest.mark.skipif("torch.cuda.device_count() > 0", reason="where there is a GPU no fork can compute gradients after "
                     "this process has: tests/gpu/test_objects.py has a process that has not")  # fmt: skip
 def test_in_this_process_and_in_forks_of_it_they_give_the_same_bits() -> None:
     """After this process has used autograd and a pool of threads, as a notebook has."""
