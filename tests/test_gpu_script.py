@@ -97,6 +97,20 @@ def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
     assert told == [*(["busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
 
 
+def test_a_machine_without_git_and_whatever_else_is_measured(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = gpu.environment()
+    assert "commit unknown" in found[0] and any(line.startswith("triton") for line in found)
+
+    def fails() -> str:
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(sys.modules["common"], "machine", fails)
+    assert "machine not found out: no /proc" in gpu.environment()
+
+
 def test_the_report_is_json_at_any_moment(gpu: ModuleType, tmp_path: Path) -> None:
     report = gpu.Report(tmp_path / "gpu.json", [])
     for n in range(3):

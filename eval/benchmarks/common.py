@@ -42,11 +42,20 @@ def workers(count: int, **options: Any) -> ProcessPoolExecutor:
 def machine() -> str:
     model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.processor())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, cwd=HERE)
-    mark = "+changes" if dirty.stdout.strip() else ""
     return (f"{cores()} cores, {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
-            f"commit {commit.stdout.strip()}{mark}, load {os.getloadavg()[0]:.1f}")
+            f"commit {_commit()}, load {os.getloadavg()[0]:.1f}")
+
+
+def _commit() -> str:
+    """Of the checkout; of a copy of one without its history, or where there is no git, "unknown"."""
+    try:
+        commit, changes = (
+            subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
+            for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno"))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit}+changes" if changes else commit
 
 
 def memory_ceilings() -> dict[str, float]:

@@ -12,6 +12,7 @@ runs, nothing else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -38,7 +39,7 @@ from gpu_waits import host
 
 sys.path.insert(0, str(ROOT))
 LIMITS = {"tests": 150, "bits": 150, "host": 60, "ceilings": 30, "mixing": 60, "ipc": 50, "codecs": 40, "rounds": 120,
-          "wrapper": 90, "nccl": 60, "staging": 30, "simulator": 60, "training": 90}  # fmt: skip
+          "wrapper": 90, "nccl": 60, "staging": 30, "simulator": 60, "training": 120}  # fmt: skip
 """Seconds that a case may take."""
 TOGETHER = frozenset({"tests", "bits", "host"})
 """Cases that say what is right, not how fast: they run at once, before all others."""
@@ -446,8 +447,11 @@ def environment() -> list[str]:
     import torch
     from common import machine
 
-    found = [machine(), f"Python {platform.python_version()}, torch {torch.__version__}, "
-             f"CUDA {torch.version.cuda or 'none'}"]  # fmt: skip
+    found = [f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}"]
+    try:
+        found.insert(0, machine())
+    except Exception as error:  # one line less
+        found.append(f"machine not found out: {error}")
     for name in ("triton", "numpy", "torchvision", "transformers"):
         there = importlib.util.find_spec(name) is not None
         found.append(f"{name} {importlib.metadata.version(name) if there else 'absent'}")
@@ -467,8 +471,9 @@ def environment() -> list[str]:
         found += [f"nvidia-smi: {line}" for line in (said.stdout + said.stderr).splitlines()[:4]]
     except Exception as error:  # one line less
         found.append(f"not found out: {error}")
-    names = [process.info["name"] for process in psutil.process_iter(["name"])]
-    found.append(f"MPS: {'running' if 'nvidia-cuda-mps-control' in names else 'not running'}")
+    with contextlib.suppress(Exception):
+        names = [process.info["name"] for process in psutil.process_iter(["name"])]
+        found.append(f"MPS: {'running' if 'nvidia-cuda-mps-control' in names else 'not running'}")
     return found
 
 

@@ -126,6 +126,7 @@ def test_sixteen_nodes_of_resnet18_train_on_one_gpu() -> None:
     """Mixing with doubly stochastic weights keeps the sum over nodes and makes the models' norms smaller."""
     elements = resnet18(torch.device("cpu"))[1].numel()
     found = on_one_gpu(NODES, elements, train).values()
-    before, after = (torch.tensor([pair[which] for pair in found]).sum(0) for which in (0, 1))
-    assert bool(torch.isfinite(after).all()) and abs(float(after[0] - before[0])) < 1e-5 * float(before[1]) ** 0.5
+    before, after = (torch.tensor([pair[which] for pair in found], dtype=torch.float64).sum(0) for which in (0, 1))
+    # three times 1 / 3 in float32 is 3e-8 more than 1, and the sum of a model has thousands of ones in it
+    assert bool(torch.isfinite(after).all()) and abs(float(after[0] - before[0])) < 1e-4 * float(before[1]) ** 0.5
     assert float(after[1]) < float(before[1])
