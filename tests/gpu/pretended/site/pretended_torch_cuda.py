@@ -168,6 +168,18 @@ def _storage_new(own: Any) -> Any:
     return make
 
 
+class _Evaluated(torch.autograd.Function):
+    """What a recurrent layer gives in evaluation mode, of which cuDNN computes no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Any) -> Any:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
 def lstm_of_steps(own: Any) -> Any:
     """`torch._VF.lstm` of tensors on the GPU, where a GPU has kernels that the CPU lacks: one way, without packing."""
 
@@ -193,6 +205,7 @@ def lstm_of_steps(own: Any) -> Any:
                 out = torch.nn.functional.dropout(out, dropout)
             last_h.append(h)
             last_c.append(c)
+        out = out if train else _Evaluated.apply(out)
         return out.transpose(0, 1) if batch_first else out, torch.stack(last_h), torch.stack(last_c)
 
     return lstm
