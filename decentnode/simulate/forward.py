@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -42,7 +43,7 @@ class Forward(abc.ABC):
         """Raises Unsuitable where the outputs are not those of the module. inputs: some samples [B, ...]."""
         module, stacked = self.model.module, [p.detach()[None].expand(2, *p.shape) for p in self.model.trainable]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _unrounded():
                 wanted = module(inputs)
                 for given in (inputs[None], inputs[None].expand(2, *inputs.shape)):
                     found = self(stacked, given)
@@ -50,6 +51,22 @@ class Forward(abc.ABC):
                         raise Unsuitable("its outputs are not those of the model")
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             raise Unsuitable(str(error).split("\n")[0][:200]) from error
+
+
+@contextlib.contextmanager
+def _unrounded() -> Iterator[None]:
+    """A block in which a GPU computes convolutions from all bits of their inputs: by default it takes ten of each
+    (TF32), but not in each of its kernels, and those for the convolutions of all nodes at once are others."""
+    try:
+        before = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # it was set by torch's newer names, which do not go together with this one
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 class Layers(Forward):

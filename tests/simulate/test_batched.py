@@ -188,6 +188,15 @@ def test_options_of_a_run(option: str) -> None:
     compare(experiment(*OPTIONS[option]), "layers")
 
 
+def test_ways_are_checked_in_full_precision() -> None:
+    """A GPU rounds inputs of some convolutions to ten bits by default: no way of those of a model would be right."""
+    seen, before = list[bool](), torch.backends.cudnn.allow_tf32
+    module = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten())
+    module[0].register_forward_pre_hook(lambda *_: seen.append(torch.backends.cudnn.allow_tf32))
+    Vmap(FlatModel(module)).check(torch.randn(4, 3, 6, 6))
+    assert len(seen) == 3 and not any(seen) and before and torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.sampled(one=["model"])
 @pytest.mark.parametrize(("way", "model"), [
     ("vmap", "{name: mlp, hidden: [6]}"), ("vmap", "{name: lenet}"), ("rows", "{name: gn_lenet}"),
