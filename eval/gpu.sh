@@ -44,10 +44,14 @@ if [ -n "$missing" ]; then
     echo "no wheels in $wheels: gather them with 'bash eval/gpu_wheels.sh' where there is a network, and carry them" >&2
     exit 3
   fi
-  for wheel in "$wheels"/*.whl; do
-    "$python" -m zipfile -e "$wheel" "$scratch/site"
-  done
+  "$python" - "$scratch/site" "$wheels"/*.whl <<'PY'
+import sys, zipfile
+for wheel in sys.argv[2:]:
+    zipfile.ZipFile(wheel).extractall(sys.argv[1])
+PY
 fi
+# Dozens of processes begin at once below: each would compile all of it for itself.
+"$python" -m compileall -q -j 0 "$root/decentnode" "$root/tests" "$root/eval" ${missing:+"$scratch/site"} >&2 || true
 # Triton compiles what launches its kernels with Python's headers, which many machines have not.
 headers=$("$python" -c 'import sys; sys.path.insert(0, sys.argv[1]); import gpu_rows; print(gpu_rows.python_header())' \
   "$root/eval/benchmarks")
