@@ -58,7 +58,7 @@ def run_file(path: Path, until: float) -> tuple[str, list[Row]]:
     began = time.monotonic()
     limit_seconds = max(until - began, 1.0)
     command = [sys.executable, "-m", "pytest", "-m", "gpu", str(path), "-p", "no:cacheprovider", "-o", "addopts=", "-v",
-               "-rfEs", "--tb=short", "--color=no", f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
+               "-rfEs", "--tb=short", "--color=no", "--durations=10", f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
                                    env={**os.environ, "COLUMNS": "250", "PYTHONUNBUFFERED": "1"})  # fmt: skip
