@@ -93,8 +93,9 @@ def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
 
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda._sleep", lambda cycles: told.append(f"busy for {cycles}"))
+    monkeypatch.setattr(sys.modules["gpu_rows"], "cache_filler", lambda: lambda: told.append("fill the cache"))
     assert gpu.milliseconds(lambda: told.append("work"), True, 1, warm=0, queued=queued) == 3.0
-    assert told == [*(["busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
+    assert told == [*(["fill the cache", "busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
 
 
 def test_a_machine_without_git_and_whatever_else_is_measured(

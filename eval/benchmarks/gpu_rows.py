@@ -56,22 +56,34 @@ AHEAD_CYCLES = 2_000_000
 """Of the GPU's clock, some 1 ms: for so long it is kept busy while the host queues what is timed."""
 
 
+def cache_filler() -> Callable[[], object]:
+    """What leaves other memory in the GPU's cache, read and not written, so that nothing has to be written back."""
+    import torch
+
+    size = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0)
+    other = torch.zeros(size, device="cuda")  # four times as many bytes
+    return other.sum
+
+
 def milliseconds(
     work: Callable[[], object], gpu: bool, repeats: int = 20, warm: int = 3, *, queued: bool = False
 ) -> float:
     """Median time of one call: by CUDA events on a GPU, by the host's clock elsewhere, after `warm` calls.
 
-    queued: the GPU's time alone, of work that the host has queued before it begins. Without, a GPU that has nothing
-    else to do waits for the host inside of the call, for tens of microseconds before each kernel: as long as it takes
-    to mix 25 M elements.
+    queued: the GPU's time alone, of work that the host has queued before it begins, and with nothing of its operands in
+    the GPU's cache. Without, a GPU that has nothing else to do waits for the host inside of the call, for tens of
+    microseconds before each kernel: as long as it takes to mix 25 M elements, half of which a cache of 50 MB would
+    hold of a copy in bfloat16.
     """
     import torch
 
     times = []
+    fill_cache = cache_filler() if gpu and queued else None
     for _ in range(repeats + warm):
         if gpu:
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            if queued:
+            if fill_cache is not None:
+                fill_cache()
                 torch.cuda._sleep(AHEAD_CYCLES)
             start.record()
             work()
