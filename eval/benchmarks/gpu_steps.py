@@ -25,7 +25,7 @@ def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tupl
         return _resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
 
     def gpt2() -> tuple[Any, Any, Any]:
-        tokens = gpu_models.tokens_of(8, 512, device)
+        tokens = gpu_models.tokens_of(8, 1024, device)
         return _gpt2().to(device), tokens, lambda out: gpu_models.gpt2_loss(getattr(out, "logits", out), tokens)
 
     def mlp() -> tuple[Any, Any, Any]:
