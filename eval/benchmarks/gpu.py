@@ -32,9 +32,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_rows import Row, failure, milliseconds, on_gpu, python_header
+from gpu_nccl import nccl
+from gpu_rows import CONFIGS, ROOT, Row, failure, milliseconds, on_gpu, python_header, run_summary
 from gpu_steps import bare_milliseconds, training, wrapper
-from gpu_tests import ROOT, tests
+from gpu_tests import tests
 from gpu_waits import host
 
 sys.path.insert(0, str(ROOT))
@@ -44,11 +45,9 @@ LIMITS = {"tests": 150, "bits": 150, "host": 60, "ceilings": 30, "mixing": 60, "
 TOGETHER = frozenset({"tests", "bits", "host"})
 """Cases that say what is right, not how fast: they run at once, before all others."""
 ABSENT = {
-    "several GPUs": "needs two GPUs (pytest -m multigpu)",
     "several nodes under MPS": "the daemon is not started here: the line above says whether it runs",
 }
 """What the list of wanted figures has and nothing here can measure, with the reason."""
-CONFIGS = ROOT / "configs"
 
 
 def ceilings(tiny: bool) -> Iterator[Row]:
@@ -123,17 +122,6 @@ def _interpreted() -> Iterator[Row]:
     yield Row("mixing", what, float((out - (0.5 * model + 0.25 * arrived)).abs().max()), "", asked="<= 1e-6")
 
 
-def _run(overrides: list[str], folder: str, config: str) -> dict[str, Any]:
-    """summary.json of a run by the command line. Raises RuntimeError with the end of its output."""
-    command = [sys.executable, "-m", "decentnode", "run", config, "--run-dir", folder, "--plain",
-               *(part for override in overrides for part in ("--set", override))]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"a run ended with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
-    summary: dict[str, Any] = json.loads((next(Path(folder).glob("*/latest")) / "summary.json").read_text())
-    return summary
-
-
 def bits(tiny: bool) -> Iterator[Row]:
     """Models of a run over the memory of one GPU (on the CPU: shared memory) beside those of the same run inproc."""
     import torch
@@ -146,8 +134,9 @@ def bits(tiny: bool) -> Iterator[Row]:
 
         def models(way: str, n: int = n, graph: str = graph) -> tuple[list[dict[str, Any]], str]:
             with tempfile.TemporaryDirectory() as folder:
-                _run([graph, f"mapping={{name: linear, nodes_per_machine: {n}, device: {device}}}", "node.rounds=10",
-                      "node.evaluate_every=0", f"communication={way}"], folder, config)  # fmt: skip
+                run_summary([graph, f"mapping={{name: linear, nodes_per_machine: {n}, device: {device}}}",
+                             "node.rounds=10", "node.evaluate_every=0", f"communication={way}"],
+                            folder, config)  # fmt: skip
                 latest = next(Path(folder).glob("*/latest"))
                 found = [load_file(path) for path in sorted(latest.glob("models/[0-9]*.safetensors"))]
                 return found, _without_memory(latest)
@@ -188,7 +177,7 @@ def _round_row(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Row:
                  f"mapping.nodes_per_machine={nodes}", f"mapping.device={'cuda' if gpu else 'cpu'}"]  # fmt: skip
     floor = floor_seconds(overrides, nodes, max(4, count // 2), processes=1)
     with tempfile.TemporaryDirectory() as folder:
-        _run(overrides, folder, str(CONFIG))
+        run_summary(overrides, folder, str(CONFIG))
         latest = next(Path(folder).glob("*/latest"))
         seconds = statistics.median(
             statistics.median(record["seconds"] for record in records) for records in round_records(latest) if records
@@ -232,83 +221,6 @@ def codecs(tiny: bool) -> Iterator[Row]:
         ):
             taken = milliseconds(work, gpu, repeats, queued=True)
             yield Row("codecs", f"{name}: {what}", taken / copy, "copies", note=note)
-
-
-def nccl(tiny: bool) -> Iterator[Row]:
-    """A clique of torch.distributed: NCCL to itself on one GPU, and between two ranks there; on the CPU two gloo nodes
-    by NCCL's batched path."""
-    import torch.distributed as dist
-
-    if on_gpu() and dist.is_nccl_available():
-        yield from _self_exchange(tiny)
-        yield _two_ranks()
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        summary = _run(["graph={name: ring, nodes: 2}", "mapping.nodes_per_machine=2", "node.rounds=4",
-                        "node.evaluate_every=0", "communication={name: collective, backend: gloo, batched: true}"],
-                       folder, str(CONFIGS / "quickstart.yaml"))  # fmt: skip
-        yield Row("nccl", "rounds of two gloo nodes by the batched path", float(summary["rounds"]), "", asked="4")
-
-
-def _two_ranks(seconds: float = 30) -> Row:
-    """Whether NCCL takes two ranks on one GPU: before 2.30 it refuses them."""
-    import torch.multiprocessing as mp
-
-    what = "two ranks on one GPU, sum of their ones"
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_one_of_two, (folder,), nprocs=2, join=False)
-        assert context is not None
-        until = time.monotonic() + seconds
-        try:
-            while not context.join(0.1):
-                if time.monotonic() > until:
-                    return Row("nccl", what, None, note=f"absent: nothing came of it in {seconds:g} s")
-        except Exception as error:  # refused by one of them
-            why = [line for line in str(error).splitlines() if line.strip()][-1]
-            return Row("nccl", what, None, note=f"absent: refused: {why[:200]}")
-        finally:
-            for process in context.processes:
-                process.kill()
-        return Row("nccl", what, float((Path(folder) / "sum").read_text()), "", asked="2")
-
-
-def _one_of_two(rank: int, folder: str) -> None:
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2,
-                            timeout=timedelta(seconds=20))  # fmt: skip
-    x = torch.ones(1000, device="cuda")
-    dist.all_reduce(x)
-    if rank == 0:
-        (Path(folder) / "sum").write_text(str(float(x.mean())))
-
-
-def _self_exchange(tiny: bool) -> Iterator[Row]:
-    """all_reduce, and send and receive in one batch, of a world of one, beside a copy of the same tensor."""
-    import torch
-    import torch.distributed as dist
-
-    from decentnode.parallel import initialize_dist
-
-    initialize_dist()
-    x = torch.randn(100_000 if tiny else 25_000_000, device="cuda")
-    y, moved = torch.empty_like(x), 8e-6 * x.numel()
-    copy = moved / milliseconds(lambda: y.copy_(x), True, queued=True)
-
-    def exchange() -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)]):
-            work.wait()
-
-    for way, call in (("all_reduce", lambda: dist.all_reduce(x)), ("send and receive", exchange)):
-        what = f"{4e-6 * x.numel():g} MB to itself, {way}"
-        try:
-            yield Row("nccl", what, moved / milliseconds(call, True, queued=True), "GB/s", copy)
-        except RuntimeError as error:
-            yield failure("nccl", what, error)
 
 
 def staging(tiny: bool) -> Iterator[Row]:

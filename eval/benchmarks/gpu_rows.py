@@ -1,13 +1,20 @@
-"""What the cases of gpu.py share: a figure as a row, the clock, the device."""
+"""What the cases of gpu.py share: a figure as a row, the clock, the device, runs by the command line."""
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
 
 
 @dataclass(frozen=True)
@@ -95,3 +102,14 @@ def milliseconds(
             work()
             times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times[warm:])
+
+
+def run_summary(overrides: list[str], folder: str, config: str) -> dict[str, Any]:
+    """summary.json of a run by the command line. Raises RuntimeError with the end of its output."""
+    command = [sys.executable, "-m", "decentnode", "run", config, "--run-dir", folder, "--plain",
+               *(part for override in overrides for part in ("--set", override))]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a run ended with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
+    summary: dict[str, Any] = json.loads((next(Path(folder).glob("*/latest")) / "summary.json").read_text())
+    return summary

@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import psutil
-from gpu_rows import Row, failure
+from gpu_rows import ROOT, Row, failure
 
-ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = max(4, len(os.sched_getaffinity(0)) // 2)
 """They wait for processes to start, and for CUDA's contexts, more than they compute."""
 ALL_SECONDS = 140.0
