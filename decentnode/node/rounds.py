@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class NodeRounds:
         if self.sampling is not None:
             yield from self.sampling.round(round)
             views = [[self.sampling.seen(view) for view in each] for each in views]
+        schedule.weights_in = functools.partial(self._rules.weights_in, among)
         self._missing = self._lost = frozenset()
         yield from schedule.begin(round, views, lambda: self._after_steps(round))
         if schedule.sharing.requirements.phases == 1:

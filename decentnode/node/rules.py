@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -75,6 +75,11 @@ class NodeRules:
     def views(self, round: int, among: Generation) -> tuple[list[list[RoundView]], RoundView]:
         """As `Planners.views`, with the learning rate of the moment."""
         return self._planners.views(round, among, self._training.learning_rate)
+
+    def weights_in(self, among: Generation, round: int) -> Mapping[int, float]:
+        """Returns the node's row of W in a round, for the first fragment and phase."""
+        (view, *_), *_ = self.views(round, among)[0]
+        return view.weights
 
     def neighbors_from(self, round: int, among: Generation) -> set[int]:
         """As `Planners.neighbors_from`, with the learning rate of the moment."""

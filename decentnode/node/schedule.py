@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -66,6 +66,8 @@ class Schedule(abc.ABC):
         """The last round whose local steps are made; -1 before the first."""
         self._due: tuple[FragmentExchange, ...] = ()
         """Fragments that are exchanged in the round under way."""
+        self.weights_in: Callable[[int], Mapping[int, float]] = lambda _round: {}
+        """Returns the node's row of W in another round, among the members of now. Set by the node in each round."""
         self.cuts = Cuts()
         """Where nodes are in different rounds: which checkpoints belong together. It outlives generations."""
 

@@ -66,15 +66,6 @@ def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
     assert not load(path, ["graph={name: complete, nodes: 4}"], {}).doubts
 
 
-def test_copies_that_come_after_their_round_are_a_warning(write: Any) -> None:
-    path = write(f"{BASE}node: {{schedule: gossip_async}}\n")
-    changes = "graph={name: one_peer_exponential, nodes: 4}"
-    (doubt,) = load(path, [changes], {}).doubts
-    assert "gossip_async mixes the model of a node in rounds in which that is a neighbor" in doubt
-    assert not load(path, [], {}).doubts and not load(path, [changes, "sharing=push_sum"], {}).doubts
-    assert not load(path, [changes, "node.schedule=sequential"], {}).doubts
-
-
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
 def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedule: str) -> None:
     path = write(f"{BASE}weights: {{name: uniform}}\nnode: {{schedule: {schedule}}}\n")

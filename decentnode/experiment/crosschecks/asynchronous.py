@@ -47,8 +47,6 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
                       "leave it out", other=("node", "schedule"))  # fmt: skip
     if name == "ad_psgd":
         yield from _pairs(experiment)
-    if name == "gossip_async":
-        yield from _copies(experiment)
     if experiment.parameters is not None:
         yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or schedule: "
                       "sequential would do", other=("node", "schedule"))  # fmt: skip
@@ -132,17 +130,6 @@ def _pairs(experiment: Experiment) -> Iterator[Problem]:
         what = "a directed one" if graph.directed else "one that changes over the rounds"
         yield Problem(("graph",), f": ad_psgd needs an undirected graph with the same edges in all rounds, got {what}; "
                       "{name: ring} or {name: regular} would do", other=("node", "schedule"))  # fmt: skip
-
-
-def _copies(experiment: Experiment) -> Iterator[Problem]:
-    """Warns of graphs in which a copy is mixed when its source is a neighbor again: rounds after it came."""
-    graph = graph_of(experiment)
-    if graph is not None and graph.period != 1 and experiment.sharing.name == "full":
-        yield Problem(("graph",), ": gossip_async mixes the model of a node in rounds in which that is a neighbor, got "
-                      "a graph that changes over the rounds, in which a model comes after the one that it was for: "
-                      "models stay two to four times as far apart as with schedule: sequential; sharing: push_sum "
-                      "mixes what comes at once, or take a graph that does not change", doubt=True,
-                      other=("node", "schedule"))  # fmt: skip
 
 
 def _transport(experiment: Experiment) -> Iterator[Problem]:

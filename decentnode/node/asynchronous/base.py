@@ -143,15 +143,15 @@ class Asynchronous(Schedule):
             payload = Payload({"x": self.model.buffers})
             self.publish(round, dict.fromkeys(self.view.neighbors, payload), self.buffer_channel)
 
-    def mix_buffers(self, among: Collection[int]) -> Steps[None]:
-        """Mix the newest float buffers that came of these neighbors, by the weights of the view and their ages."""
+    def mix_buffers(self, among: Collection[int] | None = None) -> Steps[None]:
+        """Mix the newest float buffers that came, by their weights (`Copies.weighed`). among: of these nodes alone."""
         if not self.averages_buffers or not self.model.buffers.numel():
             return
         copies = self._buffers
         found = yield from self.collect(self.buffer_channel)
         copies.take(Copy.of(each, self.view.round) for each in found)
         copies.drop_older(self.view.round, self.config.max_age)
-        seen = copies.weighed(self.view, among)
+        seen = copies.weighed(self.view, self.weights_in, among)
         self.record(copies.of(seen), self.buffer_channel)
         mixed = self.model.buffers * seen.weights[seen.uid]
         for uid, payload in copies.payloads(seen).items():

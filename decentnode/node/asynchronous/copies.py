@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from decentnode.communication.parts import Collected
-from decentnode.graph.base import RoundView
+from decentnode.graph.base import EQUAL, RoundView
 from decentnode.payload import Payload
+
+LEAST_OWN = 0.5
+"""What a node keeps at least of its own model, or its own weight of the round where that is less: copies that came at
+once may be of different rounds, whose weights may come to more than one together."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,29 @@ class Copies:
         """Keep none that would be older than that in this round, whether its source is one of the round's or not."""
         self.by_source = {uid: each for uid, each in self.by_source.items() if round - each.came <= max_age}
 
-    def weighed(self, view: RoundView, among: Collection[int] | None = None) -> RoundView:
-        """Returns the view with the sources of which there is a copy, weighed by their ages; what is missing to one
-        goes to the node itself. among: these sources alone."""
-        weights = {uid: view.weights[uid] / (1 + age if self._age_weights else 1)
-                   for uid, age in self.ages(view).items() if among is None or uid in among}  # fmt: skip
+    def weighed(
+        self, view: RoundView, weights_in: Callable[[int], Mapping[int, float]], among: Collection[int] | None = None
+    ) -> RoundView:
+        """Returns the view with the copies to be mixed for sources; what their weights leave of one goes to the node
+        itself.
+
+        A copy that came in this round has the weight of the round in which its source published it, when this node was
+        one of the source's neighbors: on a graph that changes, the source need be none in this round. A copy of an
+        earlier round has the weight of this round by its age, where its source is one of the round's.
+
+        weights_in(round): the node's row of W then. among: these sources alone.
+        """
+        weights: dict[int, float] = {}
+        for uid, each in sorted(self.by_source.items()):
+            if among is not None and uid not in among:
+                continue
+            age = view.round - each.came
+            row = view.weights if age or each.round == view.round else weights_in(each.round)
+            if weight := row.get(uid, 0.0):
+                weights[uid] = weight / (1 + age if self._age_weights else 1)
+        most, total = 1.0 - min(LEAST_OWN, view.weights[view.uid]), sum(weights.values())
+        if total > most + EQUAL:
+            weights = {uid: weight * most / total for uid, weight in weights.items()}
         own = 1.0 - sum(weights.values())
         return replace(view, sources=tuple(weights), weights=dict(sorted({**weights, view.uid: own}.items())),
                        averaging_group=())  # fmt: skip

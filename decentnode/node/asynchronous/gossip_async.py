@@ -26,7 +26,9 @@ class GossipAsync(Asynchronous):
     """x_i <- sum_j W_ij(age_j) (x_j + lag_ij m_i), x_j the newest model that came of neighbor j.
 
     W_ij(a) = W_ij / (1 + a), or W_ij without `age_weights`, where a <= max_age, else 0; what is missing to one goes to
-    the node itself, so that every row of W sums to one. The mean of all models is not kept.
+    the node itself, so that every row of W sums to one. The mean of all models is not kept. On a graph that changes, W
+    is that of i's round, but for x_j that came in this one that of j's round (`Copies.weighed`): mixed in rounds alone
+    in which j is a neighbor, models came too late for the one that they were for.
 
     m_i is how far i's model, after its local steps, moves in a round (`Motion`), and lag_ij how many rounds ago j
     published a model that came in this one: averages with models of earlier moments take back a part of every step.
@@ -76,8 +78,8 @@ class GossipAsync(Asynchronous):
             copies.take(self._decoded(found))
         started = clock.now()
         copies.drop_older(view.round, config.max_age)
-        self._ages = copies.ages(view)
-        seen = copies.weighed(view)
+        seen = copies.weighed(view, self.weights_in)
+        self._ages = copies.ages(seen)
         self.record(copies.of(seen))
         with torch.no_grad():
             update = None if self._before is None else torch.sub(model, self._before, out=self._before)

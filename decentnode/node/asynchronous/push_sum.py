@@ -187,7 +187,7 @@ class AsynchronousPushSum(Asynchronous):
                     x.add_(after[a:b] if before is None else after[a:b] - before[a:b])
                 model[a:b] = x.div_(rule.weight)
         self.times.mix += clock.now() - started
-        yield from self.mix_buffers(self.view.sources)
+        yield from self.mix_buffers()
 
     def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:
         """Weights and sums outlive an admission. Where a node is lost, all members begin anew, with their models and a
