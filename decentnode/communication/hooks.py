@@ -183,7 +183,7 @@ class Hooks(Generic[ConfigT]):
         """Raises Regrouping when the generation has ended, and what every wait raises once the run has failed."""
 
     def ask_after(self, heard: Mapping[int, float]) -> None:
-        """Where nobody is waited for: of those of whom nothing came for `suspect_seconds`, find out whether they live.
+        """Where nobody is waited for: of those of whom nothing came for `silence_seconds`, find out whether they live.
         Who does not is left out of the next generation. Not blocking.
 
         heard: by uid, `clock.now()` of when something came last; of nobody else is anything expected any more."""

@@ -17,6 +17,10 @@ from decentnode.faults import Corrupt, Plan, StruckModels
 from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
 
+SILENCE_SECONDS = 2.0
+"""Where nobody waits for a node, it is asked whether it lives after a silence of so long, which costs four pings a
+second: a slow one is asked in most of its rounds. Where nodes wait for each other, they ask after half a second."""
+
 
 @dataclass(frozen=True)
 class Schema:
@@ -152,6 +156,11 @@ class CommunicationConfig(Config):
         return False
 
     @property
+    def silence_seconds(self) -> float:
+        """After how long a silence a node is asked whether it lives, where nobody waits for it."""
+        return min(self.suspect_seconds, SILENCE_SECONDS)
+
+    @property
     def key_folder(self) -> Path | None:
         """Folder with the keys by which nodes prove who they are; None where they do not."""
         return None
@@ -176,8 +185,8 @@ class CommunicationConfig(Config):
     suspect_seconds: float = Field(10.0, gt=0)
     """With `node.missing: regroup`: a node that answers no ping for so long, in seconds, is left out of the next
     generation, and sooner where all have answered fast so far: after 8 times the longest of the last answers, but not
-    before 1.5 s. With an asynchronous schedule a node is first asked once nothing has come of it for so long. Default:
-    a third of `timeout_seconds` where that is less."""
+    before 1.5 s. With an asynchronous schedule a node is first asked once nothing has come of it for two seconds, or for
+    so long where that is less. Default: a third of `timeout_seconds` where that is less."""
 
     @model_validator(mode="before")
     @classmethod

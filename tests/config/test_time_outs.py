@@ -21,6 +21,13 @@ def test_what_is_not_given_follows_from_the_time_out_of_a_round(
     assert (config.suspect_seconds, config.start_timeout_seconds) == (suspect, start)
 
 
+@pytest.mark.parametrize(("given", "silence"), [("", 2.0), (", suspect_seconds: 60, timeout_seconds: 600", 2.0),
+                                                (", timeout_seconds: 3", 1.0)])  # fmt: skip
+def test_who_waits_for_nobody_asks_after_a_silence_of_two_seconds(write: Any, given: str, silence: float) -> None:
+    config = load(write(f"{BASE}communication: {{name: zeromq{given}}}\n")).communication
+    assert config.silence_seconds == silence
+
+
 @pytest.mark.parametrize(("given", "wrong"), [
     ("suspect_seconds: .5", "suspect_seconds must be at least 0.75, got 0.5"),
     ("timeout_seconds: 5, suspect_seconds: 5", "suspect_seconds must be less than timeout_seconds, 5, got 5"),

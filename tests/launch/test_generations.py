@@ -87,6 +87,23 @@ def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(one=["rule"])
+@pytest.mark.parametrize("rule", ["push_sum", "full"])
+def test_those_who_wait_for_nobody_are_told_of_a_process_that_ended(tmp_path: Path, rule: str) -> None:
+    """By its machine, at once: not by its silence."""
+    outcome, listener = go_on(tmp_path, "Dies", rounds=200, sharing={"name": rule}, node={"schedule": "gossip_async"},
+                              communication={"timeout_seconds": 300, "suspect_seconds": 100})  # fmt: skip
+    assert outcome.exit_code == 0, listener.failures
+    assert outcome.summary["members"] == [0, 1, 3, 4] and outcome.run_dir is not None
+    for uid in (0, 1, 3, 4):
+        (told,) = generations(outcome, uid)
+        assert told["left"] == [2] and told["round"] < 200
+    events = (outcome.run_dir / "nodes" / "000" / "events.jsonl").read_text()
+    (over,) = [each for each in events.splitlines() if "generation_over" in each]
+    assert "node 2 failed" in over or "killed by SIGKILL" in over
+
+
+@pytest.mark.slow
 def test_a_node_whose_port_was_taken_meanwhile_does_not_end_the_run(tmp_path: Path) -> None:
     """Node 2 dies, somebody takes its port, and it is started again in vain."""
     first = free_ports(10)

@@ -578,6 +578,21 @@ def test_a_simulation_in_virtual_time_is_refused_where_rounds_depend_on_others(t
     assert line.exit_code == 0 and "gossip_async" in line.output
 
 
+def test_a_silence_is_asked_about_long_before_it_counts() -> None:
+    """After two seconds: it was after ten, which is all that a silence may last."""
+    asked: list[float] = []
+    made = Made(make("complete", nodes=4), RULES["push_sum"], schedule="gossip_async", rounds=250, lr=0.0,
+                missing="regroup", evaluate_every=0)  # fmt: skip
+    plan = (Pause(nodes=(1,), at_seconds=2.0, seconds=14.0),)
+    world = made.world(faults=Faults(plan=plan), limits=Limits(10.0, 20.0, 3, 250),
+                       compute_seconds=lambda _uid, _round: 0.1)  # fmt: skip
+    world.settled = lambda process: asked.append(world.heap.now) if process.facts.unheard else None
+    assert world.run(LIMIT) and not any(process.error for process in world.lives)
+    told = [each for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
+    assert [each["left"] for each in told] == [[1], []] and 3.9 < asked[0] < 4.5
+    assert told[0]["round"] < 100, "in rounds of .1 s, it froze before round 20"
+
+
 @pytest.mark.parametrize("way", [
     {"name": "push_sum"}, {"schedule": "ad_psgd"}, pytest.param({}, marks=pytest.mark.slow),
 ], ids=["push_sum", "pairs", "gossip"])  # fmt: skip

@@ -84,7 +84,7 @@ def test_a_newcomer_is_admitted_while_each_node_is_in_a_round_of_its_own(way: st
     for uid in range(NODES):
         assert made.nodes[uid].training.made == list(range(rounds[uid])), "none skipped, none twice"  # type: ignore[attr-defined]
     assert made.nodes[5].reports.keys() == set() and made.nodes[0].reports.keys() == set(range(6))
-    assert spread(made.nodes) < 0.1 and 5 in given
+    assert spread(made.nodes) < (0.4 if way == "pairs" else 0.1) and 5 in given  # chance decides which pairs average
 
 
 @pytest.mark.sampled(one=["seed"])

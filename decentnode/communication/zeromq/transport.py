@@ -263,7 +263,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     def ask_after(self, heard: Mapping[int, float]) -> None:
         with self._status.lock:
-            self._status.ask_after(heard, self.config.suspect_seconds)
+            self._status.ask_after(heard, self.config.silence_seconds)
 
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:

@@ -261,7 +261,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.raise_if_over()
 
     def ask_after(self, heard: Mapping[int, float]) -> None:
-        self.facts.ask_after(heard, self.config.suspect_seconds)
+        self.facts.ask_after(heard, self.config.silence_seconds)
 
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self.reconfiguration is None:
