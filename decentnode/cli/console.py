@@ -245,7 +245,7 @@ class ConsoleObserver(Observer):
             live.stop()
 
     def finished(self, outcome: Outcome, again: list[str]) -> None:
-        """Print the closing lines. again: arguments of the command for the next run."""
+        """Print the closing lines. again: arguments of the command for the next run; nothing where there is none."""
         self.end()
         kind = OutputKind.RESULT if outcome.failure is None else OutputKind.ERROR
         for line in closing(outcome.summary):
@@ -258,5 +258,7 @@ class ConsoleObserver(Observer):
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
             self.say("next", f"{name} plot {run}", kind=OutputKind.RESULT)
-            if self._single:
+            if self._single and again:
                 self.say("", f"{name} {shlex.join(again)}", kind=OutputKind.RESULT)
+        elif self._single and again:
+            self.say("next", f"{program()} {shlex.join(again)}", kind=kind)

@@ -160,14 +160,30 @@ def arguments(request: Request, without: str = "") -> list[str]:
 
 
 def again(request: Request, outcome: Outcome) -> list[str]:
-    """Returns arguments of the command for the same run with twice the rounds; after an early stop, for all of them."""
+    """Returns arguments of the command that is most likely the next.
+
+    Of a run that finished, that for the same run with twice the rounds, which goes on where it did so itself; after an
+    early stop, for all of them. Of one that was stopped or failed, that which goes on from its checkpoints; nothing
+    where it has none of all nodes.
+    """
+    from decentnode.cli.console import shown
+    from decentnode.launch.run_dir import has_checkpoint
+
+    command = "simulate" if request.simulate else "run"
+    going_on = []
+    if outcome.run_dir is not None and (outcome.exit_code or request.resume is not None):
+        kept = has_checkpoint(outcome.run_dir, outcome.summary["num_nodes"])
+        going_on = [command, shown(outcome.run_dir), "--resume"] if kept else []
+    if outcome.exit_code:
+        return going_on
+    rounds = max(1, 2 * max(outcome.summary["rounds_planned"], outcome.summary.get("rounds") or 0))
+    if going_on and outcome.summary.get("ended") != "early_stop":
+        return [*going_on, "--set", f"node.rounds={rounds}"]
     folder, name = os.path.split(request.config)
     given = folder if name == RESOLVED and os.path.isdir(os.path.join(folder, "nodes")) else request.config
     config = [] if request.config == default_config() else [given]
-    command = "simulate" if request.simulate else "run"
     if outcome.summary.get("ended") == "early_stop":
         return [command, *config, *arguments(request, without="node.early_stop"), "--set", "node.early_stop=null"]
-    rounds = max(1, 2 * outcome.summary["rounds_planned"])
     return [command, *config, *arguments(request, without="node.rounds"), "--set", f"node.rounds={rounds}"]
 
 

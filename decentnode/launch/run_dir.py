@@ -177,6 +177,20 @@ class Records:
         return written
 
 
+def has_checkpoint(run: Path, num_nodes: int) -> bool:
+    """Returns whether a run's folder has a checkpoint of one moment from all its members that are in the mapping, as
+    far as the names of the files say. Those of one machine's share have not."""
+    for place in (run / "checkpoints").glob("[0-9]*-*"):
+        found = {path.stem: path for path in sorted(place.glob("[0-9]*.json"))}
+        try:
+            members = json.loads(next(iter(found.values())).read_text(encoding="utf-8"))["body"]["cut"]["members"]
+        except (OSError, ValueError, LookupError, StopIteration):
+            continue
+        if all(f"{uid:03d}" in found for uid in members if uid < num_nodes):
+            return True
+    return False
+
+
 def take_merged(run_dir: Path) -> None:
     """Where no merged model is in models/: let it be that of the lowest node which kept one in a folder beside. Raises
     OSError."""

@@ -151,7 +151,8 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
     apart: list[str] = []
     if summary["status"] == "interrupted" and len(ended) > 1 and not summary.get("own_rounds"):
-        apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: --resume takes an earlier one"]
+        apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: "
+                 "--resume needs an earlier one that all have"]
     return [
         f"kept     {plural(kept, 'checkpoint')}{of} per node{but}, "
         f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "

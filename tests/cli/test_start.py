@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from pathlib import Path
@@ -50,3 +51,36 @@ def test_after_an_early_stop_more_rounds_alone_would_change_nothing() -> None:
     words = start.again(request, Outcome(0, None, summary))
     assert words == ["run", "a.yaml", "--set", "node.rounds=60", "--set", "node.early_stop.patience=3",
                      "--set", "node.early_stop=null"]  # fmt: skip
+
+
+def checkpoint(run: Path, members: list[int], have: list[int]) -> None:
+    """Write what a checkpoint of `members` looks like where the nodes of `have` kept theirs."""
+    place = run / "checkpoints" / "00000040-1f0c2d3e4b5a"
+    place.mkdir(parents=True)
+    for uid in have:
+        (place / f"{uid:03d}.json").write_text(json.dumps({"body": {"cut": {"members": members}}}))
+
+
+def test_what_was_stopped_goes_on_from_its_folder_where_all_nodes_have_one_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, summary = Path("runs") / "a" / "1", {"rounds_planned": 60, "rounds": 41, "num_nodes": 3}
+    request = Request("a.yaml", ["node.rounds=60"])
+    assert start.again(request, Outcome(130, run.absolute(), summary)) == []
+    checkpoint(run, [0, 1, 2], [0, 2])
+    assert start.again(request, Outcome(130, run.absolute(), summary)) == [], "node 1 ended a round later"
+    (run / "checkpoints" / "00000040-1f0c2d3e4b5a" / "001.json").write_text("{}")
+    for exit_code in (130, 8):
+        assert start.again(request, Outcome(exit_code, run.absolute(), summary)) == ["run", str(run), "--resume"]
+
+
+def test_what_went_on_goes_on_and_to_more_rounds_than_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs") / "a" / "2"
+    checkpoint(run, [0, 1, 5], [0, 1])  # node 5 is in no mapping: nobody waits for it
+    summary = {"rounds_planned": 10, "rounds": 285, "num_nodes": 2}
+    words = start.again(Request("a.yaml", ["node.rounds=10"], resume=""), Outcome(0, run.absolute(), summary))
+    assert words == ["run", str(run), "--resume", "--set", "node.rounds=570"]
+    fresh = start.again(Request("a.yaml"), Outcome(0, run.absolute(), {**summary, "rounds": 10}))
+    assert fresh == ["run", "a.yaml", "--set", "node.rounds=20"], "nobody asked for going on"

@@ -40,7 +40,7 @@ def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
 def test_a_stop_after_different_rounds_costs_a_checkpoint_unless_rounds_are_each_nodes_own() -> None:
     nodes = {"0": written(3), "1": written(3, rounds=12)}
     told = about_checkpoints(nodes, status="interrupted", rounds_planned=40)
-    assert told[1:] == ["         nodes ended after 10 to 12 rounds: --resume takes an earlier one"]
+    assert told[1:] == ["         nodes ended after 10 to 12 rounds: --resume needs an earlier one that all have"]
     assert len(about_checkpoints(nodes, status="interrupted", rounds_planned=40, own_rounds=True)) == 1
 
 
