@@ -75,7 +75,7 @@ def test_what_was_stopped_goes_on_from_its_folder_where_all_nodes_have_one_check
         assert start.again(request, Outcome(exit_code, run.absolute(), summary)) == ["run", str(run), "--resume"]
 
 
-def test_what_went_on_goes_on_and_to_more_rounds_than_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_went_on_goes_on_to_more_rounds_than_were_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = Path("runs") / "a" / "2"
     checkpoint(run, [0, 1, 5], [0, 1])  # node 5 is in no mapping: nobody waits for it
