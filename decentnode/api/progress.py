@@ -97,7 +97,7 @@ class NotebookObserver(Observer):
     def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
         measured = measured_in({"task": facts.task})
         self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
-                                     facts.own_rounds)
+                                     facts.own_rounds, elsewhere=len(facts.machines) > 1)
         self._name = facts.name
         self._draw()
 

@@ -105,7 +105,7 @@ class ConsoleObserver(Observer):
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
         measured = measured_in({"task": facts.task})
         self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,
-                                     facts.own_rounds)
+                                     facts.own_rounds, elsewhere=len(facts.machines) > 1)
         self.say("run", f"{facts.name}: {shown(run_dir) if run_dir else 'dry run, nothing is written'}")
         if self._page is not None and run_dir is not None:
             self._page.start(run_dir)

@@ -166,7 +166,8 @@ class Teller:
         from decentnode.report.progress import RunProgress
 
         self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
-        self._state = RunProgress.of(facts.rounds, [uid], measured=measured_in({"task": facts.task}))
+        self._state = RunProgress.of(facts.rounds, [uid], measured=measured_in({"task": facts.task}),
+                                     elsewhere=facts.num_nodes > 1)  # fmt: skip
         self._quiet, self._join = quiet, join
         self._joined: float | None = None
 

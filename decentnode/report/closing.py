@@ -93,8 +93,12 @@ def _main_metric(summary: Mapping[str, Any]) -> str:
     if not told:
         return ""
     low, high = min(told, key=told.__getitem__), max(told, key=told.__getitem__)
+    gone = {*summary.get("lost", {}), *summary.get("left", {})}
+    known = len({*summary["nodes"], *gone})
+    here = summary.get("status") == "finished" and known < summary.get("num_nodes", known)
+    whose = f" of the {plural(len(told), 'node')} here" if here else ""  # of machines other than 0
     return (
-        f": {when}mean test {main.text} {summary[f'{main.name}_mean']:.3f} (min {told[low]:.3f} node {low}, "
+        f": {when}mean test {main.text}{whose} {summary[f'{main.name}_mean']:.3f} (min {told[low]:.3f} node {low}, "
         f"max {told[high]:.3f} node {high}), merged model {number(summary[f'{main.name}_merged'], '.3f')}, "
         f"consensus distance {number(summary['consensus_distance'], '.1e')}"
     )

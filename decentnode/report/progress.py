@@ -85,6 +85,9 @@ class RunProgress:
     """What the run's task measures."""
     own_rounds: bool = False
     """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
+    elsewhere: bool = False
+    """Whether the run has nodes on other machines, whose own figures do not come here: the mean is then that of all, and
+    the worst is of the nodes here."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
     _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last evaluation by the side's label, of the present sides; "" while there is one."""
@@ -94,10 +97,11 @@ class RunProgress:
     @classmethod
     def of(
         cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = BEFORE,
-        own_rounds: bool = False,
+        own_rounds: bool = False, *, elsewhere: bool = False,
     ) -> RunProgress:
         nodes = {uid: NodeState(uid) for uid in uids}
-        return cls(rounds, nodes, evaluate_every=evaluate_every, measured=measured, own_rounds=own_rounds)
+        return cls(rounds, nodes, evaluate_every=evaluate_every, measured=measured, own_rounds=own_rounds,
+                   elsewhere=elsewhere)  # fmt: skip
 
     def update(self, uid: int, record: Mapping[str, Any]) -> bool:
         """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
@@ -251,12 +255,13 @@ class RunProgress:
         again: a line told of the round already, so that this one begins with `evaluated=20/60`.
         """
         latest, main = evaluation or self.latest, self.measured.main
+        here = "_here" if self.elsewhere else ""
         parts = [f"nodes={latest['side']}"] if latest.get("side") else []
         parts.append(f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}")
         if latest["train_loss"] is not None:
             parts.append(f"loss={latest['train_loss']:.4f}")
         figures = ((f"{main.line_name}_mean", latest.get(f"{main.name}_mean"), ".3f"),
-                   (f"{main.line_name}_{main.worst}", latest.get("worst"), ".3f"),
+                   (f"{main.line_name}_{main.worst}{here}", latest.get("worst"), ".3f"),
                    (f"{main.line_name}_merged", latest.get(f"{main.name}_merged"), ".3f"),
                    ("consensus_distance", latest.get("consensus_distance"), ".1e"))  # fmt: skip
         parts += [f"{name}={number(value, digits)}" for name, value, digits in figures if value is not None]

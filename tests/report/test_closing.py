@@ -74,3 +74,12 @@ def test_nodes_that_have_what_all_have_are_not_named() -> None:
                          "         node 2 has 1: of 8 it made 1, being away or started again"]  # fmt: skip
     many = about_checkpoints({"0": written(3), **{str(uid): written(0, 0) for uid in range(1, 9)}})
     assert len(many) == 7 and many[-1] == "         3 other nodes did not keep all either"
+
+
+def test_figures_of_one_machines_nodes_are_not_told_as_those_of_all() -> None:
+    nodes = {"2": {"accuracy": 0.7, "rounds": 10}, "3": {"accuracy": 0.8, "rounds": 10}}
+    told = closing(summary(nodes=nodes, num_nodes=4))[0]
+    assert ": mean test accuracy of the 2 nodes here 0.750 (min 0.700 node 2" in told
+    assert ": mean test accuracy 0.750 " in closing(summary(nodes=nodes, num_nodes=2))[0]
+    lost = {"0": "was killed", "1": "was killed"}
+    assert ": mean test accuracy 0.750 " in closing(summary(nodes=nodes, num_nodes=4, lost=lost))[0]

@@ -125,6 +125,13 @@ def test_what_was_sent_grows_over_the_restart_of_a_node() -> None:
     assert "10.0 kB" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_the_worst_of_the_nodes_here_is_not_told_as_that_of_all_machines() -> None:
+    state = RunProgress.of(20, [2, 3], evaluate_every=4, elsewhere=True)
+    told(state, 2, 4, 0.5, 1000, 0.9)
+    told(state, 3, 4, 0.5, 1000, 0.8)
+    assert " acc_mean=0.500 acc_min_here=0.800 " in state.evaluation_line()
+
+
 def test_a_run_whose_nodes_are_all_lost_has_a_line() -> None:
     state = RunProgress.of(10, [0, 1])
     told(state, 0, 4, 0.3, 1000, 0.5)
