@@ -25,10 +25,12 @@ def command(folder: Path) -> None:
     graph: change them, or name components of `decentnode list` instead. FOLDER is made; one that holds files already is
     refused.
     """
+    from decentnode.cli.console import program
+
     write(folder)
     for name in STARTER:
         click.echo(str(folder / name))
-    click.echo(f"next: decentnode run {shlex.quote(str(folder / 'config.yaml'))}")
+    click.echo(f"next: {program()} run {shlex.quote(str(folder / 'config.yaml'))}")
 
 
 def write(folder: Path) -> None:

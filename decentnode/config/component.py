@@ -148,6 +148,8 @@ def told_apart(key: str, known: Iterable[str]) -> pydantic.Discriminator:
 LIKENESS = 0.6
 """How alike two words are, at least, of which one is proposed for the other: twice the letters that they have in
 common, in order, by the letters of both."""
+LIKENESS_SAME = 0.9
+"""Likewise for a word that is but misspelled, such as a plural without its s."""
 LIKENESS_ELSEWHERE = 0.7
 """Likewise for words of other sections or kinds, of which there are so many that some are alike by chance."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pydantic
 from pydantic_core import ErrorDetails
 
-from decentnode.config.component import LIKENESS_ELSEWHERE, nearest
+from decentnode.config.component import LIKENESS_ELSEWHERE, LIKENESS_SAME, nearest
 from decentnode.config.paths import descend, dotted
 from decentnode.config.section_models import model_at
 from decentnode.config.yaml_source import Item
@@ -65,6 +65,8 @@ def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseM
     known, places = list(owner.model_fields), dict(_places(tree, model))
     if any(isinstance(part, int) for part in path) and (near := nearest(str(path[-1]), known)):
         return f"did you mean '{near}'?"  # an entry of a list has nothing to do with other sections
+    if near := nearest(str(path[-1]), known, LIKENESS_SAME):
+        return f"did you mean '{near}'?"
     elsewhere = [place for place, key in places.items() if key == path[-1] and place != dotted(path)]
     if elsewhere:
         return "did you mean " + " or ".join(f"'{place}'" for place in elsewhere[:3]) + "?"

@@ -69,7 +69,7 @@ def write(paths: Sequence[Path], target: Path, names: Sequence[str] = ()) -> lis
         with replacing(target) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise EnvironmentFault(f"cannot write {target}: {error.strerror}") from error
+        raise EnvironmentFault(f"cannot write {target}: {error.strerror}; choose another place with -o") from error
     return said
 
 

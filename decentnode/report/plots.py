@@ -76,7 +76,7 @@ def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150)
         except OSError as error:
-            raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+            raise EnvironmentFault(f"cannot write {path}: {error.strerror}; choose another place with -o") from error
 
 
 def empty(width: float, height: float) -> Figure:

@@ -86,8 +86,8 @@ class RunProgress:
     own_rounds: bool = False
     """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
     elsewhere: bool = False
-    """Whether the run has nodes on other machines, whose own figures do not come here: the mean is then that of all, and
-    the worst is of the nodes here."""
+    """Whether the run has nodes on other machines, whose own figures do not come here: the mean is then that of all,
+    and the worst is of the nodes here."""
     _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
     _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The last evaluation by the side's label, of the present sides; "" while there is one."""

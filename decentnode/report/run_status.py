@@ -96,7 +96,7 @@ def blame(statuses: dict[int, dict[str, Any]]) -> str:
     if not roots:
         return f"{len(statuses)} nodes have written their status"
     names = ", ".join(
-        f"node {uid} ({state_of(statuses[uid]) if uid in statuses else 'on another machine'}; {n} wait for it)"
+        f"node {uid} ({state_of(statuses[uid]) if uid in statuses else 'without a status here'}; {n} wait for it)"
         for uid, n in sorted(roots.items(), key=lambda item: -item[1])[:4]
     )
     return f"everything waits for {names}"

@@ -266,7 +266,8 @@ class Session:
         if hello.num_nodes != self.num_nodes:
             return f"{who} has {hello.num_nodes} nodes in its graph, the run has {self.num_nodes}"
         if hello.digest != self.digest:
-            return f"{who} has another config or graph (digest {hello.digest}, the run has {self.digest})"
+            where = "compare config.resolved.yaml and graph.edges in the run folders of both machines"
+            return f"{who} has another config or graph (digest {hello.digest}, the run has {self.digest}): {where}"
         if hello.run not in (NO_RUN, self.run) and self.run != NO_RUN:
             return f"{who} belongs to run {hello.run.hex()}, this is run {self.run.hex()}"
         return None

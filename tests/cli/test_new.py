@@ -34,7 +34,9 @@ def test_what_it_writes_runs_and_learns(tmp_path: Path) -> None:
     made = decentnode("new", "first try")
     assert made.returncode == 0, made.stderr
     assert sorted(path.name for path in (tmp_path / "first try").iterdir()) == sorted(STARTER)
-    assert made.stdout.splitlines()[-1] == "next: decentnode run 'first try/config.yaml'"
+    here = f"import os; os.chdir({str(tmp_path)!r}); from decentnode.cli.console import program; print(program())"
+    command = subprocess.check_output([sys.executable, "-c", here], env=environ, text=True).strip()
+    assert made.stdout.splitlines()[-1] == f"next: {command} run 'first try/config.yaml'"
     ran = decentnode("run", "first try/config.yaml", "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)

@@ -41,6 +41,7 @@ def validate(*arguments: str) -> Result:
         ("optimzer=sgd", "did you mean 'training.optimizer'?"),
         ("extra=1", "known keys: "),
         ("training.batchsize=4", "did you mean 'batch_size'?"),
+        ("node.round=4", "did you mean 'rounds'?"),  # there is a run.profile.round
         ("node.nodes=4", "did you mean 'graph.nodes'?"),
         ("trainig.lr=4", "did you mean 'training'?"),
         ("training.optimizer.name=adam", "to replace the section, --set training.optimizer='{name: adam, ...}'"),

@@ -164,7 +164,8 @@ def test_of_a_long_reason_as_much_is_told_as_a_message_holds(length: int) -> Non
     root.fail(2, reason)
     assert {codec.decode(codec.encode(message)) for _, message in root.outbox} == {Fail(RUN, 0, 0, 2, told)}
     assert root.failed == {2: reason}, "here all of it is known"
-    whole = f"{reason} has another config or graph (digest wrong, the run has same)"
+    whole = f"{reason} has another config or graph (digest wrong, the run has same): " \
+            "compare config.resolved.yaml and graph.edges in the run folders of both machines"
     stranger = Hello(RUN, 0, 1, PROTOCOL_VERSION, "wrong", 4, "")
     assert said(Session(0, 4, "same", RUN, describe=lambda _uid: reason), stranger) == [
         (1, Reject(RUN, 0, 0, "wrong", whole[:512]))

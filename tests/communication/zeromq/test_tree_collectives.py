@@ -279,6 +279,15 @@ def test_a_port_that_was_taken_while_its_node_was_gone_is_an_environment_fault(p
         check_cannot_bind(BindPlan(again=tuple(again)), f"cannot listen on tcp://127.0.0.1:{port}, where it did before")
 
 
+def test_an_address_of_another_machine_is_an_environment_fault() -> None:
+    elsewhere = "192.0.2.200"  # RFC 5737: of no machine
+    check_cannot_bind(
+        BindPlan(host=elsewhere, port=free_ports(2)),
+        rf"cannot listen on tcp://{elsewhere}:\d+: [^(]*; no interface .* has this address: is it machine 3\?",
+        machine=3,
+    )
+
+
 def test_a_folder_for_sockets_that_is_gone_is_an_environment_fault(tmp_path: Path) -> None:
     check_cannot_bind(BindPlan(ipc_dir=tmp_path / "gone"), r"cannot listen on ipc://.*gone")
 

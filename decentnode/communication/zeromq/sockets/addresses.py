@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 
 import zmq
@@ -69,7 +70,10 @@ class Addresses:
                 raise EnvironmentFault(f"node {self._uid} cannot listen: {unknown}") from error
             where = host if host.startswith("ipc://") else endpoint(host, "*" if port is None else port)
             before = ", where it did before it was started again" if self._plan.again else ""
+            why, advice = str(error.strerror).partition(" (addr=")[0], "free the port or choose another "
+            if error.errno == errno.EADDRNOTAVAIL:
+                advice = f"no interface of this machine has this address: is it machine {self._machine_of[self._uid]}? "
             raise EnvironmentFault(
-                f"node {self._uid} cannot listen on {where}{before}: {error.strerror}; "
-                f"free the port or choose another (mapping.base_port, mapping.bind)"
+                f"node {self._uid} cannot listen on {where}{before}: {why}; "
+                f"{advice}(mapping.base_port, mapping.bind)"
             ) from error
