@@ -84,17 +84,24 @@ def _told(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+MOST_WHY = 300
+"""Characters of the reason for which a run failed."""
+
+
 def state_of_run(path: Path) -> dict[str, Any]:
-    """Returns a run's state (running, finished, interrupted, failed, died, unfinished) and its summary's figures."""
+    """Returns a run's state (running, finished, interrupted, failed, died, unfinished), its summary's figures, and why
+    it failed ("" of others)."""
     try:
         found = summaries.read(path / "summary.json")
         figures = {key: value for key, value in found.items() if isinstance(value, int | float | str)}
-        return {"state": str(found.get("status", "finished")), "figures": figures}
+        failure = found.get("failure")
+        why = str(failure.get("title", "")).partition("\n")[0][:MOST_WHY] if isinstance(failure, dict) else ""
+        return {"state": str(found.get("status", "finished")), "figures": figures, "why": why}
     except (OSError, ValueError):
         pass
     if died(path):
-        return {"state": "died", "figures": {}}
-    return {"state": "running" if (path / "supervisor.json").exists() else "unfinished", "figures": {}}
+        return {"state": "died", "figures": {}, "why": "its supervisor is gone, and left no word"}
+    return {"state": "running" if (path / "supervisor.json").exists() else "unfinished", "figures": {}, "why": ""}
 
 
 class Machines:

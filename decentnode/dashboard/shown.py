@@ -71,7 +71,7 @@ class Shown:
         machines = self._machines.poll(self._status.pids)
         told |= {
             "run": self.id, "anew": anew, "state": state, "status": self._status.changes(status),
-            "machines": machines, "now": clock.wall(),
+            "machines": machines, "now": clock.wall(), "why": self._state.get("why", ""),
         }  # fmt: skip
         if anew:
             told["about"] = self._about()

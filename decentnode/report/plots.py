@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.figures import VIRTUAL_AXES, Curve
 from decentnode.report.runs import Line, Series, chosen_curves
@@ -16,6 +18,7 @@ from decentnode.words import plural
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito (2008), told apart by color-blind readers too."""
@@ -27,6 +30,8 @@ MERGED = "merged model"
 WIDTH_SHARE = 0.97
 """Largest share of the figure's width that a legend or a title takes."""
 
+FEW = 2
+"""Points, at most, that no line joins: nobody knows the way from one to the other."""
 FAR_APART = 5.0
 """Lines whose bytes differ by more than this factor share a logarithmic axis."""
 PAPER_SUFFIXES = (".pdf", ".svg")
@@ -122,7 +127,7 @@ def draw(
     if not drawn:
         names = ", ".join(line.label for line in lines)
         raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
-    merged = any(line.get_label() == MERGED for panel in panels.flat for line in panel.get_lines())
+    merged = [line for panel in panels.flat for line in panel.get_lines() if line.get_label() == MERGED]
     if not paper:
         _title(figure, lines)
     handles, labels = _handles(lines, drawn, merged)
@@ -146,7 +151,9 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
             panel.set_xlim(0, 1.02 * most if most else 1)
             if apart:
                 _log_bytes(panel, 1.1 * most)
-        panels[-1][column].set_xlabel(VIRTUAL_AXES[axis] + (f" ({name})" if name else ""))
+        partial = axis == "bytes" and any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
+        label = "payloads sent by the nodes here" if partial else VIRTUAL_AXES[axis]
+        panels[-1][column].set_xlabel(label + (f" ({name})" if name else ""))
     for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)
     return drawn
@@ -184,12 +191,14 @@ def _panel(
     drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)).x]
     for index, line, series in drawn:
         color, x = _color(index), [value / unit for value in series.x]
-        marker = "o" if len(x) <= 40 else None
-        panel.plot(x, series.mean, _dashes(index), color=color, marker=marker, markersize=3, label=line.label)
+        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if len(x) > FEW else "none"
+        panel.plot(x, series.mean, linestyle=dashes, color=color, marker=marker, markersize=3, label=line.label)
         if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
         if curve.merged and (of_merged := of(line, merged=True)).x:
-            panel.plot([value / unit for value in of_merged.x], of_merged.mean, "--", color=color, label=MERGED)
+            ends = len(of_merged.x) <= FEW < len(x)
+            panel.plot([value / unit for value in of_merged.x], of_merged.mean, color=color, markersize=4,
+                       linestyle="none" if ends else "--", marker="D" if ends else None, label=MERGED)  # fmt: skip
     if curve.logarithmic:
         _scale(panel, [values for _, _, series in drawn for values in (series.low, series.mean)])
     if axis == "rounds":
@@ -201,14 +210,19 @@ def _panel(
 
 def _scale(panel: Axes, curves: Sequence[Sequence[float]]) -> None:
     """A logarithmic scale where the values span more than half a decade. Before the first round all nodes have one
-    model, but for the last bits: the scale is not stretched to show them."""
+    model, but for the last bits: the scale is not stretched to show them, and no line comes from there."""
     values = [value for curve in curves for value in curve]
-    if not values or min(values) <= 0 or max(values) / min(values) <= 5:
+    later = [value for curve in curves for value in curve[1:]] or values
+    above = _positive(values)
+    if not above or min(later) <= 0 or max(above) / min(above) <= 5:
         return
     panel.set_yscale("log")
-    later = [value for curve in curves for value in curve[1:]]
-    if later and min(later) > 100 * min(values):
-        panel.set_ylim(bottom=min(later) / 2)
+    if min(later) > 100 * min(values):
+        bottom = min(later) / 2
+        panel.set_ylim(bottom=bottom)
+        for line in panel.get_lines():
+            x, y = (np.asarray(each, float) for each in (line.get_xdata(), line.get_ydata()))
+            line.set_data(x, np.where(y < bottom, np.nan, y))
 
 
 def _unit(largest: Sequence[float]) -> tuple[float, str]:
@@ -221,7 +235,10 @@ def _title(figure: Figure, lines: Sequence[Line]) -> None:
     several = sorted({len(line.runs) > 1 for line in lines})
     bands = {False: "band from lowest to highest node", True: "band of one standard deviation over seeds"}
     if len(lines) == 1:
-        text = f"{lines[0].label}: mean of {plural(len(lines[0].runs[0].nodes), 'node')}, {bands[several[0]]}"
+        run = lines[0].runs[0]
+        here, whole = len(run.nodes), plural(run.num_nodes, "node")
+        of = f"{here} of {whole}, those of one machine" if here < run.num_nodes else whole
+        text = f"{lines[0].label}: mean of {of}, {bands[several[0]]}"
     elif len(several) == 1:
         text = f"mean of the nodes, {bands[several[0]]}"
     else:
@@ -264,14 +281,16 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
     figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 
-def _handles(lines: Sequence[Line], drawn: set[int], merged: bool) -> tuple[list[Any], list[str]]:
+def _handles(lines: Sequence[Line], drawn: set[int], merged: Sequence[Line2D]) -> tuple[list[Any], list[str]]:
     """Returns the entries of the legend: every line that appears in a panel, and the meaning of dashes."""
     from matplotlib.lines import Line2D
 
+    ends = any(each.get_marker() == "D" for each in merged)
     handles = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in sorted(drawn)]
     labels = [lines[index].label if len(lines) > 1 else "local models" for index in sorted(drawn)]
     if merged:
-        handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else _color(0), linestyle="--"))
+        handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else _color(0), linestyle="--",
+                              marker="D" if ends else None, markersize=4))  # fmt: skip
         labels.append(MERGED)
     return handles, labels
 

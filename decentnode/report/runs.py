@@ -53,6 +53,15 @@ class RecordedRun:
     measured: TaskMetrics = BEFORE
     """What its task measures."""
 
+    @functools.cached_property
+    def num_nodes(self) -> int:
+        """How many nodes the run had; more than there are records of where others were on other machines."""
+        try:
+            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8")).get("num_nodes")
+        except (OSError, ValueError, AttributeError):
+            found = None
+        return max(len(self.nodes), found) if isinstance(found, int) else len(self.nodes)
+
     def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
         """Returns rounds finished -> uid -> (value, time), in the order of the rounds and scaled as the curve's label
         says."""

@@ -75,6 +75,9 @@ def test_machines_have_their_nodes_and_this_one_its_load(tmp_path: Path, at_once
 def test_the_state_of_a_run(tmp_path: Path) -> None:
     run = run_folder(tmp_path)
     assert live.state_of_run(run)["state"] == "finished"
+    failed = {"status": "failed", "failure": {"node": 3, "title": "node 3 was killed\nTraceback ..."}}
+    (run / "summary.json").write_text(json.dumps(failed))
+    assert (live.state_of_run(run)["state"], live.state_of_run(run)["why"]) == ("failed", "node 3 was killed")
     (run / "summary.json").unlink()
     assert live.state_of_run(run)["state"] == "unfinished"
     (run / "supervisor.json").write_text(json.dumps({"pid": 2**22 + 1, "began": "1", "host": socket.gethostname(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator
@@ -115,6 +116,20 @@ def test_the_graph_is_drawn_and_values_change(browser: Any, served: Served) -> N
         assert shown.wait("#panel .blame:has-text('node 3')").text_content() == (
             "everything waits for node 3 (exchange; 7 wait for it)")  # fmt: skip
         assert shown.problems == [] and shown.elsewhere == []
+
+
+def test_figures_of_now_are_those_of_all_nodes_whichever_round_they_are_in(browser: Any, served: Served) -> None:
+    address, token, root, _ = served
+    run = root / "over" / "2026-01-01"
+    summary = {"name": "over", "status": "failed", "failure": {"node": 4, "title": "node 4 was killed"}}
+    (run / "summary.json").write_text(json.dumps(summary))
+    ahead = evaluation(0, 13) | {"accuracy": 0.4}
+    line(run / "nodes" / "000" / "metrics.jsonl", round_record(0, 12, 5, loss=1.0), ahead)
+    with Page(browser, f"{address}#token={token}&runs=over/2026-01-01") as shown:
+        shown.wait("canvas[data-nodes='5'][data-rounds='13']")
+        assert shown.figure("accuracy") == "80 (40 to 90)" and shown.figure("nodes") == "5"
+        assert shown.figure("because") == "node 4 was killed"
+        assert shown.problems == []
 
 
 def test_a_run_is_replayed_and_every_view_has_its_address(browser: Any, served: Served) -> None:

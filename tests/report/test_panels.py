@@ -1,13 +1,16 @@
-"""A column of panels has one label, and so one unit and one range."""
+"""Panels: one label, unit and range of a column, what lines join, and what titles say."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from decentnode.report import plots
+from decentnode.report.runs import RecordedRun
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -22,7 +25,7 @@ def test_a_column_has_one_unit_and_one_range() -> None:
         x = [0.0, ends[metric]] if axis == "bytes" else [0.0, ends[metric] / 1e6]
         return SimpleNamespace(x=x, mean=[1.0, 0.5], low=[0.9, 0.4], high=[1.1, 0.6])
 
-    line: Any = SimpleNamespace(label="a", runs=[0], series=series)
+    line: Any = SimpleNamespace(label="a", runs=[SimpleNamespace(num_nodes=1, nodes=[0])], series=series)
     curve: Any = SimpleNamespace(label="", spread=False, merged=False, logarithmic=False)
     panels = Figure().subplots(2, 2, squeeze=False)
     plots._panels(panels, [line], {"loss": curve, "accuracy": curve}, ["rounds", "bytes"])
@@ -31,3 +34,42 @@ def test_a_column_has_one_unit_and_one_range() -> None:
     assert panels[1][1].get_xlabel().endswith("(MB)") and not panels[0][1].get_xlabel()
     assert panels[0][1].lines[0].get_xdata()[-1] == pytest.approx(9.8)
     assert all(float(tick).is_integer() for tick in panels[1][0].get_xticks())
+
+
+def lines_of(panel: Any) -> list[tuple[str, str]]:
+    """(line style, marker) of all lines."""
+    return [(str(each.get_linestyle()), str(each.get_marker())) for each in panel.get_lines()]
+
+
+def test_a_merged_model_that_was_tested_at_both_ends_alone_has_no_way_between() -> None:
+    from matplotlib.figure import Figure
+
+    def series(metric: str, axis: str, merged: bool = False) -> Any:
+        values = [0.1, 0.9] if merged else [0.1, 0.8, 0.9]
+        return SimpleNamespace(x=[0, 60] if merged else [0, 10, 60], mean=values, low=values, high=values)
+
+    line: Any = SimpleNamespace(label="a", runs=[0], series=series)
+    curve: Any = SimpleNamespace(label="", spread=True, merged=True, logarithmic=False)
+    panel = Figure().subplots()
+    plots._panel(panel, [line], ("accuracy", curve), "rounds", 1.0)
+    assert lines_of(panel) == [("-", "o"), ("None", "D")]
+
+
+@pytest.mark.parametrize("first", [0.0, 1e-7])
+def test_no_line_comes_from_where_all_models_were_alike(first: float) -> None:
+    from matplotlib.figure import Figure
+
+    panel, curve = Figure().subplots(), [first, 0.5, 0.1, 0.05]
+    panel.plot([0, 10, 20, 30], curve)
+    plots._scale(panel, [curve])
+    assert panel.get_yscale() == "log" and panel.get_ylim()[0] == 0.025
+    assert np.isnan(panel.get_lines()[0].get_ydata()[0]) and panel.get_lines()[0].get_ydata()[1] == 0.5
+
+
+def test_a_plot_of_one_machines_records_says_so(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"num_nodes": 4}')
+    records: Any = {uid: [{"kind": "round", "round": 0, "loss": 1.0, "time": 1.0}] for uid in (2, 3)}
+    run, figure = RecordedRun("pair", tmp_path, records), plots.empty(12, 4)
+    plots._title(figure, [SimpleNamespace(label="pair", runs=[run])])  # type: ignore[list-item]
+    assert " ".join(figure.get_suptitle().split()) == \
+        "pair: mean of 2 of 4 nodes, those of one machine, band from lowest to highest node"

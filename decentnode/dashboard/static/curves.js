@@ -111,8 +111,11 @@ export class Chart {
       if (!known.length) continue;
       context.strokeStyle = color; context.lineWidth = thick; context.setLineDash(dash); context.lineJoin = "round";
       context.beginPath();
-      known.forEach((row, i) => context[i ? "lineTo" : "moveTo"](X(row[0]), Y(row[at])));
-      if (known.length === 1) context.arc(X(known[0][0]), Y(known[0][at]), 1.5, 0, 7);
+      if (known.length > 2) known.forEach((row, i) => context[i ? "lineTo" : "moveTo"](X(row[0]), Y(row[at])));
+      else for (const row of known) { // nobody knows the way from one to the other
+        const x = X(row[0]), y = Y(row[at]);
+        context.moveTo(x + 2, y); context.setLineDash([]); context.arc(x, y, 2, 0, 7);
+      }
       context.stroke();
     }
     context.setLineDash([]);

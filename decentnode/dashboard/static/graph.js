@@ -181,7 +181,7 @@ export class Graph {
     const known = values.filter((value) => !unknown(value));
     const low = kind.from ?? Math.min(...known), high = Math.max(...known, kind.from ?? -Infinity);
     const ramp = kind.ramp === "heat" && dark() ? "heatDark" : kind.ramp, kinds = [...new Set(known)].sort((a, b) => a - b);
-    const gone = run.uids.map((uid, i) => this.isGone(uid, i));
+    const gone = run.uids.map((_, i) => this.isGone(i));
     const buckets = new Map();
     values.forEach((value, i) => {
       const fill = gone[i] || unknown(value) ? "" : kind.kinds ? KINDS[kinds.indexOf(value) % KINDS.length]
@@ -223,11 +223,10 @@ export class Graph {
   }
 
   /** Whether a node is no part of the run at this moment. */
-  isGone(uid, i) {
+  isGone(i) {
     const { run, view } = this;
     if (!view.live) return unknown(column(run, view.node(i), "time"));
-    const status = run.status[uid];
-    return Boolean(status) && (status.doing === "gone" || status.doing === "failed");
+    return run.isGone(i);
   }
 
   showLegend(nodes, edges) {

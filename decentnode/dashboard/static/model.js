@@ -17,7 +17,7 @@ export class Run {
     this.uids = []; this.place = new Map(); this.pairs = []; this.nodes = []; this.rounds = []; this.edges = [];
     this.points = new Map(); this.evaluations = new Map(); this.events = []; this.status = {}; this.machines = [];
     this.frames = new Map(); this.frameInfo = { stride: 1, last: 0 }; this.fetching = false; this.wanted = null;
-    this.state = ""; this.progress = 0; this.began = this.ended = null; this.sortedPoints = null; this.shape = 0;
+    this.state = this.why = ""; this.progress = 0; this.began = this.ended = null; this.sortedPoints = null; this.shape = 0;
     this.skew = 0;
   }
 
@@ -40,7 +40,7 @@ export class Run {
     this.events.push(...news.events);
     Object.assign(this.status, news.status);
     this.machines = news.machines;
-    Object.assign(this, { frameInfo: news.frames, state: news.state, progress: news.progress, began: news.began,
+    Object.assign(this, { frameInfo: news.frames, state: news.state, why: news.why, progress: news.progress, began: news.began,
                           ended: news.ended });
     this.skew = news.now - Date.now() / 1000;
   }
@@ -76,6 +76,20 @@ export class Run {
     let low = 0, high = points.length - 1;
     while (low < high) { const mid = (low + high + 1) >> 1; if (points[mid][0] <= rounds) low = mid; else high = mid - 1; }
     return points[low] || null;
+  }
+
+  /** Whether the node is known to be no part of the run any more. */
+  isGone(i) {
+    const status = this.status[this.uids[i]];
+    return Boolean(status) && (status.doing === "gone" || status.doing === "failed");
+  }
+
+  /** Newest values in a column, of the nodes that have made a round and are not gone, or where none is left of all that
+   * have made one: at a moment few nodes are in the same round. */
+  newest(name) {
+    const at = this.about.node_columns.indexOf(name), made = this.uids.map((_, i) => i).filter((i) => this.nodes[i] && this.rounds[i] > 0);
+    const left = made.filter((i) => !this.isGone(i));
+    return (left.length ? left : made).map((i) => this.nodes[i][at]).filter((value) => !unknown(value));
   }
 
   evaluationAt(rounds) {

@@ -37,7 +37,7 @@ function waits(run, view) {
   if (view.live && run.state === "running") {
     const roots = blamed(run);
     parts.push(element("p", { class: "blame", text: roots.length
-      ? "everything waits for " + roots.slice(0, 4).map(([uid, n]) => `node ${uid} (${run.status[uid] ? run.status[uid].doing : "on another machine"}; ${n} wait for it)`).join(", ")
+      ? "everything waits for " + roots.slice(0, 4).map(([uid, n]) => `node ${uid} (${run.status[uid] ? run.status[uid].doing : "without a status here"}; ${n} wait for it)`).join(", ")
       : "nobody waits for long at this moment" }));
     const waiting = Object.entries(run.status).filter(([, each]) => each.for.length).sort((a, b) => b[1].seconds - a[1].seconds);
     if (waiting.length) {
@@ -147,18 +147,21 @@ export const PANELS = { waits: ["Who waits", waits], nodes: ["Nodes", nodes], ma
 /** What a run came to, in a line, at a position. */
 export function figures(run, view) {
   const point = run.pointAt(view.rounds), evaluation = run.evaluationAt(view.rounds), found = [];
-  const planned = run.about.rounds;
+  const planned = run.about.rounds, main = run.main, of = (name) => (view.live ? run.newest(name) : []);
+  if (view.live && run.why) found.push(["because", run.why]);
   found.push(["round", `${view.rounds}${planned ? ` of ${planned}` : ""}`]);
-  const main = run.main;
   if (evaluation && main && evaluation.metrics[main.name]) {
-    const [mean, low, high, merged] = evaluation.metrics[main.name].map((v) => (v === null ? NaN : v * main.scale));
+    const now = of("metric"), told = evaluation.metrics[main.name];
+    const values = now.length ? [now.reduce((a, b) => a + b, 0) / now.length, Math.min(...now), Math.max(...now), told[3]] : told;
+    const [mean, low, high, merged] = values.map((v) => (v === null ? NaN : v * main.scale));
     found.push([main.text, `${number(mean)} (${number(low)} to ${number(high)})`]);
     if (!unknown(merged)) found.push(["merged", number(merged)]);
     if (evaluation.consensus !== null) found.push(["consensus distance", number(evaluation.consensus, 2)]);
   }
   if (point) {
-    if (point[4] !== null) found.push(["loss", number(point[4])]);
-    found.push(["time", seconds(Math.max(0, point[1]))], ["sent", bytes(point[2] || 0)], ["nodes", String(point[3])]);
+    const losses = of("loss"), loss = losses.length ? losses.reduce((a, b) => a + b, 0) / losses.length : point[4];
+    if (loss !== null) found.push(["loss", number(loss)]);
+    found.push(["time", seconds(Math.max(0, point[1]))], ["sent", bytes(point[2] || 0)], ["nodes", String(of("time").length || point[3])]);
   }
   return found;
 }
