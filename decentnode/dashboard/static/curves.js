@@ -27,7 +27,7 @@ export const CHARTS = {
   loss: { title: () => "training loss", log: () => true, says: "mean and band of the nodes",
           rows: (run, place) => run.curve().filter((p) => p[4] !== null).map((p) => [place(p), p[4], p[5], p[6], NaN]) },
   consensus: { title: () => "consensus distance", log: () => true, says: "relative to the mean model",
-               rows: (run, place) => run.evaluated().filter((e) => e.consensus !== null).map((e) => [place(e), e.consensus, NaN, NaN, NaN]) },
+               rows: (run, place) => run.evaluated().map((e) => [place(e), e.consensus === null ? NaN : e.consensus, NaN, NaN, NaN]) },
   wait: { title: () => "share of time waited (%)", log: () => false, says: "all nodes together",
           rows: (run, place) => run.curve().filter((p) => p[7] !== null).map((p) => [place(p), 100 * p[7], NaN, NaN, NaN]) },
 };
@@ -67,8 +67,8 @@ export class Chart {
     context.font = "11px system-ui"; context.fillStyle = soft; context.textAlign = "right";
     if (taken + context.measureText(this.kind.says).width < width - RIGHT) context.fillText(this.kind.says, width - RIGHT, 15);
     const every = this.series.flatMap((each) => each.rows);
-    this.canvas.dataset.points = every.length;
-    if (!every.length) { context.textAlign = "center"; context.fillText("nothing yet", width / 2, height / 2); this.scale = null; return; }
+    this.canvas.dataset.points = every.filter((row) => !unknown(row[1])).length;
+    if (!every.some((row) => !unknown(row[1]))) { context.textAlign = "center"; context.fillText("nothing yet", width / 2, height / 2); this.scale = null; return; }
     let [left, right, low, high] = [Infinity, -Infinity, Infinity, -Infinity];
     for (const [x, ...values] of every) {
       left = Math.min(left, x); right = Math.max(right, x);
@@ -111,11 +111,12 @@ export class Chart {
       if (!known.length) continue;
       context.strokeStyle = color; context.lineWidth = thick; context.setLineDash(dash); context.lineJoin = "round";
       context.beginPath();
-      if (known.length > 2) known.forEach((row, i) => context[i ? "lineTo" : "moveTo"](X(row[0]), Y(row[at])));
-      else for (const row of known) { // nobody knows the way from one to the other
-        const x = X(row[0]), y = Y(row[at]);
-        context.moveTo(x + 2, y); context.setLineDash([]); context.arc(x, y, 2, 0, 7);
-      }
+      rows.forEach((row, i) => { // no line over evaluations that did not measure this: nobody knows the way between
+        if (unknown(row[at])) return;
+        const x = X(row[0]), y = Y(row[at]), [before, after] = [rows[i - 1], rows[i + 1]].map((each) => Boolean(each) && !unknown(each[at]));
+        if (before) context.lineTo(x, y); else context.moveTo(x, y);
+        if (!before && !after) { context.moveTo(x + 2, y); context.arc(x, y, 2, 0, 7); }
+      });
       context.stroke();
     }
     context.setLineDash([]);
@@ -146,7 +147,7 @@ export class Chart {
     const lines = [`${AXES[this.axis].text(x)} ${this.axis === "rounds" ? "rounds" : ""}`];
     for (const { run, rows } of this.series) {
       let best = null;
-      for (const row of rows) if (best === null || Math.abs(row[0] - x) < Math.abs(best[0] - x)) best = row;
+      for (const row of rows) if (!unknown(row[1]) && (best === null || Math.abs(row[0] - x) < Math.abs(best[0] - x))) best = row;
       if (!best) continue;
       const band = unknown(best[2]) ? "" : ` (${number(best[2])} to ${number(best[3])})`;
       lines.push(`${this.series.length > 1 ? run.about.name + ": " : ""}${number(best[1])}${band}${unknown(best[4]) ? "" : `, merged ${number(best[4])}`}`);
