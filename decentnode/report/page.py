@@ -108,11 +108,13 @@ def _time(seconds: float) -> str:
 
 
 def _conclusion(group: Sequence[Ran]) -> str:
-    """The closing line of a run; nothing of several, whose means stand in the table, nor of a run without a whole
-    summary."""
+    """The closing line of a run, and why it failed; nothing of several, whose means stand in the table, nor of a run
+    without a whole summary."""
     try:
-        return closing(group[0].summary)[0] if len(group) == 1 else ""
-    except (KeyError, TypeError):
+        said = closing(group[0].summary)[0] if len(group) == 1 else ""
+        failure = group[0].summary.get("failure") if said else None
+        return f"{said}. It failed: {failure['title'].partition(chr(10))[0]}" if failure else said
+    except (KeyError, TypeError, AttributeError):
         return ""
 
 

@@ -14,8 +14,10 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.report.page import render, waited, write
+from decentnode.report.page import _conclusion, render, waited, write
+from decentnode.report.repeats import Ran
 from decentnode.report.runs import load
+from tests.report.test_progress import summary
 from tests.report.test_runs import fake_run
 
 VOID = {"meta", "img", "br", "link"}
@@ -148,3 +150,11 @@ def test_the_graph_of_a_real_run_is_drawn(tmp_path: Path) -> None:
     (made,) = (tmp_path / "quickstart").glob("*-*")
     found = checked(render([made])[0])
     assert "graph" in found.ids and "payloads: models" in found.text and "done in" in found.text
+
+
+def test_of_a_run_that_failed_the_first_sentence_says_why(tmp_path: Path) -> None:
+    failure = {"node": 1, "title": "node 1 was killed by SIGKILL\nTraceback ...", "exit_code": 8}
+    told = summary(status="failed", rounds=7, rounds_planned=10, failure=failure)
+    said = _conclusion([Ran(tmp_path, "a", None, {}, "", told)])
+    assert said.startswith("failed after round 7 of 10") and said.endswith(". It failed: node 1 was killed by SIGKILL")
+    assert "It failed" not in _conclusion([Ran(tmp_path, "a", None, {}, "", summary())])
