@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
+from typing import Any
 
 from decentnode import clock
 from decentnode.launch.local_run import LocalRun
-from decentnode.launch.messages import Failed, PeerFailure, StopRun
+from decentnode.launch.messages import Failed, OrderRun, PeerFailure, StopRun
 from decentnode.launch.observer import names
 from decentnode.launch.outcome import first_cause
 from decentnode.launch.run_dir import node_dir
@@ -15,6 +17,9 @@ ECHO_SECONDS = 0.5
 """After a failure that follows from another node's: how long the run waits for that one, to report it as the cause."""
 GRACE_SECONDS = 5.0
 """After a failure: how long the other nodes may take to tell other machines and to close their files."""
+MEET_SECONDS, MEET_ROUNDS = 5.0, 3.0
+"""After a signal or an order to stop: how long nodes may take to stand before the same round, in seconds and, beside
+that, in rounds as long as the longest of those that they made last: the one under way, and one that others began."""
 
 
 class EarlyEnd:
@@ -29,6 +34,11 @@ class EarlyEnd:
         self._signals_seen = 0
         self._asked_to_stop = False
         self._cause_told = False
+        self._meets = run.facts.meets
+        self._meet_until: float | None = None
+        """When nodes that were to stand before the same round are stopped wherever they are; None while none are."""
+        self._standing: set[int] = set()
+        self._round_seconds: dict[int, float] = {}
         self._kill_at: float | None = None
         """When all children are killed, once the run has failed or the user asked for it."""
 
@@ -96,9 +106,39 @@ class EarlyEnd:
         if now >= self._kill_at:
             self._kill_all()
 
+    @property
+    def stops(self) -> bool:
+        """Whether somebody has asked for the end."""
+        return self._asked_to_stop or self._signals_seen > 0
+
+    def told(self, uid: int, record: Mapping[str, Any]) -> None:
+        """A record of a node: how long its round took, and whether it stands still."""
+        if record.get("kind") == "round":
+            self._round_seconds[uid] = float(record.get("seconds") or 0.0)
+        elif record.get("kind") == "control" and record.get("what") in ("paused", "resumed"):
+            (self._standing.add if record["what"] == "paused" else self._standing.discard)(uid)
+
+    def meet(self, now: float) -> None:
+        """Stop the nodes once all stand before the same round, or have had their time to."""
+        if self._meet_until is not None and (now >= self._meet_until or self._standing >= {*self._left()}):
+            self._meet_until = None
+            self._nodes.tell_all(StopRun())
+
     def _stop(self) -> None:
         self._strikes.stop()
-        self._nodes.tell_all(StopRun())
+        left = self._left()
+        if not self._meets or not left:
+            self._nodes.tell_all(StopRun())
+            return
+        longest = max(self._round_seconds.values(), default=0.0)
+        self._meet_until = clock.now() + MEET_SECONDS + MEET_ROUNDS * longest
+        if not self._standing >= {*left}:
+            next(worker for worker in self._nodes.workers if left[0] in worker.uids).send(OrderRun("pause"))
+
+    def _left(self) -> list[int]:
+        """Nodes of this machine that take part in the run."""
+        lost = self._ledger.lost.keys()
+        return [uid for worker in self._nodes.workers if worker.alive for uid in worker.left if uid not in lost]
 
     def _kill_all(self) -> None:
         for worker in self._nodes.workers:

@@ -91,6 +91,9 @@ class Facts:
     """The sections of `run.trackers`."""
     finished: str = ""
     """Of a run that is asked to go on and has nothing left to do: a sentence that says so."""
+    meets: bool = False
+    """Whether nodes come to stand before the same round when the run is stopped, so that the checkpoints of the stop
+    are of one moment."""
 
     @property
     def local(self) -> tuple[int, ...]:

@@ -159,6 +159,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         trackers=[each.model_dump(mode="json") for each in experiment.run.trackers],
         resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
         resume_runs=[] if found is None else list(found.runs),
+        meets=experiment.node.checkpoint is not None and experiment.node.schedule in ("sequential", "overlapped")
+        and not in_process,
         finished="" if found is None or len(machines) > 1 else resume.finished(found, experiment),
     )
 

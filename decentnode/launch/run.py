@@ -101,6 +101,7 @@ class Run:
             if self.signals.fileno() in ready:
                 self.signals.clear()
             self._early_end.obey_signals()
+            self._early_end.meet(clock.now())
             # Nodes that start wait for the addresses of the others from here, so that Ctrl-Z has to wait, too.
             if self.nodes.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
                 self.observer.resumed()
@@ -161,10 +162,11 @@ class Run:
         self._deadlines.heard = clock.now()
         self.ledger.progress(message.uid, message.record)
         self.observer.progress(message.uid, message.record)
+        self._early_end.told(message.uid, message.record)
         kind = message.record.get("kind")
         if kind == "generation":
             self._losses.generation(message.record)
-        elif kind == "control":
+        elif kind == "control" and not self._early_end.stops:  # nobody ordered what serves the end
             self._controlling.told(message.record, self)
         elif kind == "apart":
             self.observer.notice(apart_notice(message.record))

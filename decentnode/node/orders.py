@@ -93,7 +93,7 @@ class NodeOrders:
                 self._tell("paused")
             node.doing = "paused" if what == "hold" else "agreeing on an order"
             yield from communication.order_steps(node.round, until)
-        if held:
+        if held and not self.stopping():
             self._tell("resumed")
 
     def _tell(self, what: str) -> None:

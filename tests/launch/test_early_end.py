@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from decentnode import clock
-from decentnode.launch.early_end import ECHO_SECONDS, GRACE_SECONDS, EarlyEnd
-from decentnode.launch.messages import Failed, PeerFailure, StopRun
+from decentnode.launch.early_end import ECHO_SECONDS, GRACE_SECONDS, MEET_ROUNDS, MEET_SECONDS, EarlyEnd
+from decentnode.launch.messages import Failed, OrderRun, PeerFailure, StopRun
 from tests.launch.stand_ins import local_run
 
 
@@ -60,3 +60,55 @@ def test_an_order_to_stop_is_obeyed_once() -> None:
     end = EarlyEnd(run)
     assert end.stop_as_asked() and not end.stop_as_asked()
     assert run.nodes.workers[1].told == [StopRun()] and len(heard.notices) == 1
+
+
+def standing(uid: int, what: str = "paused") -> tuple[int, dict[str, Any]]:
+    return uid, {"kind": "control", "what": what, "round": 7}
+
+
+def test_nodes_with_checkpoints_stop_where_all_stand_before_the_same_round() -> None:
+    run, _ = local_run(meets=True)
+    end = EarlyEnd(run)
+    end.meet(clock.now() + 1e6)
+    assert run.nodes.workers[1].told == [], "nobody asked"
+    assert end.stop_as_asked() and end.stops
+    assert run.nodes.workers[0].told == [OrderRun("pause")] and run.nodes.workers[1].told == []
+    end.told(*standing(1))
+    end.meet(clock.now())
+    assert run.nodes.workers[1].told == []
+    end.told(*standing(0))
+    end.meet(clock.now())
+    end.meet(clock.now())
+    assert run.nodes.workers[0].told == [OrderRun("pause"), StopRun()] and run.nodes.workers[1].told == [StopRun()]
+
+
+def test_nodes_that_stand_already_are_stopped_without_another_order() -> None:
+    run, _ = local_run(meets=True)
+    end = EarlyEnd(run)
+    for told in (standing(0), standing(0, "resumed"), standing(0), standing(1)):
+        end.told(*told)
+    assert end.stop_as_asked()
+    end.meet(clock.now())
+    assert run.nodes.workers[0].told == [StopRun()]
+
+
+def test_who_does_not_come_to_stand_is_waited_for_some_rounds_and_no_longer() -> None:
+    run, _ = local_run(meets=True)
+    end, before = EarlyEnd(run), clock.now()
+    end.told(0, {"kind": "round", "round": 3, "seconds": 100.0})
+    end.told(1, {"kind": "round", "round": 3, "seconds": 2.0})
+    assert end.stop_as_asked()
+    end.meet(before + MEET_SECONDS + MEET_ROUNDS * 100.0 - 1.0)
+    assert run.nodes.workers[1].told == []
+    end.meet(clock.now() + MEET_SECONDS + MEET_ROUNDS * 100.0)
+    assert run.nodes.workers[1].told == [StopRun()]
+
+
+def test_a_node_that_is_lost_is_not_waited_for() -> None:
+    run, _ = local_run(meets=True)
+    end = EarlyEnd(run)
+    run.ledger.lost[1] = Failed(1, 8, "killed", "")
+    assert end.stop_as_asked()
+    end.told(*standing(0))
+    end.meet(clock.now())
+    assert run.nodes.workers[0].told == [OrderRun("pause"), StopRun()]

@@ -17,6 +17,7 @@ from decentnode.errors import ConfigError, UsageError
 from decentnode.launch.messages import Facts, Failed, Request
 from decentnode.launch.observer import Observer
 from decentnode.launch.outcome import Outcome
+from decentnode.launch.run_dir import has_checkpoint
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
@@ -245,6 +246,15 @@ def test_a_first_signal_finishes_the_round_and_writes(tmp_path: Path, number: in
     assert outcome.run_dir is not None and (outcome.run_dir / "models" / "merged.safetensors").exists()
     rounds = {len(read_kind(f, "round")) for f in outcome.run_dir.glob("nodes/*/metrics.jsonl")}
     assert max(rounds) - min(rounds) <= 3
+
+
+def test_a_run_with_checkpoints_stops_after_one_round_on_all_nodes(tmp_path: Path) -> None:
+    node = {"rounds": 2000, "evaluate_every": 0, "checkpoint": {"every": 1500}}
+    outcome = run(tmp_path, SignalsInARun(signal.SIGINT), **faulty("Slow"), node=node)
+    assert outcome.exit_code == 130 and outcome.run_dir is not None
+    assert len({figures["rounds"] for figures in outcome.summary["nodes"].values()}) == 1
+    assert has_checkpoint(outcome.run_dir, outcome.summary["num_nodes"])
+    assert 0 < outcome.summary["rounds"] < 1500, "the first that it makes otherwise"
 
 
 @pytest.mark.slow
