@@ -148,9 +148,12 @@ def telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _follows(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
-    """Returns whether all configs that name the same component above `key` have the same value for it."""
+    """Returns whether all configs that name the same component above `key` have the same value for it, or all that have
+    the section around it, where others say that they have none (`node.checkpoint=null`)."""
     parts = key.split(".")
     for depth in range(1, len(parts)):
+        if ".".join(parts[:depth]) in differing and len({config[key] for config in configs if key in config}) == 1:
+            return True
         name = ".".join([*parts[:depth], "name"])
         if name == key or name not in differing:
             continue

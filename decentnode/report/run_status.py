@@ -58,7 +58,8 @@ def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> Renderabl
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for column in COLUMNS:
         if edges or column not in OF_EDGES:
-            made.add_column(_cut(column), justify="left" if column in WORDS else "right", no_wrap=column not in WORDS)
+            shown = "waited" if edges and column == "since" else column  # in this round; over an edge, in all
+            made.add_column(_cut(shown), justify="left" if column in WORDS else "right", no_wrap=column not in WORDS)
     for uid, status in statuses.items():
         over = status["edges"].values()
         whom = status["waiting_for"]

@@ -136,6 +136,9 @@ def test_rows_are_labelled_by_what_differs_and_not_by_what_follows_from_it(tmp_p
         "exp sharing.name=full", "exp sharing.fraction=0.1 sharing.name=topk",
         "exp sharing.fraction=0.3 sharing.name=topk",
     ]  # fmt: skip
+    for number, checkpoint in enumerate((None, {"every": 20, "keep": 2})):
+        finished(tmp_path / f"c{number}", 1, 0.5, node={"checkpoint": checkpoint})
+    assert list(compared(*sorted(tmp_path.glob("c*")), runs=tmp_path)[0]) == ["exp node.checkpoint=null", "exp"]
     for number, edges in enumerate(("0 1", "1 0")):
         finished(tmp_path / f"g{number}", number, 0.5, edges=edges, graph={"file": "g"})
     assert len(compared(*sorted(tmp_path.glob("g*")), runs=tmp_path)[0]) == 2, "one file name, two graphs"

@@ -38,7 +38,8 @@ def test_who_waits_for_whom() -> None:
              2: status(2, doing="local steps")}  # fmt: skip
     assert "node 2 (local steps; 1 wait for it)" in blame(chain)
     text = shown(chain, edges=True)
-    assert "12" in text and "to 9" in text and "3/9" in text
+    assert "12" in text and "to 9" in text and "3/9" in text and "waited" in text and "since" not in text
+    assert "since" in shown(chain)
     assert "node 2 (without a status here; 1 wait for it)" in blame({uid: chain[uid] for uid in (0, 1)})
     chain[2] = status(2, doing="local steps", pid=2**22 + 5, time=time.time() - 60)
     assert state_of(chain[2]) == "gone" and "node 2 (gone" in blame(chain)
