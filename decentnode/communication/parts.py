@@ -185,8 +185,8 @@ class CommunicationConfig(Config):
     suspect_seconds: float = Field(10.0, gt=0)
     """With `node.missing: regroup`: a node that answers no ping for so long, in seconds, is left out of the next
     generation, and sooner where all have answered fast so far: after 8 times the longest of the last answers, but not
-    before 1.5 s. With an asynchronous schedule a node is first asked once nothing has come of it for two seconds, or for
-    so long where that is less. Default: a third of `timeout_seconds` where that is less."""
+    before 1.5 s. With an asynchronous schedule a node is first asked once nothing has come of it for two seconds, or
+    for so long where that is less. Default: a third of `timeout_seconds` where that is less."""
 
     @model_validator(mode="before")
     @classmethod
