@@ -24,7 +24,7 @@ from decentnode.node.node import Node, NodeParts
 from decentnode.node.rounds import Record
 from decentnode.node.rules import Rules
 from decentnode.node.sampling import Sampling, Sketch, schema_of
-from decentnode.node.schedules import payload_schema, schemas_in
+from decentnode.node.schedules.schedules import payload_schema, schemas_in
 from decentnode.payload import TensorSpec
 from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings

@@ -178,7 +178,7 @@ def serve(connection: socket.socket) -> None:
     import decentnode.cli.launch
     import decentnode.cli.node
     import decentnode.cli.run
-    import decentnode.launch.preload  # noqa: F401
+    import decentnode.launch.children.preload  # noqa: F401
 
     while True:
         data, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 4)
@@ -263,7 +263,7 @@ def _spawn(plainly: Any, path: Any, arguments: Any, files: Sequence[int]) -> int
             below = file + 1
         multiprocessing.forkserver._forkserver._lock = threading.Lock()  # the caller holds the one that it was
         gc.disable()
-        gc.freeze()  # as decentnode/launch/preload.py leaves it
+        gc.freeze()  # as decentnode/launch/children/preload.py leaves it
         exec(code, {"__name__": "__main__"})
         ended = 0
     except SystemExit as end:

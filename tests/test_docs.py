@@ -23,7 +23,7 @@ import decentnode
 from decentnode.cli import main
 from decentnode.describe import KINDS, describe, names
 from decentnode.experiment import load
-from decentnode.launch.in_process import run_in_process
+from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import FIGURES
 from decentnode.tasks import TASKS

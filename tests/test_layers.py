@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -102,56 +103,90 @@ def test_rooms_of_pure_functions_do_not_ask_for_the_time(path: Path) -> None:
     assert "clock" not in imports_of(path)
 
 
-COMMUNICATION: list[list[str]] = [
-    ["poller", "waker"],
-    ["shared_process"],
-    ["counters", "parts", "routing"],
-    ["run_state"],
-    ["hooks", "order_wait"],
-    ["__init__", "base"],
-    ["receive"],
-    ["path"],
-    ["inproc", "same_process", "shared_memory", "torch_distributed"],
-    ["zeromq"],
-    ["hybrid"],
-]
-"""Floors inside communication/: paths know nothing of the transport that opens them."""
+INSIDE: dict[str, list[list[str]]] = {
+    "communication": [
+        ["poller", "waker"],
+        ["shared_process"],
+        ["counters", "parts", "routing"],
+        ["run_state"],
+        ["hooks", "order_wait"],
+        ["__init__", "base"],
+        ["receive"],
+        ["path"],
+        ["inproc", "same_process", "shared_memory", "torch_distributed"],
+        ["zeromq"],
+        ["hybrid"],
+    ],
+    "communication/zeromq": [
+        ["config"],
+        ["protocol"],
+        ["sockets"],
+        ["relays"],
+        ["chunk_path", "run_parts"],
+        ["generations", "newcomers"],
+        ["transport"],
+    ],
+    "node": [
+        ["schedules", "faults"],
+        ["config", "sampling", "stepping"],
+        ["measuring", "rules"],
+        ["resumable"],
+        ["checkpoints"],
+        ["generations", "orders"],
+        ["rounds"],
+        ["node"],
+    ],
+    "launch": [
+        ["children", "doctor"],
+        ["files", "loading"],
+        ["nodes", "evaluate", "reporting"],
+        ["one_process"],
+        ["supervising"],
+        ["supervisor", "here"],
+    ],
+    "simulate": [
+        ["timeline", "engines", "links_file"],
+        ["traffic", "data_parallel", "world"],
+        ["cliques", "own_rounds"],
+        ["virtual"],
+        ["planner"],
+    ],
+    "report": [
+        ["reading", "latex", "trace"],
+        ["pictures", "closing", "series_table", "table"],
+        ["compare"],
+        ["page"],
+    ],
+}
+"""Floors inside the largest folders: paths know nothing of the transport that opens them, what is said nothing of the
+sockets that carry it, a schedule nothing of the node that it is part of."""
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "communication").rglob("*.py")), ids=lambda p: p.stem)
-def test_imports_go_down_inside_communication(path: Path) -> None:
-    floors = {room: floor for floor, rooms in enumerate(COMMUNICATION) for room in rooms}
-    room = path.relative_to(PACKAGE / "communication").parts[0].removesuffix(".py")
-    for name in re.findall(r"^\s*from decentnode\.communication(?:\.(\w+))?[\w.]* import", text_of(path), re.M):
-        other = name or "__init__"
-        assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
+@pytest.mark.parametrize(("folder", "path"), [(folder, path) for folder in INSIDE
+                                              for path in sorted((PACKAGE / folder).rglob("*.py"))],
+                         ids=lambda each: each if isinstance(each, str) else each.stem)  # fmt: skip
+def test_imports_go_down_inside_folders(folder: str, path: Path) -> None:
+    floors = {room: floor for floor, rooms in enumerate(INSIDE[folder]) for room in rooms}
+    room = path.relative_to(PACKAGE / folder).parts[0].removesuffix(".py")
+    dotted = re.escape(f"decentnode.{folder.replace('/', '.')}")
+    for name, names in re.findall(rf"^\s*from {dotted}(?:\.(\w+))?[\w.]* import (.*)", text_of(path), re.M):
+        others = [name] if name else [each.split()[0] for each in names.split(",")]
+        for other in (each if each in floors else "__init__" for each in others):
+            assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
 
 
-ZEROMQ: list[list[str]] = [
-    ["config"],
-    ["protocol"],
-    ["sockets"],
-    ["relays"],
-    ["chunk_path", "run_parts"],
-    ["generations", "newcomers"],
-    ["transport"],
-]
-"""Floors inside communication/zeromq/: what is said knows nothing of the sockets that carry it."""
-
-
-@pytest.mark.parametrize("path", sorted((PACKAGE / "communication" / "zeromq").rglob("*.py")), ids=lambda p: p.stem)
-def test_imports_go_down_inside_zeromq(path: Path) -> None:
-    floors = {room: floor for floor, rooms in enumerate(ZEROMQ) for room in rooms}
-    room = path.relative_to(PACKAGE / "communication" / "zeromq").parts[0].removesuffix(".py")
-    for other in re.findall(r"^\s*from decentnode\.communication\.zeromq\.(\w+)[\w.]* import", text_of(path), re.M):
-        assert other == room or floors[other] < floors[room], f"{path.name} of {room} imports {other}"
+@pytest.mark.parametrize("folder", [*INSIDE, "parallel"])
+def test_a_folder_with_rooms_has_not_many_files_beside_them(folder: str) -> None:
+    for room in {path.parent for path in (PACKAGE / folder).rglob("*.py")}:
+        assert len(list(room.glob("*.py"))) <= 18, room
+        assert text_of(room / "__init__.py").startswith('"""'), f"{room} does not say what it is for"
 
 
 def test_the_architecture_page_shows_these_floors() -> None:
     page = (PACKAGE.parent / "docs" / "explanation" / "architecture.rst").read_text()
-    for floors, hidden in ((FLOORS, {"__main__"}), (COMMUNICATION, {"__init__"}), (ZEROMQ, set())):
+    for floors in (FLOORS, *INSIDE.values()):
         for rooms in floors:
-            line = "  ".join(room for room in rooms if room not in hidden)
+            line = "  ".join(room for room in rooms if room not in ("__main__", "__init__"))
             assert re.search(rf"^    {re.escape(line)}(  |$)", page, re.M), f"no line '{line}'"
 
 
@@ -206,6 +241,13 @@ def test_what_never_stands_in_the_code(path: Path) -> None:
     for pattern, what in FORBIDDEN:
         found = re.search(pattern, text_of(path), re.M)
         assert not found, f"{path}:{text_of(path).count(chr(10), 0, found.end()) + 1}: {what}"
+
+
+def test_what_is_no_python_is_packaged() -> None:
+    setup = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packaged = {path for pattern in setup["package-data"]["decentnode"] for path in PACKAGE.glob(pattern)}
+    others = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others <= packaged
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from decentnode.compression import CODECS
 from decentnode.data import DATASETS, PARTITIONS
 from decentnode.experiment import load
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.launch.in_process import run_in_process
+from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.models import MODELS
 from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
 from decentnode.sharing import SHARINGS

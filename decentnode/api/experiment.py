@@ -20,10 +20,10 @@ from decentnode.api.results import Run
 from decentnode.api.sections import Sections
 from decentnode.cli.start import config_of, default_config, environ
 from decentnode.errors import DecentnodeError, UsageError
-from decentnode.launch import forkserver
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children import forkserver
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 
 if TYPE_CHECKING:  # what imports torch is imported where it is needed: not where the nodes have processes of their own

@@ -18,12 +18,12 @@ from rich.text import Text
 from decentnode import clock
 from decentnode.cli.console import ConsoleObserver, program, shown
 from decentnode.cli.output import Output, OutputKind
-from decentnode.launch.messages import Facts, Failed
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children.messages import Facts, Failed
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.report.closing import closing
-from decentnode.report.measured import measured_in
-from decentnode.report.progress import RunProgress
+from decentnode.report.reading.measured import measured_in
+from decentnode.report.reading.progress import RunProgress
 from decentnode.words import duration
 
 REFRESH_SECONDS = 0.25

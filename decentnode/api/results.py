@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch.run_dir import resolve
+from decentnode.launch.files.run_dir import resolve
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.reader import read
-from decentnode.report.measured import measured_in
+from decentnode.report.reading.measured import measured_in
 from decentnode.words import duration, plural
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class Run:
         UsageError for others, and where there is nothing to draw.
         """
         from decentnode.metrics.figures import VIRTUAL_AXES
-        from decentnode.report import presets
-        from decentnode.report.plots import draw
-        from decentnode.report.runs import axes_of, lines, overview
+        from decentnode.report.pictures import presets
+        from decentnode.report.pictures.plots import draw
+        from decentnode.report.reading.runs import axes_of, lines, overview
 
         if x != "all" and x not in VIRTUAL_AXES:
             raise UsageError(f"x must be one of {', '.join([*VIRTUAL_AXES, 'all'])}, got {x!r}")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from decentnode import errors
 from decentnode.errors import ConfigError, DecentnodeError, NodeFailed
-from decentnode.launch.outcome import Outcome
-from decentnode.launch.run_dir import node_dir
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.reporting.outcome import Outcome
 
 if TYPE_CHECKING:
     from decentnode.api.results import Run

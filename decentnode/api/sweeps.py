@@ -16,7 +16,7 @@ from decentnode.api.results import Run, pandas
 from decentnode.api.stopped import RunInterrupted
 from decentnode.cli.output import Output
 from decentnode.errors import UsageError
-from decentnode.launch import forkserver
+from decentnode.launch.children import forkserver
 
 if TYPE_CHECKING:  # what imports torch is imported where it is needed, as in api/experiment.py
     from matplotlib.figure import Figure

@@ -14,9 +14,10 @@ import click
 from decentnode.cli.comparing import RunCount
 from decentnode.cli.run_names import run_names
 from decentnode.errors import DecentnodeError, UsageError
-from decentnode.launch.run_dir import resolve_all
-from decentnode.report import compare, repeats
-from decentnode.report.reached import best_columns, target_columns
+from decentnode.launch.files.run_dir import resolve_all
+from decentnode.report import compare
+from decentnode.report.reading import repeats
+from decentnode.report.reading.reached import best_columns, target_columns
 
 TABLES = {".txt": compare.text_table, ".csv": compare.csv_table, ".json": compare.as_json,
           ".tex": compare.latex_table, ".md": compare.markdown_table}  # fmt: skip

@@ -17,12 +17,12 @@ from rich.markup import escape
 from decentnode import clock
 from decentnode.cli.output import Output, OutputKind
 from decentnode.dashboard.serve import Child
-from decentnode.launch.messages import Facts, Failed
-from decentnode.launch.observer import Observer, names
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children.messages import Facts, Failed
+from decentnode.launch.reporting.observer import Observer, names
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.report.closing import closing
-from decentnode.report.measured import measured_in
-from decentnode.report.progress import RunProgress
+from decentnode.report.reading.measured import measured_in
+from decentnode.report.reading.progress import RunProgress
 from decentnode.report.table import live_table
 from decentnode.words import duration, plural, stamp
 

@@ -17,7 +17,7 @@ def command(run: str, action: str, timeout: float) -> None:
     resume or stop, its nodes in touch with each other. An evaluation that is ordered changes nothing of the run. RUN
     is a run directory, the folder of an experiment or its name (its latest run), or latest; on any machine of the run.
     """
-    from decentnode.launch.controlling import ask
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
+    from decentnode.launch.supervising.controlling import ask
 
     click.echo(ask(resolve(run), action, timeout))

@@ -26,7 +26,7 @@ def command(runs: tuple[str, ...], port: int | None, host: str, run_dir: Path, o
     import sys
 
     from decentnode.dashboard.serve import check_installed, is_loopback, listen, new_token, serve, url
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
 
     check_installed()
     paths = [resolve(run, run_dir) for run in runs]

@@ -116,7 +116,7 @@ def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bo
     """Show how many training samples, of which classes and users, every node of CONFIG gets."""
     from decentnode.cli import start
     from decentnode.experiment import load
-    from decentnode.report import shares as report
+    from decentnode.report.pictures import shares as report
 
     config, variables = start.config_of(config, start.environ())
     experiment = load(config, overrides, variables)

@@ -29,7 +29,7 @@ def command(
     """
     from decentnode.experiment import load
     from decentnode.launch import doctor
-    from decentnode.launch.prepare import choose_machine
+    from decentnode.launch.supervising.prepare import choose_machine
     from decentnode.system import write_atomic
 
     experiment = load(config, overrides)

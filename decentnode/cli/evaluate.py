@@ -28,7 +28,7 @@ def command(run: str, section: str | None, overrides: tuple[str, ...], device: s
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Nodes are tested as in
     the run (data.test); the merged model is tested on all of the test data. A --data without partition deals iid.
     """
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
 
     folder = resolve(run)
     sections = None if section is None else {"data": _plain(section)}

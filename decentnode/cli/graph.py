@@ -175,7 +175,7 @@ def draw(graph: str, seed: int, output: Path, **options: Any) -> None:
     """Draw a graph (one panel per round of its period, at most eight)."""
     if output.suffix not in (".png", ".pdf", ".svg"):
         raise GraphError(f"{output}: must end in .png, .pdf or .svg")
-    from decentnode.report.graph import draw_graph
+    from decentnode.report.pictures.graph import draw_graph
 
     draw_graph(open_graph(graph, options, seed, None), output)
     click.echo(str(output))

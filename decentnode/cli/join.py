@@ -13,8 +13,8 @@ from decentnode.errors import AssemblyError, UsageError
 
 if TYPE_CHECKING:
     from decentnode.experiment import Experiment
-    from decentnode.launch.admission import Request
-    from decentnode.launch.messages import ChildMessage
+    from decentnode.launch.children.messages import ChildMessage
+    from decentnode.launch.nodes.admission import Request
     from decentnode.mapping.newcomer import Newcomer
     from decentnode.wire.messages import Granted
 
@@ -58,8 +58,8 @@ def command(
     members read theirs, unless --set gives others. Ctrl-C or SIGTERM has it finish its round and leave; the others go
     on at once without it.
     """
-    from decentnode.launch.admission import Request, admitted, checked_text, experiment_of, own_address, relayed
-    from decentnode.launch.newcomer import check
+    from decentnode.launch.nodes.admission import Request, admitted, checked_text, experiment_of, own_address, relayed
+    from decentnode.launch.nodes.newcomer import check
 
     started = clock.now()
     seed = _address(member, "--seed")
@@ -94,7 +94,7 @@ class _Seat:
 
     def tell(self, message: ChildMessage) -> None:
         """Take note of what the node says."""
-        from decentnode.launch.messages import NodeJoined
+        from decentnode.launch.children.messages import NodeJoined
 
         self._joined |= isinstance(message, NodeJoined)
 
@@ -102,7 +102,7 @@ class _Seat:
         return self
 
     def __exit__(self, *_: object) -> None:
-        from decentnode.launch.admission import resign
+        from decentnode.launch.nodes.admission import resign
 
         if not self._joined:
             resign(self._request, self.granted)
@@ -131,11 +131,11 @@ def _take_part(
 
     from decentnode.cli.node import Teller, leavable, leave_on_signals
     from decentnode.experiment import load
-    from decentnode.launch import messages
-    from decentnode.launch import run_dir as run_dirs
-    from decentnode.launch.messages import Task
-    from decentnode.launch.node_process import Link, run_node
-    from decentnode.launch.prepare import facts as facts_of
+    from decentnode.launch.children import messages
+    from decentnode.launch.children.messages import Task
+    from decentnode.launch.files import run_dir as run_dirs
+    from decentnode.launch.nodes.node_process import Link, run_node
+    from decentnode.launch.supervising.prepare import facts as facts_of
     from decentnode.system import write_atomic
 
     granted = seat.granted

@@ -22,9 +22,9 @@ def command(run: str, nodes: str | None, timeout: float) -> None:
     it (node.missing: regroup). RUN is a run directory, the folder of an experiment (its latest run) or latest; for a
     node that came with `decentnode join`, the folder that it printed. A node without which too few would be left stays.
     """
-    from decentnode.launch.leaving import ask
-    from decentnode.launch.run_dir import node_dir, resolve
-    from decentnode.launch.supervisor_file import ended
+    from decentnode.launch.files.run_dir import node_dir, resolve
+    from decentnode.launch.files.supervisor_file import ended
+    from decentnode.launch.supervising.leaving import ask
 
     path = resolve(run)
     here = sorted(int(each.name) for each in (path / "nodes").iterdir() if each.name.isdigit())

@@ -19,8 +19,8 @@ from decentnode.words import stamp
 
 if TYPE_CHECKING:
     from decentnode.cli.output import OutputKind
-    from decentnode.launch.messages import ChildMessage, Facts
-    from decentnode.launch.outcome import Durations, Ledger
+    from decentnode.launch.children.messages import ChildMessage, Facts
+    from decentnode.launch.reporting.outcome import Durations, Ledger
     from decentnode.node.node import Node
 
 
@@ -40,10 +40,10 @@ def command(
     """Run node N of CONFIG in this process. Every node needs a port in the mapping (mapping.base_port)."""
     started = clock.now() - start.since_start()
     from decentnode.experiment import load
-    from decentnode.launch.messages import Request, Task
-    from decentnode.launch.node_process import Link, run_node
-    from decentnode.launch.outcome import Durations, Ledger
-    from decentnode.launch.prepare import facts as facts_of
+    from decentnode.launch.children.messages import Request, Task
+    from decentnode.launch.nodes.node_process import Link, run_node
+    from decentnode.launch.reporting.outcome import Durations, Ledger
+    from decentnode.launch.supervising.prepare import facts as facts_of
 
     chosen = start.all_overrides(overrides, run_dir, name, seed)
     given, resume = start.resumed(config, resume)
@@ -81,8 +81,8 @@ def command(
 
 
 def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
-    from decentnode.launch import provenance, run_dir
-    from decentnode.launch.run_dir import node_dir
+    from decentnode.launch.files import provenance, run_dir
+    from decentnode.launch.files.run_dir import node_dir
 
     if into is None:
         directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, [uid])
@@ -113,9 +113,9 @@ def leave_on_signals(node: Node) -> None:
 def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iterator[Callable[[Node], None]]:
     """While entered, `decentnode leave` reaches the node of this process that is given to the function that comes;
     signals: takes it, too."""
-    from decentnode.launch import supervisor_file
-    from decentnode.launch.leaving import Watch
-    from decentnode.launch.run_dir import node_dir
+    from decentnode.launch.files import supervisor_file
+    from decentnode.launch.files.run_dir import node_dir
+    from decentnode.launch.supervising.leaving import Watch
 
     nodes: list[Node] = []
 
@@ -141,7 +141,7 @@ def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iter
 
 def on_signals(ask: Callable[[], None]) -> None:
     """Install handlers that ask for the end."""
-    from decentnode.launch.signals import SUSPENDING
+    from decentnode.launch.children.signals import SUSPENDING
 
     seen: list[int] = []
 
@@ -162,8 +162,8 @@ class Teller:
 
     def __init__(self, uid: int, facts: Facts, quiet: bool, join: bool) -> None:
         from decentnode.cli.output import Output
-        from decentnode.report.measured import measured_in
-        from decentnode.report.progress import RunProgress
+        from decentnode.report.reading.measured import measured_in
+        from decentnode.report.reading.progress import RunProgress
 
         self.lines, self.errors = Output(sys.stdout), Output(sys.stderr)
         self._state = RunProgress.of(facts.rounds, [uid], measured=measured_in({"task": facts.task}),
@@ -176,7 +176,7 @@ class Teller:
 
     def tell(self, message: ChildMessage) -> None:
         from decentnode.cli.output import OutputKind
-        from decentnode.launch.messages import Failed, NodeJoined, Progress
+        from decentnode.launch.children.messages import Failed, NodeJoined, Progress
 
         if isinstance(message, NodeJoined):
             self._joined = clock.now()
@@ -201,7 +201,7 @@ class Teller:
 
 
 def _keep(ledger: Ledger, message: ChildMessage) -> None:
-    from decentnode.launch.messages import Failed, Finished, Progress
+    from decentnode.launch.children.messages import Failed, Finished, Progress
 
     if isinstance(message, Progress):
         ledger.progress(message.uid, message.record)
@@ -217,7 +217,7 @@ def _summarize(
     import json
 
     from decentnode.cli.output import OutputKind
-    from decentnode.launch.outcome import summary
+    from decentnode.launch.reporting.outcome import summary
     from decentnode.metrics import summary as summaries
     from decentnode.report.closing import closing
 

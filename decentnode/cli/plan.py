@@ -86,7 +86,7 @@ def command(
         for each in skipped:
             click.echo(f"left out {each.name}: {each.reason}")
     if picture is not None:
-        from decentnode.report.plan import plot
+        from decentnode.report.pictures.plan import plot
 
         plot([(each.name, each.samples_per_second, each.consensus_seconds, star)
               for each, star in zip(found, best, strict=True)], target, picture)  # fmt: skip

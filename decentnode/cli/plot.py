@@ -11,7 +11,7 @@ from decentnode.cli.run_names import run_names
 from decentnode.metrics.figures import VIRTUAL_AXES
 
 if TYPE_CHECKING:
-    from decentnode.report.runs import Line
+    from decentnode.report.reading.runs import Line
 
 
 @click.command()
@@ -46,12 +46,12 @@ def command(
     drawn as far as it came, and its name says so. The figure goes to RUN/plots/ of the first run unless -o says
     otherwise.
     """
-    from decentnode.launch.run_dir import resolve, resolve_all
-    from decentnode.report.plots import plot
-    from decentnode.report.runs import axes_of, curves_of, lines, overview
+    from decentnode.launch.files.run_dir import resolve, resolve_all
+    from decentnode.report.pictures.plots import plot
+    from decentnode.report.reading.runs import axes_of, curves_of, lines, overview
 
     if dumps:
-        from decentnode.report.dumps import plot as plot_dumps
+        from decentnode.report.pictures.dumps import plot as plot_dumps
 
         if len(runs) > 1:
             raise click.UsageError(f"--dumps draws one run, got {len(runs)}")
@@ -96,9 +96,9 @@ def _preset(
     name: str, drawn: list[Line], metric: str, axis: str, paper: bool, output: Path | None, run: Path
 ) -> Path:
     """Draw a figure of PRESETS. Returns where it is."""
-    from decentnode.report.plots import write
-    from decentnode.report.presets import draw
-    from decentnode.report.runs import overview
+    from decentnode.report.pictures.plots import write
+    from decentnode.report.pictures.presets import draw
+    from decentnode.report.reading.runs import overview
 
     metric = overview(drawn)[0] if metric == "all" else metric
     stem = "_".join([name.replace("-", "_"), metric, *(["paper"] if paper else [])])

@@ -39,7 +39,7 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
 
     Exit code 1 where something differs.
     """
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
 
     folder = resolve(run)
     if not (folder / "summary.json").is_file():
@@ -98,7 +98,7 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
     import torch
 
     import decentnode
-    from decentnode.launch.header import other_code
+    from decentnode.launch.reporting.header import other_code
 
     found = [text for _, text in other_code(experiment)]
     headers = [life.header for each in lives.values() for life in each]
@@ -150,7 +150,7 @@ def _compared_models(world: ReplayWorld, folder: Path) -> int:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from decentnode.launch.node_files import model_path
+    from decentnode.launch.files.node_files import model_path
     from decentnode.simulate.world.records import Violation, must
 
     compared = 0
@@ -170,7 +170,7 @@ def _compared_models(world: ReplayWorld, folder: Path) -> int:
 
 
 def _text(told: dict[str, Any]) -> str:
-    from decentnode.launch.checked import told as sentence
+    from decentnode.launch.reporting.checked import told as sentence
 
     generations = told["generations"] + 1
     processes = told["processes"] - told["nodes"]

@@ -23,7 +23,7 @@ def command(runs: tuple[str, ...], all_runs: bool, labels: tuple[str, ...], outp
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Runs whose configs
     differ in the seed alone are one experiment.
     """
-    from decentnode.launch.run_dir import resolve, resolve_all
+    from decentnode.launch.files.run_dir import resolve, resolve_all
     from decentnode.report.page import write
 
     if output is not None and output.suffix not in (".html", ".htm"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from decentnode.cli import start
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 
 
 @click.command()

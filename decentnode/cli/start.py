@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from decentnode import clock
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 
 if TYPE_CHECKING:
     from decentnode.cli.output import Output
     from decentnode.dashboard.serve import Child
-    from decentnode.launch.outcome import Outcome
+    from decentnode.launch.reporting.outcome import Outcome
 
 RESOLVED = "config.resolved.yaml"
 
@@ -131,11 +131,11 @@ def config_of(given: str, variables: dict[str, str]) -> tuple[str, dict[str, str
     """
     if not os.path.isdir(given):
         if os.path.exists(os.path.join(os.path.dirname(given), "task.json")):
-            from decentnode.launch.run_dir import refuse_script
+            from decentnode.launch.files.run_dir import refuse_script
 
             refuse_script(Path(given).parent)
         return given, variables
-    from decentnode.launch.run_dir import home_of, refuse_script, resolve
+    from decentnode.launch.files.run_dir import home_of, refuse_script, resolve
 
     folder = resolve(given)
     refuse_script(folder)
@@ -167,7 +167,7 @@ def again(request: Request, outcome: Outcome) -> list[str]:
     where it has none of all nodes.
     """
     from decentnode.cli.console import shown
-    from decentnode.launch.run_dir import has_checkpoint
+    from decentnode.launch.files.run_dir import has_checkpoint
 
     command = "simulate" if request.simulate else "run"
     going_on = []
@@ -194,7 +194,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     page: shows the run, for as long as it goes on.
     """
     started = clock.now() - since_start()
-    from decentnode.launch import forkserver
+    from decentnode.launch.children import forkserver
 
     forkserver.start()  # imports torch while this process gets ready
     from decentnode.cli.console import ConsoleObserver, program

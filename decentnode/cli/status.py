@@ -24,9 +24,9 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from decentnode.launch.run_dir import resolve
-    from decentnode.launch.supervisor_file import died
-    from decentnode.report.run_status import going, read, table
+    from decentnode.launch.files.run_dir import resolve
+    from decentnode.launch.files.supervisor_file import died
+    from decentnode.report.reading.run_status import going, read, table
 
     path = resolve(run)
     found = read(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from decentnode.cli import start
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 
 if TYPE_CHECKING:
     from decentnode.sweeps.plan import Plan
@@ -75,7 +75,7 @@ def command(
 
 def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     """Run a sweep to its end, and print what it came to. Returns the exit code. Blocking."""
-    from decentnode.launch import forkserver
+    from decentnode.launch.children import forkserver
 
     forkserver.start()  # imports torch while this process gets ready
     from decentnode.cli.console import shown

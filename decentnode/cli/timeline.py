@@ -44,7 +44,7 @@ def command(
     if output is not None and output.suffix not in SUFFIXES:
         raise UsageError(f"the file's name must end in {', '.join(SUFFIXES)}, got {output.name}")
     from decentnode.experiment import load
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
     from decentnode.simulate.links_file import read_links
     from decentnode.simulate.virtual import recorded_step_seconds, time_line_of
 
@@ -109,7 +109,7 @@ def _write(path: Path, found: TimeLine) -> None:
     from decentnode.system import write_atomic
 
     if path.suffix != ".csv":
-        from decentnode.report.timeline import plot
+        from decentnode.report.pictures.timeline import plot
 
         plot(found.steps_began, found.computed, found.end, path)
         return

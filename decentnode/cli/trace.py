@@ -23,7 +23,7 @@ def command(run: str, first: int, last: int | None, nodes: tuple[int, ...], outp
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. With run.trace the
     spans are exact; without it they are made of the seconds of each round, in the usual order.
     """
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
     from decentnode.report.trace import write
 
     if output is not None and output.suffix != ".json":

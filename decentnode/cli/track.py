@@ -28,7 +28,7 @@ def command(run: str, tracker: str, follow: bool) -> None:
     there during a run loses nothing: the figures are in the run's folder.
     """
     from decentnode.config.component import look_beside
-    from decentnode.launch.run_dir import resolve
+    from decentnode.launch.files.run_dir import resolve
     from decentnode.trackers.process import Feed, GivenUp, make, opened
 
     path = resolve(run)

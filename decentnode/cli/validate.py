@@ -18,7 +18,7 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     """Check what the nodes of this machine check at their start. Raises MappingError, EnvironmentFault, UsageError."""
     from decentnode.build import devices_of
     from decentnode.communication.zeromq.sockets.security import load_keyring, read_secret
-    from decentnode.launch.prepare import check_memory, choose_machine
+    from decentnode.launch.supervising.prepare import check_memory, choose_machine
 
     mapping, chosen = experiment.make_mapping(), experiment.communication
     here = mapping.local(choose_machine(mapping, machine, config))
@@ -57,7 +57,7 @@ def command(
             raise
         click.echo(json.dumps({"ok": False, "source": config, "problems": error.problems}, indent=1))
         ctx.exit(error.exit_code)
-    from decentnode.launch.header import short_timeout
+    from decentnode.launch.reporting.header import short_timeout
 
     for warning in filter(None, [*experiment.doubts, short_timeout(experiment)]):
         click.echo(f"warning: {warning}", err=True)

@@ -13,9 +13,9 @@ import psutil
 import yaml
 
 from decentnode import clock
-from decentnode.launch.supervisor_file import died
+from decentnode.launch.files.supervisor_file import died
 from decentnode.metrics import summary as summaries
-from decentnode.report.run_status import state_of
+from decentnode.report.reading.run_status import state_of
 
 MOST_WAITED = 32
 MOST_STATUS_BYTES = 1 << 20

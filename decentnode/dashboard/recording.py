@@ -29,7 +29,7 @@ from decentnode.dashboard.frames import (
     grown,
 )  # fmt: skip
 from decentnode.dashboard.tail import Replaced, Tail
-from decentnode.report.measured import measured_by
+from decentnode.report.reading.measured import measured_by
 
 PIECE_BYTES = 256 << 10
 """Of one file that is read before it is the next one's turn, so that all nodes come along together."""

@@ -66,7 +66,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 def _ask(run: Path, action: str) -> str:
     """As `controlling.ask`, which is imported when somebody asks."""
-    from decentnode.launch.controlling import ask
+    from decentnode.launch.supervising.controlling import ask
 
     return ask(run, action)
 

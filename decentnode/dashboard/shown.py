@@ -12,7 +12,7 @@ from decentnode.dashboard.live import Machines, Status, state_of_run
 from decentnode.dashboard.recording import Recording
 from decentnode.dashboard.tail import Replaced
 from decentnode.metrics.writer import finite
-from decentnode.report.repeats import Ran, read
+from decentnode.report.reading.repeats import Ran, read
 
 READ_SECONDS = 0.15
 """Of one look at the files."""

@@ -17,7 +17,7 @@ from decentnode.build import device_of, place_model, shared_model
 from decentnode.config.component import load_class
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment, load
-from decentnode.launch.run_dir import refuse_script
+from decentnode.launch.files.run_dir import refuse_script
 from decentnode.metrics.figures import TaskMetrics
 from decentnode.samples import NodeSamples
 from decentnode.tasks.base import Task

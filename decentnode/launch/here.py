@@ -14,11 +14,7 @@ import torch
 from decentnode import clock, entropy, logs
 from decentnode.errors import EnvironmentFault, Interrupted, UsageError
 from decentnode.experiment.initial_model import generators_kept
-from decentnode.launch.checked import check_run
-from decentnode.launch.header import header, other_code
-from decentnode.launch.in_process import run_nodes
-from decentnode.launch.loading import load_request
-from decentnode.launch.messages import (
+from decentnode.launch.children.messages import (
     ChildMessage,
     Engine,
     Facts,
@@ -29,15 +25,19 @@ from decentnode.launch.messages import (
     Request,
     Task,
 )
-from decentnode.launch.node_process import describe_failure
-from decentnode.launch.observer import Observer, engine_notice, resumed_notice
-from decentnode.launch.outcome import Durations, Ledger, Outcome, finished_before, summary
-from decentnode.launch.prepare import facts, resumed
-from decentnode.launch.provenance import local_modules
-from decentnode.launch.run_dir import Records, node_dir
-from decentnode.launch.signals import StopSignals
-from decentnode.launch.simulated import Stoppable
-from decentnode.launch.trackers import Trackers
+from decentnode.launch.children.signals import StopSignals
+from decentnode.launch.files.provenance import local_modules
+from decentnode.launch.files.run_dir import Records, node_dir
+from decentnode.launch.loading import load_request
+from decentnode.launch.nodes.node_process import describe_failure
+from decentnode.launch.one_process.in_process import run_nodes
+from decentnode.launch.one_process.simulated import Stoppable
+from decentnode.launch.reporting.checked import check_run
+from decentnode.launch.reporting.header import header, other_code
+from decentnode.launch.reporting.observer import Observer, engine_notice, resumed_notice
+from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, finished_before, summary
+from decentnode.launch.reporting.trackers import Trackers
+from decentnode.launch.supervising.prepare import facts, resumed
 
 PROGRESS_SECONDS = 0.25
 """Least time between two reports of a node's rounds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from decentnode.experiment import Experiment, load
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 
 
 def load_request(request: Request, check: bool = True) -> Experiment:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from decentnode import clock
-from decentnode.launch import forkserver
-from decentnode.launch.local_run import Command
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome, finished_before
-from decentnode.launch.run import Run
-from decentnode.launch.run_dir import Records
-from decentnode.launch.signals import StopSignals
-from decentnode.launch.workers import Context, Loader
+from decentnode.launch.children import forkserver
+from decentnode.launch.children.messages import Request
+from decentnode.launch.children.signals import StopSignals
+from decentnode.launch.files.run_dir import Records
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome, finished_before
+from decentnode.launch.supervising.local_run import Command
+from decentnode.launch.supervising.run import Run
+from decentnode.launch.supervising.workers import Context, Loader
 
 
 def supervise(

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from decentnode.checkpoint.config import BestConfig, CheckpointConfig, of_figure
 from decentnode.config.component import ADDED, Config, Settings, section
 from decentnode.graph.repaired import Repair
-from decentnode.node.asynchronous.config import AsynchronousConfig
+from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
 from decentnode.samplers import SAMPLERS
 from decentnode.wire.messages import MAX_SEATS
 

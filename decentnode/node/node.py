@@ -21,17 +21,17 @@ from decentnode.communication.run_state import Quorum, Steps, without_waits
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph, RoundView
 from decentnode.metrics.dealt import packed
+from decentnode.node.checkpoints.handover import deal_samples
 from decentnode.node.config import NodeConfig
-from decentnode.node.course import Course
-from decentnode.node.evaluation import Evaluator, mean_of
-from decentnode.node.generations import NodeGenerations
-from decentnode.node.handover import deal_samples
+from decentnode.node.generations.beginning import NodeGenerations
+from decentnode.node.measuring.course import Course
+from decentnode.node.measuring.evaluation import Evaluator, mean_of
 from decentnode.node.orders import NodeOrders
 from decentnode.node.resumable import NodeCheckpoints
 from decentnode.node.rounds import NodeRounds, Record
 from decentnode.node.rules import NodeRules, Rules
 from decentnode.node.sampling import Sampling
-from decentnode.node.schedule import Schedule
+from decentnode.node.schedules.schedule import Schedule
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training, Update

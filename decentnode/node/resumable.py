@@ -11,8 +11,8 @@ from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.graph.base import Graph, RoundView
 from decentnode.node.config import NodeConfig
-from decentnode.node.course import Course
-from decentnode.node.schedule import Schedule
+from decentnode.node.measuring.course import Course
+from decentnode.node.schedules.schedule import Schedule
 from decentnode.sharing.base import Sharing
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation

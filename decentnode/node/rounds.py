@@ -13,16 +13,16 @@ from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
 from decentnode.errors import Diverged, PeerLost
 from decentnode.graph.base import RoundView
-from decentnode.node.buffers import BufferExchange
 from decentnode.node.config import NodeConfig
-from decentnode.node.dumps import Dumps
 from decentnode.node.faults import NodeFaults
-from decentnode.node.fragment_exchange import Mixed
-from decentnode.node.merging import Work
+from decentnode.node.generations.merging import Work
+from decentnode.node.measuring.totals import RoundTotals
+from decentnode.node.measuring.trace import NodeTrace
 from decentnode.node.rules import NodeRules
 from decentnode.node.sampling import Sampling
-from decentnode.node.totals import RoundTotals
-from decentnode.node.trace import NodeTrace
+from decentnode.node.schedules.buffers import BufferExchange
+from decentnode.node.schedules.dumps import Dumps
+from decentnode.node.schedules.fragment_exchange import Mixed
 from decentnode.sharing.hooks import Hooks
 from decentnode.training.base import Training
 from decentnode.wire.generation import Generation

@@ -10,9 +10,9 @@ from torch import Tensor
 from decentnode.communication.base import Communication
 from decentnode.graph.base import RoundView
 from decentnode.node.config import NodeConfig
-from decentnode.node.fragment_exchange import FragmentExchange
-from decentnode.node.plan import Planners
-from decentnode.node.schedules import payload_schema, schedule_of
+from decentnode.node.schedules.fragment_exchange import FragmentExchange
+from decentnode.node.schedules.plan import Planners
+from decentnode.node.schedules.schedules import payload_schema, schedule_of
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.training.base import Training

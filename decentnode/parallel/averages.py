@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import mean_over_ranks
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import mean_over_ranks
 from decentnode.parallel.memory import distinct
 
 

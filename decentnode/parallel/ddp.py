@@ -22,11 +22,9 @@ from torch.optim import Optimizer
 from decentnode.graph.base import Graph
 from decentnode.parallel.agreement import check_all_alike, tag_parameters
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
-from decentnode.parallel.backward import BackwardWatch, tensors_in
-from decentnode.parallel.buckets import Bucket, make_buckets
+from decentnode.parallel.buckets.bucket import Bucket, make_buckets
+from decentnode.parallel.buckets.exchange import BucketExchange
 from decentnode.parallel.copies import DetachedModel
-from decentnode.parallel.exchange import BucketExchange
-from decentnode.parallel.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
 from decentnode.parallel.plan import Plan, SharingRule, sharing_named
 from decentnode.parallel.process_group import broadcast_all, check_device, device_of_group, ranks_per_machine, together
@@ -40,6 +38,8 @@ from decentnode.parallel.refusals import (
 )
 from decentnode.parallel.resume import kept_of, load_together, plain_name, renamed_entries, restart, take_up
 from decentnode.parallel.shutdown import close_at_exit, close_others, keep
+from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
+from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.topology_names import TopologyLike, make_topology
 from decentnode.parallel.transports import exchange_for
 

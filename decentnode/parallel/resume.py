@@ -12,12 +12,12 @@ from torch import Tensor
 
 from decentnode.errors import AssemblyError
 from decentnode.optim.saved import check_saved, kind_of
-from decentnode.parallel.buckets import Bucket
+from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.process_group import check_alike, device_of_group, together
 
 if TYPE_CHECKING:
     from decentnode.parallel.ddp import DecentralizedDataParallel
-    from decentnode.parallel.gossip_steps import GossipSteps
+    from decentnode.parallel.steps.gossip_steps import GossipSteps
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from decentnode import clock
 
 if TYPE_CHECKING:
-    from decentnode.parallel.buckets import Bucket
-    from decentnode.parallel.exchange import BucketExchange
+    from decentnode.parallel.buckets.bucket import Bucket
+    from decentnode.parallel.buckets.exchange import BucketExchange
 
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.3

@@ -31,9 +31,9 @@ from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.metrics.run_folder import SCRIPT, create
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
+from decentnode.parallel.recording.train_ranks import checkpoints_of_anybody, checkpoints_of_ranks, ranks_of
+from decentnode.parallel.recording.train_records import RankRecords, figures_of
 from decentnode.parallel.resume import accumulated, take_up_accumulated
-from decentnode.parallel.train_ranks import checkpoints_of_anybody, checkpoints_of_ranks, ranks_of
-from decentnode.parallel.train_records import RankRecords, figures_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange
+from decentnode.parallel.buckets.shared_memory import SharedMemoryExchange, usable
 from decentnode.parallel.membership.job import Job
 from decentnode.parallel.membership.pairs import PairExchange
 from decentnode.parallel.membership.sockets import SocketExchange
 from decentnode.parallel.plan import Plan
-from decentnode.parallel.shared_memory import SharedMemoryExchange, usable
 
 
 def exchange_for(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decentnode.report.measured import measured_in
+from decentnode.report.reading.measured import measured_in
 from decentnode.words import duration, names, number, plural, size
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from decentnode.metrics.figures import Figure
 from decentnode.report.latex import tabular
-from decentnode.report.measured import BEFORE, columns
-from decentnode.report.reached import Extra
-from decentnode.report.repeats import Ran, labels
-from decentnode.report.significance import Paired, holm, paired
+from decentnode.report.reading.measured import BEFORE, columns
+from decentnode.report.reading.reached import Extra
+from decentnode.report.reading.repeats import Ran, labels
+from decentnode.report.reading.significance import Paired, holm, paired
 
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
 NOT_FOR_PAPERS = ("consensus_rms", "consensus_distance", "bytes_metadata_per_node", "round_seconds_median")

@@ -20,12 +20,13 @@ from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import VIRTUAL_AXES
 from decentnode.metrics.history_kinds import HISTORY
 from decentnode.metrics.reader import read
-from decentnode.report import compare, repeats
+from decentnode.report import compare
 from decentnode.report.closing import closing
-from decentnode.report.plots import draw
-from decentnode.report.repeats import Ran
-from decentnode.report.runs import Line, RecordedRun, axes_of, lines, overview
-from decentnode.report.significance import holm, paired
+from decentnode.report.pictures.plots import draw
+from decentnode.report.reading import repeats
+from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.runs import Line, RecordedRun, axes_of, lines, overview
+from decentnode.report.reading.significance import holm, paired
 from decentnode.system import replacing
 from decentnode.words import size
 
@@ -208,7 +209,7 @@ def _graphs(drawn: Sequence[Line]) -> list[Picture]:
     """The graph of every experiment, those that are the same once."""
     from decentnode.experiment import load
     from decentnode.graph.topology import Topology
-    from decentnode.report.graph import figure_of
+    from decentnode.report.pictures.graph import figure_of
 
     found: dict[bytes, Picture] = {}
     for line in drawn:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from decentnode.metrics.figures import VIRTUAL
-from decentnode.report.runs import Line, RecordedRun, chosen_curves
+from decentnode.report.reading.runs import Line, RecordedRun, chosen_curves
 
 COLUMNS = ("run", "figure", "rounds", "seconds", "bytes", "mean", "std", "min", "max", "merged")
 

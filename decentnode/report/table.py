@@ -7,7 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from decentnode.report.progress import RunProgress
+from decentnode.report.reading.progress import RunProgress
 from decentnode.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")

@@ -175,7 +175,7 @@ class Hooks:
         else:
             mix_into(out, model, own - other, [(total, other)])
 
-    # -- nodes in different rounds (node/asynchronous/)
+    # -- nodes in different rounds (node/schedules/asynchronous/)
 
     ASYNCHRONOUS: ClassVar[bool] = False
     """Whether nodes may be in different rounds: what is mixed may then be of any round of its source, and be mixed in

@@ -17,7 +17,7 @@ from decentnode.communication.torch_distributed.group_collective import kind_of
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import CallCostsConfig
 from decentnode.graph.base import RoundView, averaging_group_of
-from decentnode.node.schedules import payload_schema, sent_dtype
+from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.payload import Payload
 from decentnode.simulate.timeline.collectives import CallCosts, Calls, Kind, Phase
 from decentnode.simulate.timeline.network import MESSAGE, Network, Transfers

@@ -18,8 +18,8 @@ from decentnode.communication.inproc import Hub
 from decentnode.communication.run_state import Wait
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
-from decentnode.node.asynchronous.config import AsynchronousConfig
 from decentnode.node.node import Node
+from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
 from decentnode.payload import Payload
 from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import Clock

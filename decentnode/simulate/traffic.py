@@ -12,7 +12,7 @@ from decentnode.build import SharedModel, shared_model
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.base import Graph, RoundView
-from decentnode.node.schedules import payload_schema, sent_dtype
+from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import rule_view

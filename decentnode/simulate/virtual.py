@@ -17,7 +17,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.metrics.reader import read
-from decentnode.node.schedules import SCHEDULES
+from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.cliques import CliqueTransfers
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network

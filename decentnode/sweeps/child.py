@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from decentnode import clock
-from decentnode.launch import entry
-from decentnode.launch.messages import Facts, Failed, Progress, Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.pipe import Pipe
-from decentnode.launch.signals import note_termination
+from decentnode.launch.children.messages import Facts, Failed, Progress, Request
+from decentnode.launch.children.pipe import Pipe
+from decentnode.launch.children.signals import note_termination
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.supervising import entry
 
 if TYPE_CHECKING:
-    from decentnode.launch.outcome import Outcome as RunOutcome
+    from decentnode.launch.reporting.outcome import Outcome as RunOutcome
     from decentnode.sweeps.store import Outcome
 
 By = Literal["simulate", "processes"]
@@ -67,7 +67,7 @@ def _work(task: PointTask, channel: Pipe) -> int:
     except DecentnodeError as error:
         told = _failed(folder, None, Failed(-1, error.exit_code, str(error).strip().splitlines()[0], str(error)))
     except Exception as error:
-        from decentnode.launch.node_process import describe_failure
+        from decentnode.launch.nodes.node_process import describe_failure
 
         told = _failed(folder, None, describe_failure(-1, error))
     else:
@@ -143,8 +143,8 @@ class Teller(Observer):
         self._told = clock.now() - TELL_SECONDS
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:  # noqa: ARG002
-        from decentnode.report.measured import measured_in
-        from decentnode.report.progress import RunProgress
+        from decentnode.report.reading.measured import measured_in
+        from decentnode.report.reading.progress import RunProgress
 
         measured = measured_in({"task": facts.task})
         self._state = RunProgress.of(facts.rounds, facts.local, facts.evaluate_every, measured,

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from decentnode import clock
 from decentnode.errors import ConfigError, EnvironmentFault, UsageError
-from decentnode.launch import forkserver
-from decentnode.launch.messages import Progress
-from decentnode.launch.signals import StopSignals
-from decentnode.launch.workers import Worker, end_all, start_child
+from decentnode.launch.children import forkserver
+from decentnode.launch.children.messages import Progress
+from decentnode.launch.children.signals import StopSignals
+from decentnode.launch.supervising.workers import Worker, end_all, start_child
 from decentnode.metrics import summary as summaries
 from decentnode.sweeps import child
 from decentnode.sweeps.child import PointTask

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.report.plots import COLORS, DASHES, SUFFIXES
+from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES
 from decentnode.sweeps.results import ALPHA, Results, Row
 from decentnode.sweeps.space import Settings, short_names
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 from decentnode.metrics.figures import BY_NAME, TaskMetrics
 from decentnode.sweeps.child import By
 from decentnode.sweeps.point import digest_of, load_base

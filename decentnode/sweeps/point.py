@@ -14,7 +14,7 @@ from typing import Any
 from decentnode.config.file_digest import content_digest
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.tree import portable_text
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 from decentnode.sweeps.space import Settings, short_names
 
 

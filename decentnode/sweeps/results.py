@@ -12,11 +12,11 @@ from typing import Any
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import Figure
-from decentnode.report import repeats
 from decentnode.report.compare import ComparedRow, row, simple_table
 from decentnode.report.latex import tabular
-from decentnode.report.measured import columns
-from decentnode.report.significance import Paired, holm, paired
+from decentnode.report.reading import repeats
+from decentnode.report.reading.measured import columns
+from decentnode.report.reading.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
 from decentnode.sweeps.point import label_of
 from decentnode.sweeps.space import Settings, short_names

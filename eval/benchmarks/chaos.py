@@ -29,7 +29,7 @@ import psutil
 import yaml
 from common import machine
 
-from decentnode.launch.sockets import BUFFERS, PREFIX
+from decentnode.launch.children.sockets import BUFFERS, PREFIX
 from decentnode.metrics.reader import read, read_kind
 
 ROOT = Path(__file__).resolve().parents[2]

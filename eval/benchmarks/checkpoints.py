@@ -21,8 +21,8 @@ from decentnode.build import build_in_process
 from decentnode.checkpoint.store import Cut
 from decentnode.checkpoint.writer import Writer
 from decentnode.experiment import load
+from decentnode.node.checkpoints.snapshot import capture
 from decentnode.node.node import Node
-from decentnode.node.snapshot import capture
 from decentnode.tensors import keep_freed_memory
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -21,8 +21,8 @@ from typing import Any
 
 import psutil
 
-from decentnode.launch.entry import die_with_parent
-from decentnode.launch.forkserver import MALLOC
+from decentnode.launch.children.forkserver import MALLOC
+from decentnode.launch.supervising.entry import die_with_parent
 
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE / "rounds.yaml"

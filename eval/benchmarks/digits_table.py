@@ -17,7 +17,7 @@ from common import cores, machine, workers
 from digits_reference import ROUNDS, write
 
 from decentnode.experiment import load
-from decentnode.launch.in_process import run_in_process
+from decentnode.launch.one_process.in_process import run_in_process
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "compare"
 SEEDS = 3

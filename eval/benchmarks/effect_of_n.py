@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
 from decentnode.experiment import load
-from decentnode.simulate.batched import Batched, RoundOfAll, Sink
-from decentnode.simulate.choice import WAYS
-from decentnode.simulate.population import Population
+from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.engines.choice import WAYS
+from decentnode.simulate.engines.population import Population
 from decentnode.tensors import keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[2]

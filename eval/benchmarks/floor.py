@@ -47,7 +47,7 @@ def in_own_processes(config: str, overrides: list[str], uids: range, rounds: int
     begin_read, begin_write = os.pipe()
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
-    from decentnode.launch import preload  # noqa: F401  imports what the children need, and shares it, as a run does
+    from decentnode.launch.children import preload  # noqa: F401  imports what the children need, and shares it, as a run does
 
     for uid in uids:
         if os.fork() == 0:

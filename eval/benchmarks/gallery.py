@@ -20,9 +20,11 @@ from pathlib import Path
 from common import cores, machine, workers
 from matplotlib.figure import Figure
 
-from decentnode.report import compare, plots, repeats
-from decentnode.report.reached import target_columns
-from decentnode.report.runs import Line, load
+from decentnode.report import compare
+from decentnode.report.pictures import plots
+from decentnode.report.reading import repeats
+from decentnode.report.reading.reached import target_columns
+from decentnode.report.reading.runs import Line, load
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "gallery"
@@ -102,9 +104,9 @@ def run(point: Point) -> float:
     """Returns the CPU seconds it took. Blocking; in a process of its own."""
     import torch
 
+    from decentnode.launch.children.messages import Request
     from decentnode.launch.here import run_here
-    from decentnode.launch.messages import Request
-    from decentnode.launch.observer import Observer
+    from decentnode.launch.reporting.observer import Observer
 
     torch.set_num_threads(1)
     started = time.process_time()

@@ -310,7 +310,7 @@ def simulator(tiny: bool) -> Iterator[Row]:
 
     from decentnode.experiment import load
     from decentnode.experiment.initial_model import make_model
-    from decentnode.simulate.choice import choose
+    from decentnode.simulate.engines.choice import choose
 
     gpu = on_gpu()
     device, batch = torch.device("cuda" if gpu else "cpu"), 8

@@ -26,7 +26,7 @@ from common import CONFIG, cores, machine, planned_mb
 from floor import prepare
 
 from decentnode import clock
-from decentnode.launch.forkserver import MALLOC
+from decentnode.launch.children.forkserver import MALLOC
 
 
 def bare(first: str, count: str, seconds: str, *overrides: str) -> None:

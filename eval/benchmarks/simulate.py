@@ -33,13 +33,13 @@ from common import cores, machine
 
 from decentnode.experiment import Experiment, load
 from decentnode.experiment.initial_model import make_model
-from decentnode.launch.entry import die_with_parent
-from decentnode.launch.messages import Request, Task
-from decentnode.launch.run_dir import node_dir
-from decentnode.launch.simulated import Files
-from decentnode.simulate.batched import Batched
-from decentnode.simulate.choice import choose
-from decentnode.simulate.exchange import StackedExchange
+from decentnode.launch.children.messages import Request, Task
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.one_process.simulated import Files
+from decentnode.launch.supervising.entry import die_with_parent
+from decentnode.simulate.engines.batched import Batched
+from decentnode.simulate.engines.choice import choose
+from decentnode.simulate.engines.exchange import StackedExchange
 from decentnode.tensors import keep_freed_memory
 
 NODES, BATCH = 100, 8

@@ -21,7 +21,7 @@ import numpy as np
 import table_data
 from common import cores, machine, workers
 
-from decentnode.report.significance import paired
+from decentnode.report.reading.significance import paired
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs" / "tables"
@@ -62,7 +62,7 @@ def run(point: Point) -> Reached:
     import torch
 
     from decentnode.experiment import load
-    from decentnode.launch.in_process import run_in_process
+    from decentnode.launch.one_process.in_process import run_in_process
 
     torch.set_num_threads(1)
     experiment = load(CONFIGS / f"{point.config}.yaml", list(point.overrides))

@@ -15,7 +15,7 @@ from rich.console import Console
 import decentnode
 from decentnode.api import progress
 from decentnode.errors import ConfigError, NodeFailed
-from decentnode.launch.observer import Observer
+from decentnode.launch.reporting.observer import Observer
 from tests.launch import faults
 
 TINY = faults.experiment(node={"rounds": 6, "evaluate_every": 2})

@@ -19,7 +19,7 @@ import decentnode
 from decentnode import Experiment, RunInterrupted
 from decentnode.errors import ConfigError, Diverged, NodeFailed, UsageError
 from decentnode.experiment import load
-from decentnode.launch.observer import Observer
+from decentnode.launch.reporting.observer import Observer
 from tests.api.small import experiment, net
 from tests.cli.test_run import ROOT
 from tests.launch import faults

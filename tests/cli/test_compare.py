@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.report import compare
-from decentnode.report.measured import BEFORE
+from decentnode.report.reading.measured import BEFORE
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 QUICK = ["--set", "node.rounds=3", "--set", "data={name: digits, partition: {name: iid}}"]

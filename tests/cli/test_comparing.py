@@ -14,7 +14,7 @@ from rich.console import Console
 from decentnode.cli import compare, main
 from decentnode.cli.comparing import RunCount
 from decentnode.clock import VirtualClock, use
-from decentnode.report import repeats
+from decentnode.report.reading import repeats
 from tests.cli.test_compare import finished
 
 

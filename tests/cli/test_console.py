@@ -12,7 +12,7 @@ from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
 from decentnode.cli.output import Output
 from decentnode.clock import VirtualClock, use
-from decentnode.launch.messages import Failed
+from decentnode.launch.children.messages import Failed
 from tests.launch.facts import FACTS
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from decentnode.cli import main
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.experiment import load
-from decentnode.launch import node_process
+from decentnode.launch.nodes import node_process
 from tests.communication.test_newcomers import run_of_two, seats
 from tests.config.experiments import BASE
 

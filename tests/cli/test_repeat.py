@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from decentnode.experiment import load
-from decentnode.launch.prepare import keep
-from decentnode.launch.provenance import git_state
+from decentnode.launch.files.provenance import git_state
+from decentnode.launch.supervising.prepare import keep
 from tests.commands import run
 from tests.launch.faults import experiment
 

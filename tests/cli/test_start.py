@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from decentnode.cli import start
-from decentnode.launch.messages import Request
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.outcome import Outcome
 
 
 def test_time_counts_from_the_programs_start_where_a_script_says_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from decentnode.cli import main
-from decentnode.report.run_status import blame, going, state_of, table
+from decentnode.report.reading.run_status import blame, going, state_of, table
 from tests.cli.terminal import wait_until
 from tests.commands import ROOT, started
 
@@ -81,7 +81,7 @@ def test_a_frozen_node_is_seen_named_and_ends_the_run(tmp_path: Path) -> None:
                "--set", "node.rounds=100000", "--set", "node.evaluate_every=0", "--set",
                "communication={name: auto, timeout_seconds: 5}"]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        impatient = "from decentnode.launch import early_end; early_end.GRACE_SECONDS = 2.0"
+        impatient = "from decentnode.launch.supervising import early_end; early_end.GRACE_SECONDS = 2.0"
         process = stack.enter_context(started(ROOT, *command, merged=True, before=impatient))
         def read() -> dict[str, Any]:
             result = CliRunner().invoke(main, ["status", str(tmp_path / "quickstart"), "--json"])

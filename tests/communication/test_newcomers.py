@@ -22,7 +22,7 @@ from decentnode.communication.zeromq.sockets.security import (
 )
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.errors import AssemblyError
-from decentnode.launch.admission import Request, admitted, experiment_of, resign
+from decentnode.launch.nodes.admission import Request, admitted, experiment_of, resign
 from decentnode.wire.generation import Limits
 from decentnode.wire.invitation import SECRET_BYTES, issue
 from decentnode.wire.messages import REACH_DIRECT, REACH_RELAYED, Granted

@@ -7,7 +7,7 @@ import pytest
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
-from decentnode.node.schedules import SCHEDULES
+from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from tests.config.experiments import BASE, said
 

@@ -12,7 +12,7 @@ from decentnode.build import build_in_process, step_all
 from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.checkpoint.store import Cut
 from decentnode.experiment import load
-from decentnode.node.snapshot import capture
+from decentnode.node.checkpoints.snapshot import capture
 from tests.gpu.waits import counted
 
 pytestmark = pytest.mark.gpu

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import Schema
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 from decentnode.payload import Payload, TensorSpec
 from tests.communication.receive.test_mailbox import over

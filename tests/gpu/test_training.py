@@ -17,7 +17,7 @@ from decentnode.checkpoint.state import decode, encode, to_host
 from decentnode.experiment import load
 from decentnode.models import recurrent
 from decentnode.samples import PADDING, DataSpec, LazySamples, NodeSamples, Rows, Samples
-from decentnode.simulate.population import Population
+from decentnode.simulate.engines.population import Population
 from decentnode.tasks.base import Task
 from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tasks.next_token import NextToken, NextTokenConfig
@@ -185,8 +185,8 @@ def test_a_round_of_a_node_waits_once() -> None:
 
 @pytest.mark.parametrize(("way", "model"), [("layers", "{name: mlp, hidden: [6]}"), ("vmap", "{name: lenet}")])
 def test_a_round_of_all_nodes_at_once_waits_for_losses_and_finite_models(way: str, model: str) -> None:
-    from decentnode.simulate.batched import Batched
-    from decentnode.simulate.choice import WAYS
+    from decentnode.simulate.engines.batched import Batched
+    from decentnode.simulate.engines.choice import WAYS
 
     images = ["data={name: synthetic, input_shape: [3, 12, 12], train_samples: 90, test_samples: 9, partition: iid}"]
     config = experiment(

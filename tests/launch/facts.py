@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decentnode.launch.messages import Facts, Finished
+from decentnode.launch.children.messages import Facts, Finished
 from decentnode.metrics.figures import LOSS, TaskMetrics
 from decentnode.tasks.classification import ACCURACY
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from decentnode.launch.local_run import LocalRun
-from decentnode.launch.messages import ChildMessage
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Ledger
-from decentnode.launch.workers import Worker
+from decentnode.launch.children.messages import ChildMessage
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Ledger
+from decentnode.launch.supervising.local_run import LocalRun
+from decentnode.launch.supervising.workers import Worker
 from tests.launch.facts import FACTS
 
 

@@ -10,7 +10,7 @@ from decentnode.config.component import Config
 from decentnode.errors import AssemblyError, ConfigError, GraphError, UsageError
 from decentnode.experiment import load
 from decentnode.graph import GRAPHS
-from decentnode.launch.admission import checked_text, own_address
+from decentnode.launch.nodes.admission import checked_text, own_address
 from tests.launch.faults import experiment
 
 ADMITS = {"node": {"missing": "regroup", "newcomers": 2}, "communication": "zeromq",

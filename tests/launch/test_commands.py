@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from decentnode.launch.messages import PeerFailure, Peers
-from decentnode.launch.node_process import Commands
-from decentnode.launch.pipe import Pipe
+from decentnode.launch.children.messages import PeerFailure, Peers
+from decentnode.launch.children.pipe import Pipe
+from decentnode.launch.nodes.node_process import Commands
 from tests.conftest import wait_until
 
 

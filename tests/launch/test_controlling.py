@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.experiment import load
-from decentnode.launch import supervisor_file
-from decentnode.launch.controlling import ACTIONS, Controlling, ask
-from decentnode.launch.in_process import run_in_process
-from decentnode.launch.messages import OrderRun
+from decentnode.launch.children.messages import OrderRun
+from decentnode.launch.files import supervisor_file
+from decentnode.launch.one_process.in_process import run_in_process
+from decentnode.launch.supervising.controlling import ACTIONS, Controlling, ask
 
 
 class Share:
@@ -125,7 +125,7 @@ def test_the_command_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((path, action))
         return "all nodes hold"
 
-    monkeypatch.setattr("decentnode.launch.controlling.ask", note)
+    monkeypatch.setattr("decentnode.launch.supervising.controlling.ask", note)
     done = CliRunner().invoke(main, ["control", str(run), "pause"])
     assert (done.exit_code, done.output) == (0, "all nodes hold\n")
     assert asked == [(run.resolve(), "pause")]

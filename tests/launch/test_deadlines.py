@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from decentnode.errors import AssemblyError, PeerLost
-from decentnode.launch.deadlines import (
+from decentnode.launch.children.messages import Failed
+from decentnode.launch.supervising.deadlines import (
     ASSEMBLY_MARGIN_SECONDS,
     BACK_SECONDS,
     EXIT_SECONDS,
     NOTICE_SECONDS,
     Deadlines,
 )
-from decentnode.launch.early_end import EarlyEnd
-from decentnode.launch.losses import Losses
-from decentnode.launch.messages import Failed
+from decentnode.launch.supervising.early_end import EarlyEnd
+from decentnode.launch.supervising.losses import Losses
 from tests.launch.facts import FINISHED
 from tests.launch.stand_ins import Heard, local_run
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 
 ROOT = Path(__file__).parents[2]

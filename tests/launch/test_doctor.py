@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import load
+from decentnode.launch.children.messages import Request
 from decentnode.launch.doctor import Desk, Patient, interface_to
-from decentnode.launch.messages import Request
-from decentnode.launch.prepare import doubts, facts
+from decentnode.launch.supervising.prepare import doubts, facts
 from decentnode.simulate.links_file import read_links
 from tests.commands import ROOT, started
 from tests.conftest import free_ports, needs_ipv6

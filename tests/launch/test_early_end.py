@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from decentnode import clock
-from decentnode.launch.early_end import ECHO_SECONDS, GRACE_SECONDS, MEET_ROUNDS, MEET_SECONDS, EarlyEnd
-from decentnode.launch.messages import Failed, OrderRun, PeerFailure, StopRun
+from decentnode.launch.children.messages import Failed, OrderRun, PeerFailure, StopRun
+from decentnode.launch.supervising.early_end import ECHO_SECONDS, GRACE_SECONDS, MEET_ROUNDS, MEET_SECONDS, EarlyEnd
 from tests.launch.stand_ins import local_run
 
 

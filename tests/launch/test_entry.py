@@ -11,9 +11,9 @@ START = """
 import os, signal, sys, threading
 from multiprocessing import Pipe as pipe
 from pathlib import Path
-from decentnode.launch import entry
-from decentnode.launch.messages import Failed
-from decentnode.launch.pipe import Pipe
+from decentnode.launch.supervising import entry
+from decentnode.launch.children.messages import Failed
+from decentnode.launch.children.pipe import Pipe
 ours, theirs = pipe()
 """
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.launch.sockets import remove_stale
+from decentnode.launch.children.sockets import remove_stale
 from tests.conftest import wait_until
 
 STARTS = """
 import sys
-from decentnode.launch import forkserver
+from decentnode.launch.children import forkserver
 forkserver.PRELOAD = []
 process = forkserver.start().Process(target=print, args=("a child", ))
 process.start()

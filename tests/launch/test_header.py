@@ -10,7 +10,7 @@ import torch
 from decentnode.build import build_in_process, step_all
 from decentnode.experiment import load
 from decentnode.experiment.initial_model import make_model
-from decentnode.launch.header import estimate_traffic, header
+from decentnode.launch.reporting.header import estimate_traffic, header
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

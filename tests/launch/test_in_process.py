@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 
 ROOT = Path(__file__).parents[2]

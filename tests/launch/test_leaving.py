@@ -13,11 +13,11 @@ from click.testing import CliRunner, Result
 from decentnode import clock
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch import supervisor_file
-from decentnode.launch.leaving import Leaving, Watch, ask
-from decentnode.launch.messages import Finished, LeaveAnswer
-from decentnode.launch.outcome import Durations, Ledger, summary
-from decentnode.launch.run_dir import node_dir
+from decentnode.launch.children.messages import Finished, LeaveAnswer
+from decentnode.launch.files import supervisor_file
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.reporting.outcome import Durations, Ledger, summary
+from decentnode.launch.supervising.leaving import Leaving, Watch, ask
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
 from tests.launch.facts import FACTS, FINISHED

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

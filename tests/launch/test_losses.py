@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from decentnode.errors import Diverged, Interrupted
-from decentnode.launch.early_end import EarlyEnd
-from decentnode.launch.losses import Losses
-from decentnode.launch.messages import Failed
+from decentnode.launch.children.messages import Failed
+from decentnode.launch.supervising.early_end import EarlyEnd
+from decentnode.launch.supervising.losses import Losses
 from tests.launch.stand_ins import local_run
 
 DEATH = Failed(1, 8, "node 1 was killed", "")

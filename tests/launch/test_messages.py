@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 
-from decentnode.launch.messages import (
+from decentnode.launch.children.messages import (
     Bound,
     ChildMessage,
     Failed,
@@ -18,7 +18,7 @@ from decentnode.launch.messages import (
     Progress,
     StopRun,
 )
-from decentnode.launch.pipe import Pipe
+from decentnode.launch.children.pipe import Pipe
 from tests.launch.facts import FACTS, FINISHED
 
 MESSAGES: list[ChildMessage] = [

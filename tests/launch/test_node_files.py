@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from decentnode import clock, system
 from decentnode.communication.base import Counters
 from decentnode.errors import EnvironmentFault
-from decentnode.launch import node_status
-from decentnode.launch.messages import ChildMessage, Progress
-from decentnode.launch.node_files import Reporter, load_merged, save, save_node
-from decentnode.launch.node_status import StatusWriter, snapshot
-from decentnode.launch.run_dir import take_merged
+from decentnode.launch.children.messages import ChildMessage, Progress
+from decentnode.launch.files import node_status
+from decentnode.launch.files.node_files import Reporter, load_merged, save, save_node
+from decentnode.launch.files.node_status import StatusWriter, snapshot
+from decentnode.launch.files.run_dir import take_merged
 from tests.node.fakes import Quadratic
 
 ROUNDS = [{"kind": "round", "round": number} for number in range(5)]

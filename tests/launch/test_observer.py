@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from decentnode.launch.messages import NodesAbsent
-from decentnode.launch.observer import generation_notice, names, waiting_for
+from decentnode.launch.children.messages import NodesAbsent
+from decentnode.launch.reporting.observer import generation_notice, names, waiting_for
 from tests.launch.facts import FACTS
 
 

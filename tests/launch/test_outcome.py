@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from decentnode.launch.messages import Failed, Finished
-from decentnode.launch.outcome import Durations, Ledger, first_cause, summary
-from decentnode.launch.run_dir import node_dir, take_merged
+from decentnode.launch.children.messages import Failed, Finished
+from decentnode.launch.files.run_dir import node_dir, take_merged
+from decentnode.launch.reporting.outcome import Durations, Ledger, first_cause, summary
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.closing import closing
 from tests.launch.facts import FACTS, FINISHED

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from decentnode.launch.messages import ChildMessage, Finished, NodesAbsent, PeerFailure, Progress
-from decentnode.launch.pipe import KEPT_MESSAGES, KEPT_PER_NODE, Pipe
+from decentnode.launch.children.messages import ChildMessage, Finished, NodesAbsent, PeerFailure, Progress
+from decentnode.launch.children.pipe import KEPT_MESSAGES, KEPT_PER_NODE, Pipe
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 LOOK = """
 import json, sys, threading
-from decentnode.launch import preload
+from decentnode.launch.children import preload
 import gc, os, torch
 print(json.dumps({
     "missing": [name for name in preload.MODULES if name not in sys.modules],

@@ -12,9 +12,9 @@ import yaml
 from decentnode.cli.validate import check_machine
 from decentnode.errors import ConfigError, EnvironmentFault, NodeFailed, UsageError
 from decentnode.experiment import load
-from decentnode.launch import prepare
-from decentnode.launch.messages import ChildMessage, Facts, Failed, Header, Request
-from decentnode.launch.prepare import answer, facts, keep
+from decentnode.launch.children.messages import ChildMessage, Facts, Failed, Header, Request
+from decentnode.launch.supervising import prepare
+from decentnode.launch.supervising.prepare import answer, facts, keep
 from tests.launch.faults import experiment
 
 

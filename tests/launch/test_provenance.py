@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from decentnode.launch import provenance
+from decentnode.launch.files import provenance
 
 
 def test_the_environment_is_written_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

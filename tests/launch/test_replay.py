@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from decentnode.cli import main
-from decentnode.launch.messages import Request
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from tests.conftest import scale
 from tests.launch.faults import ROUND, UID, experiment

@@ -17,14 +17,14 @@ from decentnode.checkpoint import store
 from decentnode.checkpoint.store import Cut, Snapshot
 from decentnode.cli import start
 from decentnode.errors import DecentnodeError
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome
-from decentnode.launch.resume import Found, _done_by_all
+from decentnode.launch.children.messages import Request
+from decentnode.launch.files.resume import Found, _done_by_all
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read, read_kind
-from decentnode.report import repeats
 from decentnode.report.closing import closing
+from decentnode.report.reading import repeats
 from tests.cli.terminal import wait_until
 from tests.commands import started
 from tests.launch.faults import experiment

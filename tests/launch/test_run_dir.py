@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch import run_dir
+from decentnode.launch.files import run_dir
 
 
 def test_latest_follows_the_newest_run(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from decentnode.errors import UsageError
-from decentnode.launch.prepare import choose_machine
-from decentnode.launch.schedulers import Hint, detect, machine_of
+from decentnode.launch.supervising.prepare import choose_machine
+from decentnode.launch.supervising.schedulers import Hint, detect, machine_of
 from decentnode.mapping.base import Mapping
 from decentnode.mapping.linear import Linear
 

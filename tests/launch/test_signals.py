@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from decentnode.launch.signals import StopSignals, held
+from decentnode.launch.children.signals import StopSignals, held
 
 
 def test_signals_are_counted_and_wake_the_waiter() -> None:
@@ -28,7 +28,7 @@ def test_signals_of_a_held_block_are_not_lost() -> None:
 
 CHILD = """
 import os, signal, sys
-from decentnode.launch import signals
+from decentnode.launch.children import signals
 sys.stdin.readline()
 {work}
 print("alive", flush=True)

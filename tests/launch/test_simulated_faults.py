@@ -9,11 +9,11 @@ import pytest
 
 from decentnode.errors import PeerLost, UsageError
 from decentnode.experiment import Experiment, load
-from decentnode.launch.in_process import run_nodes
-from decentnode.launch.messages import ChildMessage, Failed, Finished, Request, Task
-from decentnode.launch.prepare import facts
-from decentnode.launch.run_dir import node_dir
-from decentnode.launch.simulated_faults import StruckRun
+from decentnode.launch.children.messages import ChildMessage, Failed, Finished, Request, Task
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.one_process.in_process import run_nodes
+from decentnode.launch.one_process.simulated_faults import StruckRun
+from decentnode.launch.supervising.prepare import facts
 from decentnode.metrics.reader import read_kind
 from decentnode.simulate.world.records import check_generations, check_payloads, read_lives
 from decentnode.simulate.world.run_again import run_again

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from decentnode import clock
-from decentnode.launch import simulated
-from decentnode.launch.messages import Request, Task
-from decentnode.launch.run_dir import node_dir
-from decentnode.launch.simulated import Files
-from decentnode.launch.simulated_records import lines_of
-from decentnode.simulate.batched import RoundOfAll
-from decentnode.simulate.steps import Local
+from decentnode.launch.children.messages import Request, Task
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.one_process import simulated
+from decentnode.launch.one_process.simulated import Files
+from decentnode.launch.one_process.simulated_records import lines_of
+from decentnode.simulate.engines.batched import RoundOfAll
+from decentnode.simulate.engines.steps import Local
 
 LOSSES = np.array([0.1234567890123, 12345.678901234, 1e-30])
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from decentnode.communication.shared_memory.publish_buffer import path_of, run_of
-from decentnode.launch import sockets
-from decentnode.launch.sockets import UNFINISHED_SECONDS, SocketDir, remove_stale
+from decentnode.launch.children import sockets
+from decentnode.launch.children.sockets import UNFINISHED_SECONDS, SocketDir, remove_stale
 from decentnode.wire.generation import FIRST, Name, new_origin
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from decentnode import clock
-from decentnode.launch.strikes import Strikes
-from decentnode.launch.workers import Worker
+from decentnode.launch.supervising.strikes import Strikes
+from decentnode.launch.supervising.workers import Worker
 
 
 @pytest.fixture

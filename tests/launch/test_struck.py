@@ -15,9 +15,9 @@ import decentnode
 from decentnode import clock, system
 from decentnode.communication.inproc import Inproc
 from decentnode.errors import EnvironmentFault, NodeFailed, UsageError
-from decentnode.launch.checked import told
-from decentnode.launch.deadlines import BACK_SECONDS
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.reporting.checked import told
+from decentnode.launch.reporting.outcome import Outcome
+from decentnode.launch.supervising.deadlines import BACK_SECONDS
 from decentnode.metrics.reader import read_kind
 from decentnode.payload import Payload
 from tests.launch.faults import experiment

@@ -14,14 +14,14 @@ import yaml
 from safetensors.numpy import load_file
 
 from decentnode.errors import ConfigError, UsageError
-from decentnode.launch.messages import Facts, Failed, Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome
-from decentnode.launch.run_dir import has_checkpoint
+from decentnode.launch.children.messages import Facts, Failed, Request
+from decentnode.launch.files.run_dir import has_checkpoint
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
-from decentnode.report.runs import lines
+from decentnode.report.reading.runs import lines
 from decentnode.words import size
 from tests.conftest import scale
 from tests.launch.faults import experiment
@@ -141,7 +141,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_that_raises_stops_the_run_and_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it: that would take longer than the test may."""
-    monkeypatch.setattr("decentnode.launch.early_end.GRACE_SECONDS", 60.0)
+    monkeypatch.setattr("decentnode.launch.supervising.early_end.GRACE_SECONDS", 60.0)
     witness = Witness()
     outcome = run(tmp_path, witness, **faulty("Raises"), communication={"name": "zeromq", "timeout_seconds": 1000})
     assert outcome.exit_code == 8 and outcome.failure is not None
@@ -196,7 +196,7 @@ def test_nan_in_a_model_has_its_own_exit_code(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decentnode.launch.early_end.GRACE_SECONDS", 3.0)
+    monkeypatch.setattr("decentnode.launch.supervising.early_end.GRACE_SECONDS", 3.0)
     sections = faulty("Hangs") | {"communication": {"name": "zeromq", "timeout_seconds": 3}}
     outcome = run(tmp_path, **sections)
     assert outcome.exit_code == 5 and outcome.failure is not None
@@ -208,7 +208,7 @@ def test_a_node_that_hangs_is_found_out(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_process_that_does_not_end_after_its_last_word_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("decentnode.launch.deadlines.EXIT_SECONDS", 4.0)
+    monkeypatch.setattr("decentnode.launch.supervising.deadlines.EXIT_SECONDS", 4.0)
     outcome = run(tmp_path, **faulty("Lingers"))
     assert outcome.exit_code == 8 and outcome.failure is not None
     assert outcome.failure.title.startswith("node 2 finished, then was killed by SIGKILL")

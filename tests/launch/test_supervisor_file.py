@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from decentnode.launch import supervisor_file
-from decentnode.launch.supervisor_file import FILE, Supervisor
+from decentnode.launch.files import supervisor_file
+from decentnode.launch.files.supervisor_file import FILE, Supervisor
 
 
 def test_of_a_living_supervisor_nothing_is_said(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_of_a_living_supervisor_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ended_is_gone(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from decentnode.launch import supervisor_file as f; " \
+    code = "import sys; from pathlib import Path; from decentnode.launch.files import supervisor_file as f; " \
            "f.write(Path(sys.argv[1]))"  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
     assert process.wait(60) == 0

@@ -14,12 +14,12 @@ import pytest
 
 from decentnode import clock
 from decentnode.errors import ConfigError, EnvironmentFault, Interrupted, NodeFailed
-from decentnode.launch import workers
-from decentnode.launch.messages import ChildMessage, Failed, Finished, Header, Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.pipe import Pipe
-from decentnode.launch.signals import StopSignals
-from decentnode.launch.workers import LOAD_SECONDS, Loader, LoadError, Worker, end_all, late_nodes
+from decentnode.launch.children.messages import ChildMessage, Failed, Finished, Header, Request
+from decentnode.launch.children.pipe import Pipe
+from decentnode.launch.children.signals import StopSignals
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.supervising import workers
+from decentnode.launch.supervising.workers import LOAD_SECONDS, Loader, LoadError, Worker, end_all, late_nodes
 from tests.launch.facts import FACTS
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from decentnode.metrics import summary
 from decentnode.metrics.figures import BY_NAME, COMPARED, CURVES, FIGURES, LOSS, PURPOSES, Metric, TaskMetrics
-from decentnode.report.measured import BEFORE, columns, told
+from decentnode.report.reading.measured import BEFORE, columns, told
 from decentnode.tasks.classification import ACCURACY
 
 ERROR = Metric("rmse", "as the ratings", "the root of the mean squared error", "lower", word="RMSE")

@@ -14,7 +14,7 @@ from torch import nn
 from decentnode.build import build_in_process, step_all
 from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment import load
-from decentnode.launch.node_files import save_node
+from decentnode.launch.files.node_files import save_node
 from decentnode.models.lora import LoraConfig, LoraLinear, add_adapters, folded
 from tests.launch.test_resume import Folder, models
 

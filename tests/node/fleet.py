@@ -11,11 +11,11 @@ from decentnode.build import schemas_of, step_all
 from decentnode.communication.inproc import Hub, Inproc
 from decentnode.communication.parts import CommunicationConfig
 from decentnode.graph.topology import Topology
-from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.resume_agreement import ResumeFrom
+from decentnode.node.checkpoints.snapshot import module_state
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.resume_agreement import ResumeFrom
-from decentnode.node.snapshot import module_state
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from tests.checkpoint.test_state import same

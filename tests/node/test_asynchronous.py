@@ -21,11 +21,11 @@ from decentnode.experiment import load
 from decentnode.faults import Faults, Kill, Link, Pause, Restart
 from decentnode.graph.base import RoundView
 from decentnode.graph.base import view as graph_view
-from decentnode.node.asynchronous.ad_psgd import ADPSGD
-from decentnode.node.asynchronous.copies import Copies, Copy
-from decentnode.node.asynchronous.gossip_async import GossipAsync
-from decentnode.node.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum, _Sum
 from decentnode.node.node import Node
+from decentnode.node.schedules.asynchronous.ad_psgd import ADPSGD
+from decentnode.node.schedules.asynchronous.copies import Copies, Copy
+from decentnode.node.schedules.asynchronous.gossip_async import GossipAsync
+from decentnode.node.schedules.asynchronous.push_sum import LEAST_WEIGHT, AsynchronousPushSum, _Sum
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.history import History
@@ -110,7 +110,7 @@ class Watched(Copies):
 def test_no_copy_is_older_than_the_bound_and_rows_sum_to_one(
     monkeypatch: pytest.MonkeyPatch, stale: str, max_age: int
 ) -> None:
-    monkeypatch.setattr("decentnode.node.asynchronous.gossip_async.Copies", Watched)
+    monkeypatch.setattr("decentnode.node.schedules.asynchronous.gossip_async.Copies", Watched)
     monkeypatch.setattr(Watched, "seen", [])
     made, world = run(slow={2: 10.0}, rounds=40, evaluate_every=0,
                       asynchronous={"max_age": max_age, "stale": stale, "wait_seconds": 20.0})  # fmt: skip

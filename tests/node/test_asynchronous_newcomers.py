@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decentnode.faults import Faults, Link
 from decentnode.graph.growing import Growing
-from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
+from decentnode.node.schedules.asynchronous.push_sum import AsynchronousPushSum
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make

@@ -20,9 +20,9 @@ from decentnode.communication.parts import Schema
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.errors import NodeFailed, PeerLost
-from decentnode.node.background import LEAST_ELEMENTS, BackgroundMixer, supported, worthwhile
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
+from decentnode.node.schedules.background import LEAST_ELEMENTS, BackgroundMixer, supported, worthwhile
 from decentnode.payload import TensorSpec
 from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.training.base import Direction, Update

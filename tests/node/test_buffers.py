@@ -12,10 +12,10 @@ import torch
 from decentnode.communication.base import Arrival, AveragingGroup
 from decentnode.communication.run_state import at_once, without_waits
 from decentnode.graph.base import RoundView, view
-from decentnode.node.buffers import BufferExchange
-from decentnode.node.fragment_exchange import FragmentExchange
-from decentnode.node.schedule import Schedule
-from decentnode.node.sequential import Sequential
+from decentnode.node.schedules.buffers import BufferExchange
+from decentnode.node.schedules.fragment_exchange import FragmentExchange
+from decentnode.node.schedules.schedule import Schedule
+from decentnode.node.schedules.sequential import Sequential
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment

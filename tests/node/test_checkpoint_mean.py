@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decentnode.errors import Interrupted, PeerLost
-from decentnode.node.checkpoint_mean import mean_unless_ending
+from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
 
 
 class Pending:

@@ -14,8 +14,8 @@ import torch
 from decentnode.build import step_all
 from decentnode.checkpoint import store
 from decentnode.errors import CheckpointError
-from decentnode.node.going_on import OF_MODELS
-from decentnode.node.snapshot import Restored, capture, load_module_state, module_state
+from decentnode.node.checkpoints.going_on import OF_MODELS
+from decentnode.node.checkpoints.snapshot import Restored, capture, load_module_state, module_state
 from tests.checkpoint.test_state import same
 from tests.conftest import scale
 from tests.graph.contract import make

@@ -19,13 +19,13 @@ from decentnode.communication.parts import Collected, Schema
 from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import CheckpointError
 from decentnode.faults import Faults, Kill, Restart
-from decentnode.node import due_by_minutes
-from decentnode.node.asynchronous.cuts import MOST, MOST_AHEAD, NUMBER, Cuts
-from decentnode.node.asynchronous.push_sum import AsynchronousPushSum
-from decentnode.node.checkpoints import Checkpoints
-from decentnode.node.due_apart import MOST_UNASKED
+from decentnode.node.checkpoints import due_by_minutes
+from decentnode.node.checkpoints.due_apart import MOST_UNASKED
+from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
-from decentnode.node.resume_agreement import ResumeFrom
+from decentnode.node.schedules.asynchronous.cuts import MOST, MOST_AHEAD, NUMBER, Cuts
+from decentnode.node.schedules.asynchronous.push_sum import AsynchronousPushSum
 from decentnode.payload import Payload
 from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits

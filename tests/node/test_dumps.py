@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from decentnode.cli import main
 from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment import load
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
-from decentnode.node.dumps import Dumps
-from decentnode.report import dumps
+from decentnode.node.schedules.dumps import Dumps
+from decentnode.report.pictures import dumps
 from decentnode.sharing.dump import DumpConfig
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

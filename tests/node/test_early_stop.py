@@ -11,9 +11,9 @@ import torch
 from decentnode.checkpoint import store
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
+from decentnode.node.checkpoints.handover import agree_on_course
 from decentnode.node.config import NodeConfig
-from decentnode.node.course import Course, ended_early
-from decentnode.node.handover import agree_on_course
+from decentnode.node.measuring.course import Course, ended_early
 from tests.checkpoint.test_state import same
 from tests.graph.contract import make
 from tests.node.fleet import NODES, Fleet, check_resumed, whole_until

@@ -14,10 +14,10 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.faults import Faults, Kill, Link
 from decentnode.metrics.history import History
-from decentnode.node.asynchronous.epidemic import Epidemic
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
 from decentnode.node.sampling import KEPT, Sampling, Sketch, schema_of
+from decentnode.node.schedules.asynchronous.epidemic import Epidemic
 from decentnode.payload import Payload
 from decentnode.samplers.base import Surroundings
 from decentnode.samplers.cyclon import Cyclon, CyclonConfig

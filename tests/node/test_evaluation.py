@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decentnode.communication.base import Pending
-from decentnode.node.evaluation import squared_distance, steps_until_ready
+from decentnode.node.measuring.evaluation import squared_distance, steps_until_ready
 from decentnode.tensors import BLOCK_ELEMENTS
 
 

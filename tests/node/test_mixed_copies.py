@@ -11,7 +11,7 @@ import pytest
 
 from decentnode.communication.parts import Collected
 from decentnode.faults import Faults, Kill, Restart
-from decentnode.node.asynchronous.copies import Copies, Copy
+from decentnode.node.schedules.asynchronous.copies import Copies, Copy
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.records import Lives, Violation, check_generations, check_payloads, every_event
 from decentnode.wire.generation import Limits

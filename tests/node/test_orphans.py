@@ -19,9 +19,9 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from decentnode.faults import Faults, Kill, Restart
 from decentnode.metrics.dealt import Dealt, epochs, packed
-from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
-from decentnode.node.resume_agreement import ResumeFrom
 from decentnode.simulate.world.world import Setting, World
 from decentnode.wire.generation import Limits
 from tests.node.fleet import whole_until

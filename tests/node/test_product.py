@@ -29,7 +29,7 @@ from decentnode.config.component import Config, load_class
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, derived, load
 from decentnode.models.base import Model, outputs_of
-from decentnode.node import background
+from decentnode.node.schedules import background
 from decentnode.payload import Payload
 from decentnode.samples import DataSpec
 from decentnode.sharing import AMONG_EQUALS

@@ -14,11 +14,11 @@ from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import PeerLost
 from decentnode.graph.base import averaging_group_of
 from decentnode.node.config import NodeConfig
-from decentnode.node.fragment_exchange import FragmentExchange, Mixed, RoundTimes
 from decentnode.node.node import Node, NodeParts
-from decentnode.node.overlapped import Overlapped
-from decentnode.node.schedule import Schedule
-from decentnode.node.sequential import Sequential
+from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed, RoundTimes
+from decentnode.node.schedules.overlapped import Overlapped
+from decentnode.node.schedules.schedule import Schedule
+from decentnode.node.schedules.sequential import Sequential
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment

@@ -14,9 +14,9 @@ from decentnode import clock, logs
 from decentnode.build import build_in_process
 from decentnode.communication.inproc import Inproc
 from decentnode.experiment import load
-from decentnode.launch.messages import ChildMessage
-from decentnode.launch.node_files import Reporter
-from decentnode.launch.node_status import snapshot
+from decentnode.launch.children.messages import ChildMessage
+from decentnode.launch.files.node_files import Reporter
+from decentnode.launch.files.node_status import snapshot
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.reader import read
 from decentnode.metrics.writer import encode

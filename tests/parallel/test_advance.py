@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW
 
 from decentnode import native
-from decentnode.parallel import advance
-from decentnode.parallel.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, loops, vector
+from decentnode.parallel.buckets import advance
+from decentnode.parallel.buckets.advance import GRAIN_BYTES, AdamSteps, Loops, Mixing, loops, vector
 
 needs_loops = pytest.mark.skipif(loops() is None, reason="no C compiler")
 needs_exact = pytest.mark.skipif(vector() is None, reason="torch's fused Adam rounds otherwise here")

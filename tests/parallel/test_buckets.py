@@ -8,9 +8,9 @@ from torch.nn import Parameter
 
 from decentnode.config.component import Config
 from decentnode.graph.base import RoundView
-from decentnode.parallel import buckets
-from decentnode.parallel.advance import GRAIN_BYTES, loops
-from decentnode.parallel.buckets import Bucket, make_buckets
+from decentnode.parallel.buckets import bucket as buckets
+from decentnode.parallel.buckets.advance import GRAIN_BYTES, loops
+from decentnode.parallel.buckets.bucket import Bucket, make_buckets
 from decentnode.parallel.plan import Plan
 from decentnode.sharing.full import Full
 from decentnode.sharing.slowmo import SlowMo

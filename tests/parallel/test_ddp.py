@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decentnode.parallel import DecentralizedDataParallel
-from decentnode.parallel.advance import vector
+from decentnode.parallel.buckets.advance import vector
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work import models, training
 

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, backward
+from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
 from decentnode.parallel.process_group import local_device
 from decentnode.parallel.resume import recut
+from decentnode.parallel.steps import backward
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 from tests.parallel.work import face
 from tests.parallel.work.models import SGD, batch, flat, model

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange, Flight
 from decentnode.parallel.membership.exchange import RegroupingExchange
 from decentnode.parallel.plan import Plan, sharing_named
 from decentnode.parallel.topology_names import make_topology

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decentnode.metrics import reader
-from decentnode.parallel.train_records import RankRecords, figures_of
+from decentnode.parallel.recording.train_records import RankRecords, figures_of
 
 
 def of_epoch(number: int) -> list[dict[str, Any]]:

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.report.page import _conclusion, render, waited, write
-from decentnode.report.repeats import Ran
-from decentnode.report.runs import load
+from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.runs import load
 from tests.report.test_progress import summary
 from tests.report.test_runs import fake_run
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decentnode.report import plots
-from decentnode.report.runs import RecordedRun
+from decentnode.report.pictures import plots
+from decentnode.report.reading.runs import RecordedRun
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 import decentnode
 from decentnode.cli import main
 from decentnode.errors import UsageError
-from decentnode.report.plots import draw, plot, sign
-from decentnode.report.presets import PRESETS
-from decentnode.report.runs import Line, lines
+from decentnode.report.pictures.plots import draw, plot, sign
+from decentnode.report.pictures.presets import PRESETS
+from decentnode.report.reading.runs import Line, lines
 from tests.report.test_runs import fake_run
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.report.closing import closing
-from decentnode.report.progress import RunProgress
+from decentnode.report.reading.progress import RunProgress
 from decentnode.report.table import live_table
 from decentnode.words import duration, number, plural, size
 

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import UsageError
-from decentnode.report.measured import BEFORE
-from decentnode.report.reached import best, cost, first_reached, target_of
-from decentnode.report.runs import load
-from decentnode.report.significance import paired
+from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.reached import best, cost, first_reached, target_of
+from decentnode.report.reading.runs import load
+from decentnode.report.reading.significance import paired
 from tests.report.test_runs import fake_run
 
 

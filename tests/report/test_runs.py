@@ -10,9 +10,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.writer import MetricsWriter
-from decentnode.report.measured import BEFORE
-from decentnode.report.plots import plot
-from decentnode.report.runs import AXES, RecordedRun, lines, load
+from decentnode.report.pictures.plots import plot
+from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.runs import AXES, RecordedRun, lines, load
 
 METRICS = tuple(BEFORE.curves)
 

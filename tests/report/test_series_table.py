@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import UsageError
-from decentnode.report.runs import lines
+from decentnode.report.reading.runs import lines
 from decentnode.report.series_table import csv_of
 from tests.report.test_runs import fake_run
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from decentnode.report.significance import holm, incomplete_beta, paired, quantile, two_sided
+from decentnode.report.reading.significance import holm, incomplete_beta, paired, quantile, two_sided
 
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 9: 2.262, 30: 2.042, 120: 1.980}
 """Degrees of freedom -> the .975 quantile, as printed tables have it."""

@@ -16,8 +16,8 @@ from decentnode import clock
 from decentnode.cli import main
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.node.fragment_exchange import RoundTimes
-from decentnode.node.trace import NodeTrace, TracedTimes
+from decentnode.node.measuring.trace import NodeTrace, TracedTimes
+from decentnode.node.schedules.fragment_exchange import RoundTimes
 from tests.report.test_runs import fake_run
 
 QUICKSTART = str(Path(decentnode.__file__).with_name("quickstart.yaml"))

@@ -16,8 +16,8 @@ from decentnode.communication.base import Arrival, Exchange
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import Steps, at_once, without_waits
 from decentnode.errors import Interrupted, PeerFault
-from decentnode.node.fragment_exchange import FragmentExchange
-from decentnode.node.sequential import Sequential
+from decentnode.node.schedules.fragment_exchange import FragmentExchange
+from decentnode.node.schedules.sequential import Sequential
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.fragments import Fragment

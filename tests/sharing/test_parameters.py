@@ -16,8 +16,8 @@ from torch import nn
 from decentnode.build import build_in_process, schemas_of, shared_model, step_all
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
-from decentnode.launch.header import estimate_traffic, header
-from decentnode.launch.node_files import save_node
+from decentnode.launch.files.node_files import save_node
+from decentnode.launch.reporting.header import estimate_traffic, header
 from decentnode.node.node import Node
 from decentnode.sharing.parameters import Layout, Named, ParametersConfig, layout_of, named, problems_of
 from decentnode.tensors import FlatModel

@@ -22,12 +22,12 @@ from decentnode.sharing import SHARINGS
 from decentnode.sharing.d2 import D2
 from decentnode.sharing.full import Full
 from decentnode.sharing.stacked import has_stacked_form
-from decentnode.simulate import choice
-from decentnode.simulate.batched import Batched, RoundOfAll, Sink
-from decentnode.simulate.choice import WAYS, choose
-from decentnode.simulate.exchange import make_exchange
-from decentnode.simulate.forward import Layers, Unsuitable, Vmap
-from decentnode.simulate.population import Population
+from decentnode.simulate.engines import choice
+from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.engines.choice import WAYS, choose
+from decentnode.simulate.engines.exchange import make_exchange
+from decentnode.simulate.engines.forward import Layers, Unsuitable, Vmap
+from decentnode.simulate.engines.population import Population
 from decentnode.tensors import FlatModel
 from tests.conftest import scale
 
@@ -221,8 +221,8 @@ def test_rows_have_the_bits_of_stepped_nodes() -> None:
 def test_blocks_of_nodes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = batched(experiment("node.rounds=3"), "layers")
     for kind in ("CPU", "GPU"):
-        monkeypatch.setattr(f"decentnode.simulate.stacked_steps.{kind}_BLOCK_BYTES", 60000)
-        monkeypatch.setattr(f"decentnode.simulate.evaluation.{kind}_BYTES", 1)
+        monkeypatch.setattr(f"decentnode.simulate.engines.stacked_steps.{kind}_BLOCK_BYTES", 60000)
+        monkeypatch.setattr(f"decentnode.simulate.engines.evaluation.{kind}_BYTES", 1)
     blocks, _ = batched(experiment("node.rounds=3"), "layers")
     assert len(blocks.steps._leaves) > 1  # type: ignore[attr-defined]
     torch.testing.assert_close(blocks.population.parameters, whole.population.parameters, rtol=0, atol=1e-6)

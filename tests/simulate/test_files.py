@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from decentnode.cli import main
 from decentnode.cli.start import again
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 from decentnode.metrics import reader
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from decentnode.build import build_in_process
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment, load
-from decentnode.launch.in_process import run_in_process
+from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.node.node import Node
 from decentnode.simulate.own_rounds import OwnRounds, check_schedule
 from decentnode.simulate.virtual import make_clock

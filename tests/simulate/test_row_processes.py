@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from decentnode.errors import Diverged, NodeFailed
-from decentnode.simulate import jobs, row_processes
-from decentnode.simulate.batched import Batched
-from decentnode.simulate.population import Population
-from decentnode.simulate.row_processes import RowProcesses, can_fork, parts_together, shared_like
-from decentnode.simulate.steps import RowSteps
+from decentnode.simulate.engines import jobs, row_processes
+from decentnode.simulate.engines.batched import Batched
+from decentnode.simulate.engines.population import Population
+from decentnode.simulate.engines.row_processes import RowProcesses, can_fork, parts_together, shared_like
+from decentnode.simulate.engines.steps import RowSteps
 from tests.simulate.test_batched import Kept, compare, experiment
 
 pytestmark = pytest.mark.skipif(not can_fork(torch.device("cpu")), reason="forks cannot compute here")

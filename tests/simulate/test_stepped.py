@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from decentnode.build import build_in_process
 from decentnode.data.partition.iid import Iid
 from decentnode.experiment import load
-from decentnode.launch.messages import Request
-from decentnode.launch.observer import Observer
-from decentnode.launch.outcome import Outcome
+from decentnode.launch.children.messages import Request
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 
 ROOT = Path(__file__).parents[2]

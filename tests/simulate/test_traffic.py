@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.experiment import load
-from decentnode.launch.in_process import run_in_process
+from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.simulate.traffic import Traffic
 
 ROUNDS = 6

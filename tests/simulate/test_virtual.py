@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.report.runs import axes_of, lines
+from decentnode.report.reading.runs import axes_of, lines
 from decentnode.simulate.links_file import read_links
 from decentnode.simulate.virtual import VirtualTime, make_clock, measured_step_seconds, time_line_of
 

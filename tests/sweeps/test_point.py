@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from decentnode.errors import ConfigError
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 from decentnode.sweeps.point import Point, label_of, prepare
 from tests.launch.faults import experiment
 

@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch.messages import Request
+from decentnode.launch.children.messages import Request
 from decentnode.report.latex import escaped
-from decentnode.report.measured import BEFORE
+from decentnode.report.reading.measured import BEFORE
 from decentnode.sweeps import files, picture
 from decentnode.sweeps.conduct import Ended, Running, State
 from decentnode.sweeps.plan import Plan, Sweep

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 import decentnode
 from decentnode.cli import main
 from decentnode.errors import ConfigError
-from decentnode.launch.observer import Observer
-from decentnode.launch.trackers import Trackers
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.trackers import Trackers
 from decentnode.trackers import process
 
 NAME = "tests.trackers.faulty:Faulty"

@@ -12,7 +12,7 @@ import torch
 from decentnode.build import build_in_process, step_all
 from decentnode.errors import CheckpointError
 from decentnode.experiment import load
-from decentnode.launch.node_files import save_node
+from decentnode.launch.files.node_files import save_node
 from decentnode.metrics import summary
 from decentnode.models.weights import load_weights
 from decentnode.node.node import Node

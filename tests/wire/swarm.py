@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-from decentnode.launch.entry import die_with_parent
+from decentnode.launch.supervising.entry import die_with_parent
 from decentnode.wire.generation import Generation, Name
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import Bye, Message

@@ -47,7 +47,8 @@ def path_of(run: str, uid: int, lent: bool = False) -> Path:
 
 
 def run_of(folder: Path, generation: Name) -> str:
-    """launch/sockets.py removes by this name what nodes leave behind that are killed before all have mapped it."""
+    """launch/children/sockets.py removes by this name what nodes leave behind that are killed before all have mapped
+    it."""
     number, origin = generation
     return f"{folder.name.removeprefix('decentnode-')}-{number}-{origin.hex()}"
 

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from decentnode.compat.decent_dp.topologies import Edge
 from decentnode.graph.base import RoundView
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange, Flight
 from decentnode.parallel.plan import Plan
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from decentnode.compat.decent_dp.buckets import BucketSteps
 from decentnode.compat.decent_dp.mixing import HookedMixing
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange
-from decentnode.parallel.gossip_steps import GossipSteps, OptimizerStep
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange
 from decentnode.parallel.plan import Plan
+from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
 
 
 class DecentDPSteps(GossipSteps):

@@ -9,7 +9,7 @@ from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.node.schedules import SCHEDULES
+from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 
 READ_BY = {

@@ -13,7 +13,7 @@ from decentnode.config.problems import Problem
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
-from decentnode.node.schedules import SCHEDULES
+from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.requirements import Requirements
 from decentnode.wire.membership.watch import Watch

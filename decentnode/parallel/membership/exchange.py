@@ -19,9 +19,9 @@ from torch import Tensor
 
 from decentnode.errors import PeerLost
 from decentnode.parallel import process_group
-from decentnode.parallel.advance import Rows
-from decentnode.parallel.buckets import Bucket, BucketPart
-from decentnode.parallel.exchange import BucketExchange, Flight, mean_over_ranks
+from decentnode.parallel.buckets.advance import Rows
+from decentnode.parallel.buckets.bucket import Bucket, BucketPart
+from decentnode.parallel.buckets.exchange import BucketExchange, Flight, mean_over_ranks
 from decentnode.parallel.membership.job import ASK_SECONDS, MAX_ATTEMPTS, ConnectionBroken, Job
 
 T = TypeVar("T")

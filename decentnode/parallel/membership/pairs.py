@@ -21,8 +21,8 @@ from torch import Tensor
 
 from decentnode import clock
 from decentnode.communication.shared_memory.segment import Backoff
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange, Flight
 from decentnode.parallel.membership.job import ConnectionBroken
 from decentnode.parallel.plan import Plan
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from decentnode import clock, entropy
 from decentnode.errors import PeerLost
 from decentnode.parallel import process_group
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange, Flight
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange, Flight
 from decentnode.parallel.membership.addresses import endpoint_of, parsed
 from decentnode.parallel.membership.keys import Sockets
 from decentnode.parallel.plan import Plan

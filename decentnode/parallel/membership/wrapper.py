@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from decentnode.errors import GraphError, PeerLost
 from decentnode.parallel import process_group
-from decentnode.parallel.buckets import Bucket
-from decentnode.parallel.exchange import BucketExchange
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.exchange import BucketExchange
 from decentnode.parallel.membership import founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.exchange import RegroupingExchange

@@ -21,7 +21,7 @@ from decentnode.experiment.crosschecks.sharing import (
 )
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.virtual_time import LinksConfig
-from decentnode.node.schedules import SCHEDULES
+from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.planner.predict import AllReduce, Prediction, predict, predict_all_reduce
 from decentnode.simulate.virtual import local_steps, measured_step_seconds
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from decentnode.checkpoint.store import Cut, Manifest, Snapshot
 from decentnode.communication.run_state import Steps
 from decentnode.metrics.history import History
-from decentnode.node.going_on import OF_MODELS, GoingOn, evaluate_if_due, go_on
+from decentnode.node.checkpoints.going_on import OF_MODELS, GoingOn, evaluate_if_due, go_on
+from decentnode.node.checkpoints.snapshot import Restored, capture
 from decentnode.node.resumable import Resumable
-from decentnode.node.snapshot import Restored, capture
 from decentnode.simulate.world.records import Difference, Event, Life, Lives, every_event, place_of
 from decentnode.simulate.world.replay_transport import Replayed
 from decentnode.wire.generation import Name

@@ -21,7 +21,7 @@ from decentnode.communication.zeromq.sockets.security import (
     write_newcomer,
 )
 from decentnode.communication.zeromq.transport import ZeroMQ
-from decentnode.launch.admission import Request, admitted
+from decentnode.launch.nodes.admission import Request, admitted
 from decentnode.wire.generation import Limits
 from decentnode.wire.membership.seats import Seats
 from decentnode.wire.messages import Granted

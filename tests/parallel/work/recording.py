@@ -17,7 +17,8 @@ from decentnode.checkpoint import store
 from decentnode.compat import decent_dp
 from decentnode.errors import AssemblyError, CheckpointError
 from decentnode.graph.base import RoundView
-from decentnode.parallel import DecentralizedDataParallel, train_records
+from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel.recording import train_records
 from decentnode.parallel.train import TrainingRun
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full

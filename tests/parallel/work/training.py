@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from decentnode.optim import AccumAdam
-from decentnode.parallel import DecentralizedDataParallel, buckets, shared_memory
+from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel.buckets import bucket as buckets
+from decentnode.parallel.buckets import shared_memory
 from decentnode.parallel.topology_names import make_topology
 from tests.parallel.work.models import SGD, Images, Mixed, Odd, batch, flat, model
 from tests.parallel.work.simulation import rule_of, simulate, simulate_rule

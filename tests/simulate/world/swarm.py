@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from decentnode.launch.entry import die_with_parent
+from decentnode.launch.supervising.entry import die_with_parent
 from decentnode.simulate.world.drawn import draw, survive
 
 RARE = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decentnode.faults import AnyFault, Cut, Faults, Kill, Pause, Restart
-from decentnode.node.merging import Work
+from decentnode.node.generations.merging import Work
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Limits

@@ -21,9 +21,9 @@ from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import UsageError
 from decentnode.faults import Faults, Kill, Link, Restart
 from decentnode.metrics.history import History as Recorder
-from decentnode.node.checkpoints import Checkpoints
+from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
-from decentnode.node.resume_agreement import ResumeFrom
 from decentnode.simulate.world.drawn import LR, ROUNDS, Run, draw
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.quadratic import Quadratic

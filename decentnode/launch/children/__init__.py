@@ -1,0 +1,1 @@
+"""How child processes come to be, and the pipes and messages between them and the supervisor."""

@@ -1,0 +1,71 @@
+"""Imports that the fork server makes once for all nodes, so that forked nodes share the memory.
+
+Nothing here may start a thread, run a tensor operation or touch a GPU: forks inherit only the calling thread.
+"""
+
+import contextlib
+import gc
+import importlib
+from importlib.resources import files
+
+from decentnode.communication import COMMUNICATIONS
+from decentnode.compression import CODECS
+from decentnode.data import DATASETS
+from decentnode.data.partition import PARTITIONS
+from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.mapping import MAPPINGS
+from decentnode.mixing import cpu
+from decentnode.models import MODELS
+from decentnode.sharing import SHARINGS
+from decentnode.tasks import TASKS
+from decentnode.training import TRAININGS
+
+gc.disable()
+TABLES = (COMMUNICATIONS, CODECS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPINGS, MODELS, SHARINGS, TASKS, TRAININGS)
+
+
+def components() -> list[str]:
+    """Returns the modules of all components. One that each node imports by itself costs each 18 MB: making a pydantic
+    class walks over all modules and so writes to their reference counts."""
+    return sorted({target.partition(":")[0] for table in TABLES for target in table.values()})
+
+
+MODULES = (
+    "torch",
+    "torch.nn.functional",
+    "torch.optim",
+    "numpy.ma",
+    "numpy.random",
+    "safetensors.torch",
+    "yaml",
+    "zmq",
+    "msgpack",
+    "decentnode.build",
+    "decentnode.launch.nodes.node_process",
+    "decentnode.launch.one_process.in_process",
+    "decentnode.launch.nodes.several_nodes",
+    "decentnode.launch.supervising.prepare",
+    *components(),
+    "torch.profiler",
+    "networkx",
+    "torch._dynamo",  # every optimizer step imports it (torch.optim.optimizer)
+)
+"""Our own modules stand before the largest: pydantic looks through all loaded modules for the source of a new class."""
+
+for _module in MODULES:
+    try:
+        importlib.import_module(_module)
+    except ImportError:  # a child that needs it reports it, with its node and log
+        continue
+
+with contextlib.suppress(Exception):  # only warms up: what the first load makes and imports, children need not
+    from decentnode.experiment import load
+
+    _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
+    _example.open_data().shares()
+
+cpu.library()  # compiled here the first time, rather than by every child
+
+gc.freeze()
+"""The collector of a child then leaves these objects, and so the shared pages they lie in, untouched. Nothing is
+collected before: freed holes in shared pages would be filled by the children, one copy of the page each."""

@@ -1,0 +1,242 @@
+"""The files that a node writes: metrics.jsonl, events.jsonl and status.json while it runs, its model at the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import decentnode
+from decentnode import clock
+from decentnode.errors import Diverged, EnvironmentFault, PeerLost
+from decentnode.experiment import Experiment
+from decentnode.experiment.records import RunConfig
+from decentnode.launch.children.messages import ChildMessage, Progress
+from decentnode.launch.files.node_status import StatusWriter
+from decentnode.launch.files.run_dir import APART, node_dir
+from decentnode.metrics.events import EventLog
+from decentnode.metrics.history import History
+from decentnode.metrics.reader import read
+from decentnode.metrics.writer import MetricsWriter, finite
+from decentnode.models.lora import adapter_names, folded
+from decentnode.node.measuring.trace import NodeTrace
+from decentnode.node.node import Node
+from decentnode.system import replacing
+from decentnode.tensors import FlatModel
+
+Send = Callable[[ChildMessage], None]
+
+
+@contextlib.contextmanager
+def blamed_on(uid: int) -> Iterator[None]:
+    """What this block raises is said to be of node `uid`."""
+    try:
+        yield
+    except Exception as error:
+        error.__dict__.setdefault("uid", uid)
+        raise
+
+
+class Reporter:
+    """Writes a node's records to metrics.jsonl and sends some of them to the supervisor. A supervisor that is gone does
+    not stop the training."""
+
+    def __init__(self, uid: int, path: Path | None, send: Send, progress_seconds: float) -> None:
+        """path: metrics.jsonl, or None to write nothing. Raises OSError when it cannot be opened."""
+        self.uid = uid
+        self._writer = MetricsWriter(path) if path is not None else None
+        self._send = send
+        self._progress_seconds = progress_seconds
+        self._sent = 0.0
+        self._unsent: dict[str, Any] | None = None
+
+    def record(self, record: dict[str, Any]) -> None:
+        """Write one record. Sent are all but rounds that follow the last one sent by less than `progress_seconds`; such
+        a round is sent late, before a record of another kind."""
+        if self._writer is not None:
+            self._writer.write(record)
+        now = clock.now()
+        if record.get("kind") == "round" and now - self._sent < self._progress_seconds:
+            self._unsent = record
+            return
+        self._sent = now
+        with contextlib.suppress(OSError):
+            for each in (self._unsent, record) if record.get("kind") != "round" else (record,):
+                if each is not None:
+                    self._send(Progress(self.uid, finite(each)))
+        self._unsent = None
+
+    def take_over(self, path: Path, round: int) -> None:
+        """Write, and do not send, the records that another run's metrics.jsonl has of the rounds below `round`. Without
+        such a file nothing happens."""
+        if self._writer is None:
+            return
+        with contextlib.suppress(OSError):
+            for record in read(path):
+                last = record.get("round", 0) - (0 if record.get("kind") == "round" else 1)
+                if last < round:
+                    self._writer.write(record)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class NodeRecords:
+    """events.jsonl and status.json of the nodes of one process, from before they join until they end. In a run without
+    a folder nothing is written."""
+
+    def __init__(
+        self, nodes: Sequence[Node], run_dir: str | None, record: bool | Literal["auto"] = False,
+        run: RunConfig | None = None,
+    ) -> None:
+        """run: what is traced and profiled; nothing when None.
+
+        record: whether events.jsonl also has what the nodes do with models; auto: of those in the host's memory.
+        Raises OSError when a file cannot be opened."""
+        self._events: dict[int, EventLog] = {}
+        self._ends: dict[int, str] = {}
+        self._traces: dict[int, NodeTrace] = {}
+        self._status: StatusWriter | None = None
+        if run_dir:
+            folders = {node.uid: node_dir(run_dir, node.uid) for node in nodes}
+            for node in nodes:
+                log = self._events[node.uid] = EventLog(folders[node.uid] / "events.jsonl", node.uid)
+                node.communication.counters.on_event = log
+                if _is_recorded(node) if record == "auto" else record:
+                    log.record("recording", {"version": decentnode.__version__, "torch": torch.__version__,
+                                             "threads": torch.get_num_threads()})  # fmt: skip
+                    node.communication.history = History(log.record)
+                profiled = run is not None and run.profile is not None and node.uid == run.profile.uid
+                if run is not None and (run.trace or profiled):
+                    of_round = run.profile.round if run.profile is not None and profiled else None
+                    node.rounds.trace = self._traces[node.uid] = NodeTrace(folders[node.uid], run.trace, of_round)
+            self._status = StatusWriter({folders[node.uid] / "status.json": node for node in nodes})
+            self._status.start()
+
+    def joined(self, uid: int) -> None:
+        """This node has joined the run."""
+        if uid in self._events:
+            self._events[uid]("joined")
+
+    def over(self, node: Node, stopped: bool) -> None:
+        """This node's last round is over, or the last before a stop, or before it left."""
+        end = self._ends[node.uid] = "left" if node.left else "stopped" if stopped else "finished"
+        if node.uid in self._events:
+            course = node.communication.fault_course
+            for kind, count in sorted(course.touched.items() if course is not None else ()):
+                self._events[node.uid]("fault", None, f"{kind}: {count} messages")
+            self._events[node.uid]("left_run" if node.left else end, None, f"{node.round} rounds")
+
+    def failed(self, uid: int, error: BaseException, *, alone: bool = False) -> None:
+        """Node `uid` raised: it failed, and, unless it did so alone, the others of this process lost it."""
+        for each, log in self._events.items():
+            if each not in self._ends and (each == uid or not alone):
+                self._ends[each] = "failed"
+                _log_failure(log, error if each == uid else PeerLost(f"node {uid} failed: {error}", [uid]))
+
+    def close(self) -> None:
+        """Write what is left. Blocking for 5 s at most; idempotent."""
+        status, self._status = self._status, None
+        if status is not None:
+            status.close(self._ends)
+        for log in self._events.values():
+            log.close()
+        for trace in self._traces.values():
+            trace.close()
+
+
+def recorded(experiment: Experiment) -> bool | Literal["auto"]:
+    """Returns what `run.record` comes to: with faults a run is recorded, as it is checked when it is over."""
+    found = experiment.run.record
+    return True if found == "auto" and experiment.faults else found
+
+
+def _is_recorded(node: Node) -> bool:
+    """With `run.record: auto`. Where every node has to take part, a run leaves nothing to chance, and is repeated by
+    its config alone. A record costs .15 ms of CPU per round with four neighbors and a small model: a tenth of
+    quickstart's rounds, a hundredth or less where local steps take longer; of payloads on a GPU also a copy."""
+    return node.config.missing != "fail" and node.training.model.parameters.device.type == "cpu"
+
+
+def _log_failure(log: EventLog, error: BaseException) -> None:
+    kind = "peer_lost" if isinstance(error, PeerLost) else "diverged" if isinstance(error, Diverged) else "failed"
+    peers: list[int | None] = [*error.missing] if isinstance(error, PeerLost) else []
+    for peer in peers or [None]:
+        log(kind, peer, str(error))
+
+
+def save(module: nn.Module, path: Path, without: Collection[str] = ()) -> None:
+    """Write a module's state_dict as safetensors, atomically. without: names that are left out. Raises EnvironmentFault
+    when the disk refuses."""
+    save_tensors({name: value for name, value in module.state_dict().items() if name not in without}, path)
+
+
+def save_tensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write tensors as safetensors, atomically. Raises EnvironmentFault when the disk refuses."""
+    tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
+    try:
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"format": "pt"})
+    except Exception as error:  # safetensors wraps the system's errors in its own
+        raise EnvironmentFault(f"cannot write the model {path}: {error}") from error
+
+
+def load_merged(model: FlatModel, merged: Tensor) -> None:
+    """Copy `merged` [P + B] (parameters, then float buffers) into the model."""
+    model.parameters.copy_(merged[: model.num_parameters])
+    model.buffers.copy_(merged[model.num_parameters :])
+
+
+def model_path(run_dir: Path, uid: int) -> Path:
+    """Returns where a node's model is kept."""
+    return run_dir / "models" / f"{uid:03d}.safetensors"
+
+
+def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
+    """Write merged.safetensors, and what follows from adapters, of a module that holds the merged model. folder: the
+    run's models/, as a rule. kept: names of parameters that are not shared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save(module, folder / "merged.safetensors", without=kept)
+    if adapter_names(module):
+        frozen = {name for name, each in module.named_parameters() if not each.requires_grad}
+        save(module, folder / "adapters.safetensors", without={*kept} | frozen)
+        if not kept:
+            save_tensors(folded(module), folder / "folded.safetensors")
+
+
+def save_node(node: Node, run_dir: Path) -> None:
+    """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
+    nodes kept to themselves; of a model with adapters also adapters.safetensors, what of the merged model was trained,
+    and folded.safetensors, the merged model with the adapters added to its weights. In models/ema/ likewise the moving
+    averages, where there are any, without what follows from adapters. What dumps count is written, too.
+
+    The node's model may be overwritten by another one: it must not be used afterwards.
+    """
+    if node.rounds.dumps is not None:
+        node.rounds.dumps.close()
+    model, lowest = node.training.model, node.uid == node.generation.members[0]
+    kept = set(model.names_from(node.shared))
+    save(model.module, model_path(run_dir, node.uid))
+    whole = run_dir / "models"
+    if node.config.on_partition == "both" and node.uid:
+        whole /= f"{APART}{node.uid:03d}"
+    if lowest and node.merged is not None:
+        load_merged(model, node.merged)
+        save_merged(model.module, whole, kept)
+    if node.averages is None:
+        return
+    own, merged = node.averages
+    place = run_dir / "models" / "ema"
+    place.mkdir(parents=True, exist_ok=True)
+    load_merged(model, own)
+    save(model.module, place / f"{node.uid:03d}.safetensors")
+    if lowest and merged is not None:
+        load_merged(model, merged)
+        (whole / "ema").mkdir(parents=True, exist_ok=True)
+        save(model.module, whole / "ema" / "merged.safetensors", without=kept)

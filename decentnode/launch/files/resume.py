@@ -1,0 +1,132 @@
+"""Runs that go on from checkpoints: where these are, whether they fit the experiment, and how nodes get them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentnode.checkpoint import store
+from decentnode.checkpoint.store import FOLDER, Manifest
+from decentnode.errors import CheckpointError, UsageError
+from decentnode.experiment import Experiment
+from decentnode.experiment.identity import compared, identity
+from decentnode.launch.children.messages import Task
+from decentnode.launch.files import run_dir
+from decentnode.launch.files.node_files import Reporter
+from decentnode.metrics import summary as summaries
+from decentnode.node.checkpoints.making import Checkpoints
+from decentnode.node.checkpoints.resume_agreement import ResumeFrom
+from decentnode.node.measuring.course import ended_early
+from decentnode.node.node import Node
+from decentnode.node.schedules.dumps import Dumps
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoints that a run is resumed from, as far as this machine has them."""
+
+    run: Path
+    """The folder of the run."""
+    folders: tuple[Path, ...]
+    """Its folder, and those beside it that have checkpoints of the same runs, such as another machine's share."""
+    runs: tuple[str, ...]
+    """Ids of these runs."""
+    newest: Manifest
+
+
+def find(experiment: Experiment, wanted: str) -> Found | None:
+    """Returns where the checkpoints are; None where this machine has none.
+
+    wanted: the folder of a run or its experiment's name; "" for the latest run of this name that has checkpoints.
+    Raises UsageError for a run that is not there, and for checkpoints of an experiment that computes something else.
+    """
+    if wanted:
+        folder = run_dir.resolve(wanted, experiment.run_dir)
+    else:
+        places = sorted(experiment.run_dir.glob(f"{experiment.name}/*/{FOLDER}"), reverse=True)
+        runs = [place.parent for place in places if not place.parent.is_symlink() and any(_manifests(place.parent))]
+        if not runs:
+            return None
+        folder = runs[0]
+    own = list(_manifests(folder))
+    if not own:
+        return None
+    ids = {each.cut.run for each in own}
+    beside = [other for other in sorted(folder.parent.iterdir())
+              if other != folder and not other.is_symlink() and any(each.cut.run in ids for each in _manifests(other))]
+    newest = max(own, key=lambda each: (*each.cut.age, each.time))
+    lines = store.differences(compared(newest.config), identity(experiment))
+    if lines:
+        raise UsageError("\n".join([
+            f"{folder} cannot be resumed with another experiment than it was made with; these keys differ:", *lines,
+        ]))  # fmt: skip
+    return Found(folder, (folder, *beside), tuple(sorted(ids)), newest)
+
+
+def _manifests(run: Path) -> Iterator[Manifest]:
+    """Yields a whole manifest of every cut that a run's folder has."""
+    for place in sorted((run / FOLDER).glob("*-*")):
+        for path in sorted(place.glob("[0-9]*.json")):
+            try:
+                yield store.read_manifest(path)
+            except CheckpointError:
+                continue
+            break
+
+
+def finished(found: Found, experiment: Experiment) -> str:
+    """Returns, of a run that has done as many rounds as are wanted now and has written its results, a sentence that
+    says so; "" for others."""
+    try:
+        summary = summaries.read(found.run / "summary.json")
+    except (OSError, ValueError):
+        return ""
+    rounds, stop = experiment.node.rounds, experiment.node.early_stop
+    done = _done_by_all(found, experiment.make_graph().num_nodes)
+    if summary.get("status") != "finished" or done is None:
+        return ""
+    if done < rounds and stop is not None and summary.get("ended") == "early_stop":
+        why = ended_early(stop, summary.get("best") or {}) if done == summary.get("rounds") else ""
+        return f"{found.run} ended early, after {done} of {rounds} rounds: {why}; more patience than " \
+               f"{stop.patience}, or --set node.early_stop=null, goes on" if why else ""  # fmt: skip
+    if done < rounds:
+        return ""
+    return f"{found.run} is finished: it has done {done} of {rounds} rounds; --set node.rounds=N goes on to N"
+
+
+def _done_by_all(found: Found, num_nodes: int) -> int | None:
+    """Returns how many rounds were over at the newest cut that all of its members in the mapping have, on the furthest
+    of them; None without such a cut."""
+    folders = [folder / FOLDER for folder in found.folders]
+    whole = [{each.cut: each.round for each in store.scan(folders, uid, found.runs)[0]} for uid in range(num_nodes)]
+    complete = [cut for cut in set().union(*whole)
+                if all(cut in whole[uid] for uid in cut.members if uid < num_nodes)]  # fmt: skip
+    if not complete:
+        return None
+    newest = max(complete, key=lambda cut: cut.age)
+    return max(whole[uid][newest] for uid in newest.members if uid < num_nodes)
+
+
+def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -> None:
+    """Let a node make checkpoints and dumps in the folder of its run, and go on from the checkpoints that the task
+    names."""
+    dump = getattr(experiment.sharing, "dump", None)
+    if task.run_dir is not None and dump is not None and dump.by(node.uid):
+        folder = run_dir.node_dir(task.run_dir, node.uid) / "dumps"
+        node.rounds.dumps = Dumps(folder, dump, node.training.model.named_shapes)
+    if task.run_dir is None or (experiment.node.checkpoint is None and task.resume is None):
+        return
+    resume = None
+    if task.resume is not None:
+        resume = ResumeFrom(tuple(Path(folder) / FOLDER for folder in task.resume), frozenset(task.resume_runs))
+
+    def resumed(manifest: Manifest | None, round: int) -> None:
+        if manifest is not None:
+            before = run_dir.node_dir(manifest.path.parents[2], node.uid)
+            reporter.take_over(before / "metrics.jsonl", round)
+
+    # As a file gives it back, for the comparison with the next run's.
+    plain = json.loads(json.dumps(identity(experiment)))
+    node.checkpoints = Checkpoints(node, Path(task.run_dir) / FOLDER, plain, resume, resumed)

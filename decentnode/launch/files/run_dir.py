@@ -1,0 +1,209 @@
+"""The run directory runs/<name>/<time>-<id>/: made, found again, and written by the supervisor (docs/howto/repeat.rst,
+"The folder of a run")."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.launch.children.messages import Facts
+from decentnode.launch.files import provenance, supervisor_file
+from decentnode.metrics import summary as summaries
+from decentnode.metrics.run_folder import SCRIPT
+from decentnode.metrics.run_folder import create as create
+from decentnode.metrics.run_folder import node_dir as node_dir
+from decentnode.metrics.run_folder import point as point
+from decentnode.system import write_atomic
+
+ENVIRONMENT_SECONDS = 30.0
+"""Longest wait for versions and git's state at the end of a run."""
+
+APART = "apart-"
+"""A folder in models/ of this name and its uid is where the node of the lowest uid in its generation keeps the merged
+model, as long as another generation may have one, too."""
+
+
+def write_inputs(path: Path, facts: Facts, command: str) -> None:
+    """Write configs, graph, mapping, command and copied files. Raises EnvironmentFault when the disk refuses."""
+    files = {
+        "config.yaml": facts.config_text,
+        "config.resolved.yaml": facts.resolved_text,
+        "command.txt": command + "\n",
+        "mapping.yaml": facts.mapping_text,
+        "graph.edges": facts.graph_text,
+        "task.json": json.dumps(facts.task, indent=2) + "\n",
+        "faults.jsonl": "".join(f"{json.dumps(each)}\n" for each in facts.faults),
+    }
+    try:
+        for name, text in files.items():
+            if text:
+                write_atomic(path / name, text)
+        for name, source in facts.inputs.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source, path / name)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to the run directory {path}: {error.strerror}") from error
+
+
+def resolve(path: str | Path, runs: Path | None = None) -> Path:
+    """Returns the run directory that a user names: the directory itself, its parent (its latest run), or "latest".
+
+    Raises UsageError when there is none.
+    """
+    given = Path(path)
+    runs = runs or Path("runs")
+    candidates = [given, given / "latest", runs / given / "latest", runs / given]
+    for folder in (given, runs / given):  # of one machine among several, which is not the first
+        found = list(folder.glob("latest-machine*"))
+        candidates += found if len(found) == 1 else []
+    if str(path) == "latest":
+        with contextlib.suppress(OSError):
+            candidates += sorted(runs.glob("*/latest"), key=lambda link: -link.stat().st_mtime)
+    for candidate in candidates:
+        if (candidate / "nodes").is_dir():
+            return candidate.resolve()
+    there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
+    raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{there}")
+
+
+def refuse_script(run: Path) -> None:
+    """Raises UsageError for the run of a script (`decentnode.parallel.train`): its config is the script's own, and no
+    experiment."""
+    try:
+        told = json.loads((run / "task.json").read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    if told == SCRIPT:
+        raise UsageError(
+            f"{run} is the run of a script, whose config is no experiment and whose models are in its checkpoints: "
+            f"start the script again, as {run / 'command.txt'} says, with resume=True to go on"
+        )
+
+
+def home_of(run: Path) -> Path | None:
+    """Returns the parent folder of a run that is not in the folder of its experiment, such as one that was copied
+    alone. None for others: their config says where new runs go (`run.dir` is two folders up)."""
+    try:
+        name = yaml.safe_load((run / "config.resolved.yaml").read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return None
+    return None if run.parent.name == name else run.parent
+
+
+def resolve_all(what: str | Path, runs: Path) -> list[Path]:
+    """Returns the run directories that a user names: the directory itself, all runs of an experiment's folder or of its
+    name in `runs`, oldest first, or the "latest" of all.
+
+    Raises UsageError when there are none.
+    """
+    if str(what) != "latest":
+        for folder in (Path(what), runs / what):
+            if (folder / "nodes").is_dir():
+                return [folder.resolve()]
+            inside = {each.parent.resolve() for each in folder.glob("*/nodes")} if folder.is_dir() else set()
+            if inside:
+                return sorted(inside)
+    return [resolve(what, runs)]
+
+
+class Records:
+    """Writes what the supervisor knows into the run directory: inputs, environment, summary. Once the run has begun, a
+    disk that refuses becomes a notice and does not stop it."""
+
+    def __init__(self, facts: Facts, config: str, command: str) -> None:
+        """Make the run directory. Raises EnvironmentFault."""
+        self.directory = create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
+        write_inputs(self.directory, facts, command)
+        supervisor_file.write(self.directory)
+        self.notices: list[str] = []
+        self._facts = facts
+        self._config_dir = Path(config).absolute().parent
+        self._thread: threading.Thread | None = None
+        self._modules: dict[str, dict[str, str]] = {}
+
+    def keep_modules(self, modules: Mapping[str, str]) -> None:
+        """Copy those of the user's own modules (name -> path) that are not copied yet, so that the run can be
+        repeated."""
+        try:
+            new = {name: path for name, path in modules.items() if name not in self._modules}
+            self._modules |= provenance.keep_modules(new, self.directory)
+        except OSError as error:
+            self.notices.append(f"the run's own modules could not be kept: {error.strerror}")
+
+    def start(self) -> None:
+        """Begin to write the environment, in a thread: versions and git's state take up to a second. Idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_environment, daemon=True)
+            self._thread.start()
+
+    def _write_environment(self) -> None:
+        facts = {"name": self._facts.name, "digest": self._facts.digest, "machine": self._facts.machine}
+        try:
+            provenance.write(self.directory, facts, self._config_dir)
+        except OSError as error:
+            self.notices.append(f"the environment could not be written: {error.strerror}")
+
+    def _write_modules(self) -> None:
+        """Add the modules to env.json, which is written before all of them are known."""
+        path = self.directory / "env.json"
+        if self._modules and path.exists():
+            with contextlib.suppress(OSError, ValueError):
+                found = {**json.loads(path.read_text()), "modules": self._modules}
+                write_atomic(path, json.dumps(found, indent=2) + "\n")
+
+    def finish(self, summary: dict[str, Any], whole: bool) -> bool:
+        """Write the environment to its end, and summary.json where `summary` is of the `whole` run. Blocking for at
+        most ENVIRONMENT_SECONDS. Returns False where summary.json could not be written."""
+        self.start()
+        assert self._thread is not None
+        self._thread.join(ENVIRONMENT_SECONDS)
+        self._write_modules()
+        written = True
+        if whole:
+            try:
+                summaries.write(self.directory / "summary.json", summary)
+            except OSError as error:
+                self.notices.append(f"summary.json could not be written: {error.strerror}")
+                written = False
+        supervisor_file.remove(self.directory)
+        return written
+
+
+def has_checkpoint(run: Path, num_nodes: int) -> bool:
+    """Returns whether a run's folder has a checkpoint of one moment from all its members that are in the mapping, as
+    far as the names of the files say. Those of one machine's share have not."""
+    for place in (run / "checkpoints").glob("[0-9]*-*"):
+        found = {path.stem: path for path in sorted(place.glob("[0-9]*.json"))}
+        try:
+            members = json.loads(next(iter(found.values())).read_text(encoding="utf-8"))["body"]["cut"]["members"]
+        except (OSError, ValueError, LookupError, StopIteration):
+            continue
+        if all(f"{uid:03d}" in found for uid in members if uid < num_nodes):
+            return True
+    return False
+
+
+def take_merged(run_dir: Path) -> None:
+    """Where no merged model is in models/: let it be that of the lowest node which kept one in a folder beside. Raises
+    OSError."""
+    models = run_dir / "models"
+    beside = sorted(models.glob(f"{APART}*"))
+    if not beside or (models / "merged.safetensors").exists():
+        return
+    for each in beside[0].iterdir():
+        if each.is_dir():
+            (models / each.name).mkdir(exist_ok=True)
+            for file in each.iterdir():
+                file.replace(models / each.name / file.name)
+            each.rmdir()
+        else:
+            each.replace(models / each.name)
+    beside[0].rmdir()

@@ -1,0 +1,295 @@
+"""Several nodes of a machine in one process: they are built one after the other, join at once, are stepped in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import resource
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentnode import clock, logs
+from decentnode.build import build
+from decentnode.communication.shared_process import SharedProcess
+from decentnode.errors import Interrupted
+from decentnode.experiment import Experiment
+from decentnode.launch.children.messages import Bound, Closed, Failed, Finished, NodeJoined, Task
+from decentnode.launch.children.pipe import Pipe
+from decentnode.launch.children.signals import on_termination
+from decentnode.launch.files.node_files import NodeRecords, Reporter, blamed_on, recorded, save_node
+from decentnode.launch.files.provenance import local_modules
+from decentnode.launch.files.resume import attach
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.loading import load_request
+from decentnode.launch.nodes.node_process import (
+    PEERS_SECONDS,
+    Commands,
+    begin_faults,
+    describe_failure,
+    give_back_memory,
+    give_faults,
+    let_go,
+    remote_endpoints,
+    set_up,
+    tell_absent,
+    transport_maker,
+)
+from decentnode.node.node import Node
+from decentnode.node.stepping import Stepping
+
+logger = logging.getLogger(__name__)
+
+LEAVE_SECONDS = 20.0
+"""Longest wait, once all nodes of the process have ended, until the last has told the others and let go of its sockets,
+each of which takes the transport a few seconds at most."""
+
+
+REPORTING = 8
+"""A process reports as many rounds to the supervisor as so many nodes with processes of their own: each report takes
+either side tenths of a millisecond, and nobody reads hundreds a second."""
+
+
+@dataclass
+class _Hosted:
+    """A node of this process, and how it fares."""
+
+    node: Node
+    reporter: Reporter
+    failed: Failed | None = None
+    stopped: bool = False
+
+
+def run_task(task: Task, channel: Pipe) -> int:
+    """Run all nodes of a task to their end and report each to the supervisor. Returns the exit code. Blocking; never
+    raises."""
+    return _SeveralNodes(task, channel).run()
+
+
+class _SeveralNodes:
+    """The nodes of one process, from their start to their end."""
+
+    def __init__(self, task: Task, channel: Pipe) -> None:
+        self._task, self._channel, self._send = task, channel, channel.send
+        self._commands = Commands(channel, task.join)
+        self._process = SharedProcess(tuple(task.uids))
+        self._hosted: dict[int, _Hosted] = {}
+        self._records: NodeRecords | None = None
+        self._leaving: list[threading.Thread] = []
+        self._looking = threading.Lock()
+        self._looked, self._found = 0, dict[str, str]()
+        """How many modules there were when those of the user's own were looked for, and what was found."""
+
+    def run(self) -> int:
+        """Returns the exit code. Blocking; never raises."""
+        try:
+            experiment = self._prepare()
+            self._build(experiment)
+            self._join(experiment)
+        except BaseException as error:
+            self._fail_all(error)
+        else:
+            steps = {uid: each.node.steps() for uid, each in self._hosted.items() if each.failed is None}
+            Stepping(self._process, steps, self._ended).run()
+        return self._conclude()
+
+    # -- the start --------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> Experiment:
+        task = self._task
+        allow_files()
+        set_up(task, task.uids[0])
+        if task.run_dir:
+            logs.set_up_nodes({uid: node_dir(task.run_dir, uid) / "log.txt" for uid in task.uids})
+        experiment = load_request(task.request, check=False)
+        logs.set_level(experiment.run.log_level)
+        return experiment
+
+    def _build(self, experiment: Experiment) -> None:
+        task, digest = self._task, experiment.digest()
+        progress_seconds = task.progress_seconds * max(1.0, len(task.uids) / REPORTING)
+        for uid in task.uids:
+            folder = node_dir(task.run_dir, uid) if task.run_dir else None
+            reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, self._send, progress_seconds)
+            make = transport_maker(experiment, task, uid, self._process, digest)
+            with logs.of_node(uid), blamed_on(uid):
+                self._hosted[uid] = _Hosted(build(experiment, uid, make, reporter.record), reporter)
+        experiment.forget_data()
+        nodes = [each.node for each in self._hosted.values()]
+        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment), experiment.run)
+        for uid, each in self._hosted.items():
+            with logs.of_node(uid), blamed_on(uid):
+                attach(each.node, experiment, task, each.reporter)
+                give_faults(each.node, experiment, self._send)
+        give_back_memory()
+
+    def _join(self, experiment: Experiment) -> None:
+        """Open the sockets of all nodes, learn those of the others, and connect. Blocking. A node that cannot join has
+        failed; what keeps all of them from it is raised."""
+        nodes = [each.node for each in self._hosted.values()]
+
+        def stop() -> None:
+            for node in nodes:
+                node.ask_stop()
+
+        on_termination(stop)
+        bound = []
+        for node in nodes:
+            with blamed_on(node.uid):
+                endpoints_here = node.communication.bind()
+            assert endpoints_here is not None, "nodes of several processes listen"
+            bound.append(Bound(node.uid, *endpoints_here))
+        self._channel.send_all(bound, PEERS_SECONDS)
+        endpoints = remote_endpoints(experiment, self._task.machine)
+        endpoints |= {int(uid): (control, bulk) for uid, (control, bulk) in self._commands.peers().items()}
+        for node in nodes:
+            node.communication.set_peers(endpoints)
+        joined = threading.Event()
+        if 0 in self._hosted and not self._task.join:
+            absent = (self._hosted[0].node.communication, self._send, joined)
+            threading.Thread(target=tell_absent, args=absent, daemon=True).start()
+        try:
+            together([functools.partial(self._join_node, each) for each in self._hosted.values()])
+        finally:
+            joined.set()
+
+    def _join_node(self, hosted: _Hosted) -> None:
+        """In a thread of its own: to join blocks until the others do."""
+        node, started = hosted.node, clock.now()
+        with logs.of_node(node.uid):
+            try:
+                if self._task.join:
+                    node.communication.join()  # before `attach`: until then failures of others do not concern it
+                    self._commands.attach(node)
+                else:
+                    self._commands.attach(node)
+                    node.communication.start(node.communication.config.start_timeout_seconds)
+                    seconds = clock.now() - started
+                    logger.info("joined after %.2f s; %d samples", seconds, node.training.num_samples)
+            except BaseException as error:
+                self._fail(hosted, error)
+                return
+            if self._records is not None:
+                self._records.joined(node.uid)
+            begin_faults(node, self._task)
+            self._send(NodeJoined(node.uid))
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def _ended(self, uid: int, error: BaseException | None) -> None:
+        """A node was stepped to its end, or raised: write what it leaves. What takes the transport a while is left to a
+        thread, so that the others are stepped meanwhile."""
+        hosted = self._hosted[uid]
+        node = hosted.node
+        try:
+            if error is not None:
+                raise error
+            if node.checkpoints is not None:
+                node.checkpoints.close(node.communication.config.timeout_seconds)
+            if self._task.run_dir:
+                save_node(node, Path(self._task.run_dir))
+        except BaseException as reason:
+            self._fail(hosted, reason)
+            return
+        hosted.stopped = not node.over and not node.left
+        self._commands.detach(uid)
+        self._leave(uid, functools.partial(self._finish, hosted))
+
+    def _finish(self, hosted: _Hosted) -> None:
+        node = hosted.node
+        node.communication.close()
+        hosted.reporter.close()
+        assert self._records is not None, "made before the nodes join"
+        self._records.over(node, hosted.stopped)
+        reports = {str(other): figures for other, figures in node.reports.items()}
+        with contextlib.suppress(OSError):
+            self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, self._modules(), node.left))
+
+    def _modules(self) -> dict[str, str]:
+        """Those of the user's own: looked for again only where more were imported since, as a look takes
+        milliseconds."""
+        with self._looking:
+            if self._looked != len(sys.modules):
+                self._looked, self._found = len(sys.modules), local_modules()
+            return self._found
+
+    def _fail(self, hosted: _Hosted, error: BaseException) -> None:
+        """A node failed, and it alone."""
+        node = hosted.node
+        self._process.uids.discard(node.uid)
+        self._commands.detach(node.uid)
+        hosted.failed = describe_failure(node.uid, error)
+        if self._records is not None:
+            self._records.failed(node.uid, error, alone=True)
+        failed = hosted.failed
+
+        def leave() -> None:
+            let_go(failed, error, node, hosted.reporter)
+            with contextlib.suppress(OSError):
+                self._send(Closed(node.uid))
+
+        with contextlib.suppress(OSError):
+            self._send(failed)
+        self._leave(node.uid, leave)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """The process cannot run its nodes: one of them is the cause, where that is known."""
+        cause = getattr(error, "uid", self._task.uids[0])
+        failed = describe_failure(cause, error)
+        for uid in (cause, *(each for each in self._task.uids if each != cause)):
+            told = failed if uid == cause else Failed(uid, failed.exit_code, failed.title, failed.title, follower=True)
+            hosted = self._hosted.get(uid)
+            with contextlib.suppress(OSError):
+                self._send(told)
+            if self._records is not None:
+                self._records.failed(uid, error, alone=True)
+            if hosted is not None and hosted.failed is None:
+                hosted.failed = told
+                self._leave(uid, functools.partial(let_go, told, error, hosted.node, hosted.reporter))
+        if cause not in self._hosted:
+            logger.error("%s", failed.text)
+        self._code = failed.exit_code
+
+    def _leave(self, uid: int, work: Callable[[], None]) -> None:
+        def run() -> None:
+            with logs.of_node(uid):
+                work()
+
+        thread = threading.Thread(target=run, name=f"leave-{uid}", daemon=True)
+        self._leaving.append(thread)
+        thread.start()
+
+    _code = 0
+    """Of what kept all nodes from their start."""
+
+    def _conclude(self) -> int:
+        deadline = clock.now() + LEAVE_SECONDS
+        for thread in self._leaving:
+            thread.join(max(0.0, deadline - clock.now()))
+        if self._records is not None:
+            self._records.close()
+        self._process.close()
+        codes = [each.failed.exit_code for each in self._hosted.values() if each.failed is not None]
+        stopped = any(each.stopped for each in self._hosted.values())
+        return self._code or next(iter(codes), Interrupted.exit_code if stopped else 0)
+
+
+def together(works: Sequence[Callable[[], None]]) -> None:
+    """Do all of these at once, in a thread each. Blocking until the last is over; none may raise."""
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def allow_files() -> None:
+    """Let this process have as many open files, sockets among them, as the system allows: many systems give 1,024 at
+    first, and a node has some 30."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,1 @@
+"""Runs whose nodes are all in one process: stepped, or computed together."""

@@ -1,0 +1,200 @@
+"""What a run whose nodes are computed together leaves: the files and messages of a run with a process per node."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from decentnode import clock
+from decentnode.errors import Interrupted
+from decentnode.launch.children.messages import ChildMessage, Finished, NodeJoined, Progress, Task
+from decentnode.launch.files.node_files import model_path, save, save_merged
+from decentnode.launch.files.provenance import local_modules
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.one_process.simulated_records import lines_of
+from decentnode.metrics.events import EventLog
+from decentnode.metrics.writer import MetricsWriter, encode, finite
+from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
+from decentnode.simulate.virtual import VirtualTime
+from decentnode.system import write_atomic
+from decentnode.wire.orders import Action
+
+WRITE_SECONDS = 1.0
+"""Least time between two writings of all nodes' files."""
+WRITE_SHARE = 0.01
+"""The part of the time that the files of one kind, and what is told of a round, may take before they become rarer."""
+KEPT_RECORDS = 1 << 17
+"""Records of rounds, one per node and round, that wait to be written: at some 400 bytes each, and as much for their
+text."""
+
+
+class Stoppable(Protocol):
+    """Nodes, or what computes all of them."""
+
+    def ask_stop(self) -> None:
+        """Ask for an end after the round under way. Any thread may call it."""
+
+    def order(self, action: Action) -> None:
+        """Have all nodes pause, go on or evaluate before the same round. Any thread may call it."""
+
+
+class _Pace:
+    """When something is due that may take WRITE_SHARE of the time. A context manager around the doing."""
+
+    def __init__(self, first: float = WRITE_SECONDS, seconds: float = WRITE_SECONDS) -> None:
+        """first: seconds until the first doing. seconds: the least from one doing to the next."""
+        self._seconds = seconds
+        self._next = clock.now() + first
+
+    @property
+    def is_due(self) -> bool:
+        return clock.now() >= self._next
+
+    def __enter__(self) -> None:
+        self._started = clock.now()
+
+    def __exit__(self, *_: object) -> None:
+        now = clock.now()
+        self._next = now + max(self._seconds, (now - self._started) / WRITE_SHARE)
+
+
+class Files(Sink):
+    """Gathers the records of all nodes and writes them to each node's files now and then; a process that is killed
+    loses those of its last seconds."""
+
+    def __init__(
+        self, engine: Batched, task: Task, send: Callable[[ChildMessage], None], tick: Callable[[], None],
+        virtual: VirtualTime | None = None,
+    ) -> None:
+        """tick: called after every round. virtual: the run's virtual time, where it has one."""
+        self._engine, self.task, self.send, self._tick, self._virtual = engine, task, send, tick, virtual
+        self._rounds: list[RoundOfAll] = []
+        self._untold: RoundOfAll | None = None
+        """The last round, where nobody was told of it."""
+        self._lines: dict[int, list[bytes]] = {uid: [] for uid in task.uids}
+        self._told, self._records, self._states = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
+
+    def take_round(self, found: RoundOfAll) -> None:
+        self._rounds.append(found)
+        self._untold = found
+        if self._told.is_due:
+            self._tell()
+        if self._records.is_due or len(self._rounds) * len(self._lines) >= KEPT_RECORDS:
+            self._format()  # not timed: it grows with the rounds since, and would make writing rarer and rarer
+            with self._records:
+                self._write_records()
+        if self._states.is_due:
+            with self._states:
+                self._write_states("local steps")
+
+    def take_record(self, uid: int, record: dict[str, Any]) -> None:
+        self._tell()  # what is said of an evaluation has the loss and the bytes of its round beside it
+        self._format()
+        if self._virtual is not None:
+            record = self._virtual.told(uid, record)
+        self._lines[uid].append(encode(record))
+        self.send(Progress(uid, finite(record)))
+
+    def _tell(self) -> None:
+        """Tell of the last round, if nobody did."""
+        found, self._untold = self._untold, None
+        if found is None:
+            return
+        with self._told:
+            for uid, line in enumerate(lines_of([found], self._virtual)):
+                self.send(Progress(uid, json.loads(line)))
+
+    def hold(self) -> None:
+        self.flush("paused")
+
+    def tick(self) -> None:
+        self._tick()
+
+    def _format(self) -> None:
+        """Make lines of the rounds so far."""
+        rounds, self._rounds = self._rounds, []
+        for lines, text in zip(self._lines.values(), lines_of(rounds, self._virtual), strict=False):
+            lines.append(text)
+
+    def flush(self, doing: str) -> None:
+        """Write the records so far and what every node does now. Blocking. Raises OSError but on a full disk."""
+        self._format()
+        self._write_records()
+        self._write_states(doing)
+
+    def _write_records(self) -> None:
+        for uid, lines in self._lines.items():
+            if lines and self.task.run_dir:
+                writer = MetricsWriter(node_dir(self.task.run_dir, uid) / "metrics.jsonl")
+                writer.append(b"".join(lines))
+                writer.close()
+            lines.clear()
+
+    def _write_states(self, doing: str) -> None:
+        if self.task.run_dir:
+            for uid in self._lines:
+                status = encode(self._status(uid, doing)).decode()
+                write_atomic(node_dir(self.task.run_dir, uid) / "status.json", status)
+
+    def _status(self, uid: int, doing: str) -> dict[str, Any]:
+        return {
+            "uid": uid, "pid": os.getpid(), "time": clock.wall(), "round": self._engine.round,
+            "rounds": self._engine.config.rounds, "doing": doing, "waiting_for": [], "waiting_seconds": 0.0,
+            "edges": {}, "faults": {},
+        }  # fmt: skip
+
+    def event(self, uid: int, kind: str, detail: str = "", peer: int | None = None) -> None:
+        """Append to a node's events.jsonl."""
+        if self.task.run_dir:
+            log = EventLog(node_dir(self.task.run_dir, uid) / "events.jsonl", uid)
+            log(kind, peer, detail)
+            log.close()
+
+
+def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppable]], None]) -> int:
+    """Run all nodes to their end, write what they leave, and report them. Returns the exit code. Blocking; raises what
+    a node raises, whose `uid` is then an attribute of the error."""
+    task, send = files.task, files.send
+    ready([engine])
+    for uid in task.uids:
+        files.event(uid, "joined")
+        send(NodeJoined(uid))
+    try:
+        engine.run(files)
+    except BaseException as error:
+        failed = getattr(error, "uid", task.uids[0])
+        for uid in task.uids:
+            kind = "diverged" if uid == failed and type(error).__name__ == "Diverged" else "failed"
+            own = uid == failed
+            files.event(uid, kind if own else "peer_lost", str(error) if own else f"node {failed} failed: {error}",
+                        None if own else failed)  # fmt: skip
+        files.flush("failed")
+        raise
+    finally:
+        engine.population.close()
+    over = engine.over
+    files.flush("finished" if over else "stopped")
+    if task.run_dir:
+        save_models(engine, Path(task.run_dir))
+    for uid in task.uids:
+        files.event(uid, "finished" if over else "stopped", f"{engine.round} rounds")
+        send(Finished(uid, engine.figures(uid), not over, modules=local_modules() if uid == task.uids[-1] else {}))
+    return 0 if over else Interrupted.exit_code
+
+
+def save_models(engine: Batched, run_dir: Path) -> None:
+    """Write the models of all nodes and the merged one, as nodes with processes do."""
+    population = engine.population
+    fragments = population.shared[0].fragments
+    shared = fragments[-1].stop if fragments else population.num_parameters
+    kept = set(population.model.names_from(shared))
+    for uid in range(population.num_nodes):
+        with population.bound(uid) as training:
+            save(training.model.module, model_path(run_dir, uid))
+    population.release()
+    if engine.found is not None:
+        with population.holding(engine.found.merged):
+            save_merged(population.model.module, run_dir / "models", kept)

@@ -1,0 +1,209 @@
+"""A simulated run that faults strike: its nodes are whole processes of a world on virtual time (simulate/world/), with
+the files and messages of a run on machines. What they recorded is checked, and replayed, as that of such a run is."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from decentnode.build import build, limits_of
+from decentnode.communication.parts import Schema
+from decentnode.communication.zeromq.config import ZeroMQConfig
+from decentnode.errors import Interrupted, PeerLost, UsageError
+from decentnode.experiment import Experiment
+from decentnode.experiment.virtual_time import ComputeConfig
+from decentnode.faults import AnyFault, ClockJump, Faults, FullDisk, Kill, Link, OnProcesses, Restart
+from decentnode.launch.children.messages import ChildMessage, Engine, Failed, Finished, NodeJoined, Task
+from decentnode.launch.files.node_files import NodeRecords, Reporter, recorded, save_node
+from decentnode.launch.files.provenance import local_modules
+from decentnode.launch.files.resume import attach
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.nodes.node_process import describe_failure
+from decentnode.launch.one_process.simulated import Stoppable
+from decentnode.node.node import Node
+from decentnode.simulate.virtual import make_compute
+from decentnode.simulate.world.run_again import PLAIN
+from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.world import Process, Setting, World
+from decentnode.wire.orders import Action
+
+logger = logging.getLogger(__name__)
+
+STEP_SECONDS = 0.01
+"""Of a local step, in virtual seconds, where `simulate.compute` does not say. Not measured: a run repeats to the bit.
+"""
+LINK = Link(latency_seconds=0.001, jitter_seconds=0.0)
+RESTART_SECONDS = 1.0
+"""Virtual seconds until a process that was killed is started again, as `node.restarts` says."""
+LONGEST_SECONDS = 1e8
+"""Virtual seconds that no run takes."""
+
+
+def refused(experiment: Experiment, resumes: bool) -> str:
+    """Returns why these faults cannot be simulated; "" where they can."""
+    for fault in experiment.faults:
+        if isinstance(fault, FullDisk | ClockJump):
+            return f"a simulated run has no disk and no time of day for {fault.do} to strike; run it with processes"
+    if experiment.simulate.engine == "batched":
+        return "simulate.engine: batched has neither processes nor connections that faults could strike; leave it out"
+    if experiment.simulate.links is not None:
+        return "simulate.links must be left out with faults, which come about on links of their own"
+    return "a simulated run with faults is not resumed: it repeats from its beginning" if resumes else ""
+
+
+class StruckWorld(World):
+    """Starts processes that are killed again, as a supervisor does."""
+
+    restarts: int = 0
+    """`node.restarts`."""
+
+    def __init__(self, *parts: Any) -> None:
+        """parts: of `World`."""
+        super().__init__(*parts)
+        self.struck: Counter[str] = Counter()
+        """How many processes were struck, by the kind of fault."""
+
+    def strike(self, index: int, fault: AnyFault) -> None:
+        struck = [uid for uid in fault.uids if isinstance(fault, OnProcesses)
+                  and self.processes[uid].alive != isinstance(fault, Restart)]  # fmt: skip
+        if struck:
+            self.struck[fault.do] += len(struck)
+        super().strike(index, fault)
+        for uid in struck:
+            if isinstance(fault, Kill) and self.processes[uid].life < self.restarts:
+                self.heap.after(RESTART_SECONDS, lambda uid=uid: self._restart(uid))  # type: ignore[misc]
+
+    def _restart(self, uid: int) -> None:
+        process = self.processes[uid]
+        if process.dead and any(each.alive for each in self.processes.values()):
+            self._begin(uid, process.life + 1).begin()
+
+
+class StruckRun:
+    """All nodes of a task, until the last one ends."""
+
+    def __init__(
+        self, task: Task, experiment: Experiment, send: Callable[[ChildMessage], None], tick: Callable[[], None]
+    ) -> None:
+        """tick: called after everything that happens to a node. Raises UsageError where the faults cannot be simulated.
+        """
+        if why := refused(experiment, task.resume is not None):
+            raise UsageError(why)
+        self._task, self._experiment, self._send, self._tick = task, experiment, send, tick
+        self._reporters: dict[int, Reporter] = {}
+        self._records: dict[int, NodeRecords] = {}
+        self._stop_asked = self._stop_told = False
+        self.world = self._make_world()
+
+    def _make_world(self) -> StruckWorld:
+        experiment = self._experiment
+        usual = ComputeConfig.model_validate({"step_seconds": STEP_SECONDS})
+        compute = make_compute(experiment, experiment.simulate.compute or usual)
+        config = experiment.communication
+        config = config if isinstance(config, ZeroMQConfig) else PLAIN
+        regroups = experiment.node.missing == "regroup"
+        made = StruckWorld(Setting(
+            experiment.make_graph().num_nodes, config.model_copy(update={"checksum": "xxh3"}),
+            limits_of(experiment) if regroups else None, Faults(links=LINK, plan=experiment.make_faults()),
+            seed=experiment.seed, compute_seconds=lambda uid, round: float(compute.seconds(round)[uid]),
+        ), self._make_node)  # fmt: skip
+        made.restarts = experiment.node.restarts if regroups else 0
+        made.began, made.settled = self._began, self._settled
+        return made
+
+    def _make_node(self, uid: int, make_communication: Callable[[tuple[Schema, ...]], Simulated]) -> Node:
+        def record(found: dict[str, Any]) -> None:
+            self._reporters[uid].record(found)
+
+        return build(self._experiment, uid, make_communication, record, device="cpu")
+
+    def ask_stop(self) -> None:
+        """As `Stoppable.ask_stop`."""
+        self._stop_asked = True
+
+    def order(self, action: Action) -> None:
+        """As `Stoppable.order`: says that nothing comes of it. Virtual time does not wait for somebody at a console."""
+        logger.warning("%s: a simulated run with faults takes no orders but to stop", action)
+
+    def _began(self, process: Process) -> None:
+        """A process begins, in place of the one of its node that died."""
+        uid, task, node = process.uid, self._task, process.node
+        if uid in self._records:
+            self._records[uid].close()
+        else:
+            path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
+            self._reporters[uid] = Reporter(uid, path, self._send, task.progress_seconds)
+            self._send(NodeJoined(uid))
+        self._records[uid] = NodeRecords([node], task.run_dir, recorded(self._experiment) is True, self._experiment.run)
+        attach(node, self._experiment, task, self._reporters[uid])
+        self._records[uid].joined(uid)
+
+    def _settled(self, process: Process) -> None:
+        self._tick()
+        if self._stop_asked and not self._stop_told and process.alive:
+            self._stop_told = True
+            process.node.ask_stop()
+            process.shell.settle()
+
+    def run(self) -> int:
+        """Run to the end, and write and tell what every node leaves. Returns the exit code. Blocking; raises what ends
+        the run, with the `uid` of the node that raised it."""
+        try:
+            over = self.world.run(LONGEST_SECONDS)
+            assert over, "a simulated run comes to no end"
+            ends = [self.world.processes[uid] for uid in self._task.uids]
+            well = [each for each in ends if not each.dead and each.error is None]
+            if not well or self._experiment.node.missing != "regroup":
+                self._raise_first(ends)
+            for process in reversed(ends):
+                self._end(process)
+            return 0 if all(each.node.over for each in well) else Interrupted.exit_code
+        except BaseException as error:
+            for uid, each in self._records.items():
+                each.failed(getattr(error, "uid", uid), error, alone=True)
+            raise
+        finally:
+            for records in self._records.values():
+                records.close()
+            for reporter in self._reporters.values():
+                reporter.close()
+
+    def _raise_first(self, ends: Sequence[Process]) -> None:
+        """Raises what the first node raised that did not merely lose another one."""
+        failed = [each for each in ends if each.error is not None]
+        for process in sorted(failed, key=lambda each: isinstance(each.error, PeerLost)):
+            assert process.error is not None
+            process.error.__dict__.setdefault("uid", process.uid)
+            raise process.error
+
+    def _end(self, process: Process) -> None:
+        uid, node = process.uid, process.node
+        if process.dead:
+            title = f"node {uid} was killed, as `faults` says"
+            self._send(Failed(uid, PeerLost.exit_code, title, title))
+        elif process.error is not None:
+            self._send(describe_failure(uid, process.error))
+        else:
+            if node.checkpoints is not None:
+                node.checkpoints.close(node.communication.config.timeout_seconds)
+            stopped = not node.over
+            self._records[uid].over(node, stopped)
+            figures = node.figures()
+            if self._task.run_dir:
+                save_node(node, Path(self._task.run_dir))
+            struck = dict(self.world.struck)
+            self._send(Finished(uid, figures, stopped, modules=local_modules(), struck=struck))
+
+
+def run_struck(
+    task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
+    ready: Callable[[Sequence[Stoppable]], None], tick: Callable[[], None],
+) -> int:
+    """Run all nodes of a simulated task with faults, as `in_process.run_nodes` does without. Returns the exit code."""
+    run = StruckRun(task, experiment, send, tick)
+    send(Engine("world", "faults strike whole nodes on virtual time"))
+    ready([run])
+    return run.run()

@@ -1,0 +1,68 @@
+"""After a run with faults: what its nodes recorded is checked. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from decentnode.errors import NodeFailed, UsageError
+from decentnode.launch.children.messages import Facts, Failed
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Ledger
+from decentnode.simulate.world.records import (
+    Violation,
+    check_generations,
+    check_payloads,
+    every_event,
+    read_lives,
+)
+
+NOTHING = "no node recorded a payload that it mixed"
+
+
+def check_run(
+    run_dir: Path | None, facts: Facts, ledger: Ledger, observer: Observer
+) -> dict[str, Any] | None:
+    """Returns what `check` finds, and tells the observer; a payload that was not what it must be is a failure of the
+    run. None where nothing was to be recorded, or nobody came to an end. Blocking."""
+    if not facts.checked or run_dir is None or not ledger.finished:
+        return None
+    found = check(run_dir, facts)
+    if "violation" in found:
+        ledger.failures.append(Failed(facts.local[0], NodeFailed.exit_code, told(found), told(found)))
+    else:
+        observer.notice(told(found))
+    return found
+
+
+def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
+    """Returns what summary.json says of it, as `checked`: how many payloads were mixed as their sources sent them, and
+    how many generations of members there were; or under `violation` the first record that contradicts another; or under
+    `unchecked` why nothing can be said. Blocking: a million records take some seconds."""
+    if len(facts.machines) > 1:
+        return {"unchecked": "the records lie on several machines: copy their folders nodes/<uid> beside each other, "
+                             "and decentnode replay --check"}  # fmt: skip
+    try:
+        lives = read_lives(run_dir, facts.num_nodes)
+        if any("total" in event.fields for _, event in every_event(lives)):
+            return {"unchecked": "payloads were summed on their way (collective communication)"}
+        payloads = check_payloads(lives)
+        generations = check_generations(lives, min_nodes=facts.min_nodes, rounds=facts.rounds)
+    except Violation as violation:
+        return {"violation": str(violation)}
+    except (UsageError, OSError) as error:
+        return {"unchecked": str(error)}
+    if not payloads:
+        return {"unchecked": NOTHING}
+    return {"payloads": payloads, "generations": generations}
+
+
+def told(checked: dict[str, Any]) -> str:
+    """Returns what `check` found, in a sentence."""
+    if "violation" in checked:
+        return f"a payload or a generation is not what it must be: {checked['violation']}"
+    if "unchecked" in checked:
+        return f"not checked: {checked['unchecked']}"
+    if not checked["payloads"]:
+        return f"not checked: {NOTHING}"
+    return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them"

@@ -1,0 +1,220 @@
+"""What the console says of an experiment before it starts: (label, text) lines, warnings among them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import zmq
+from torch import nn
+
+from decentnode import __version__
+from decentnode.build import devices_of, shared_model, threads_of
+from decentnode.data.opened import OpenedData
+from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import module_without_values
+from decentnode.graph import spectrum
+from decentnode.launch.files.provenance import source_hash
+from decentnode.mapping.hosts import address
+from decentnode.node.schedules.schedules import payload_schema
+from decentnode.payload import TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.fragments import Fragment
+from decentnode.sharing.parameters import layout_of, named
+from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.words import size
+
+LEAST_SECONDS = 1.0
+"""Least time-out at which no healthy node was missed at a load of 19 on two cores; at .5 s some were."""
+LOOKED_AT = 64
+"""How many exchanges are searched for the first one in which node 0 has neighbors."""
+
+
+def header(experiment: Experiment, local: Sequence[int]) -> list[list[str]]:
+    """Returns (label, text) lines that describe the experiment. Makes one model, without values, and divides the
+    data, as every node does. local: the nodes of this machine."""
+    graph = experiment.make_graph()
+    data = experiment.open_data()
+    module = module_without_values(experiment, data.spec)
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    sizes = [len(part) for part in data.shares().values()]
+    neighbors = [len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)]
+    partition = getattr(experiment.data, "partition", None)
+    return [
+        ["versions", _versions(experiment, local)],
+        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
+        ["data", f"{experiment.data.name}, {_owned(data, len(sizes))}{sum(sizes):,} training samples, "
+                 f"{_section(partition)}: smallest node {min(sizes):,}, largest {max(sizes):,}"],
+        ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
+        ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
+        *_parameters(experiment, module),
+        ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
+        *(["warning", doubt] for doubt in experiment.doubts),
+        *([["warning", short]] if (short := short_timeout(experiment)) else []),
+        *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
+    ]  # fmt: skip
+
+
+def _owned(data: OpenedData, readable: int) -> str:
+    """Whose the files are, where nodes have private ones."""
+    return f"private files of each node, those of {readable} are here, " if data.private else ""
+
+
+def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
+    """"4,160 shared in 2 fragments, 650 kept"; nothing where the model is exchanged as a whole."""
+    if experiment.parameters is None:
+        return []
+    layout = layout_of(experiment.parameters, named(module), experiment.make_graph().num_nodes)
+    kept, count = sum(math.prod(shape) for shape in layout.shapes) - layout.shared, len(layout.ranges)
+    parts = f" in {count} fragments" if count > 1 else ""
+    return [["parameters", f"{layout.shared:,} shared{parts}, {kept:,} kept by each node"]]
+
+
+def _rule(experiment: Experiment) -> str:
+    """"topk with int8"."""
+    codec = getattr(experiment.sharing, "compression", None)
+    return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
+
+
+def _traffic(found: TrafficEstimate, experiment: Experiment) -> str:
+    if experiment.node.schedule == "ad_psgd":  # whatever the degree
+        return f"{size(found.message)} per message, as a rule at most 2 per node per round, an offer and an answer"
+    most = "" if found.exact else "at most "
+    when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
+    return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"
+
+
+def exposure(experiment: Experiment) -> str:
+    """Returns a warning where nodes listen on an open interface without security; empty where they do not."""
+    config, mapping = experiment.communication, experiment.make_mapping()
+    if not config.networked or config.key_folder is not None:
+        return ""
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    open_ = sorted({place.bind for place in places if place.port is not None and not _is_loopback(place.bind)})
+    if not open_:
+        return ""
+    return (
+        f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: whoever reaches "
+        f"these ports can read the models and disturb the run; make keys with decentnode keygen and set "
+        f"communication: {{security: required, keys: ...}}"
+    )
+
+
+def short_timeout(experiment: Experiment) -> str:
+    """Returns a warning where nodes go on without a neighbor after so short a time that a busy machine makes healthy
+    ones miss each other; empty where they do not."""
+    config = experiment.communication
+    if experiment.node.missing != "return_weight" or config.name == "inproc" or config.timeout_seconds >= LEAST_SECONDS:
+        return ""
+    return (
+        f"communication.timeout_seconds is {config.timeout_seconds:g}: on a busy machine healthy nodes are silent for "
+        f"so long, and with missing: return_weight rounds go on without them; {LEAST_SECONDS:g} or more is clean"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    known = address(host)
+    return host == "localhost" if known is None else known.is_loopback
+
+
+def _versions(experiment: Experiment, local: Sequence[int]) -> str:
+    threads = threads_of(experiment, local[0])
+    where = " and ".join(_devices(devices_of(experiment.make_mapping(), local)))
+    per_node = f"{threads} thread{'s' if threads != 1 else ''} per node"
+    return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {where}, {per_node}"
+
+
+def _devices(found: Sequence[torch.device]) -> Iterator[str]:
+    """"2 GPUs NVIDIA H200", "CPU"."""
+    names = Counter(torch.cuda.get_device_name(device) for device in {*found} if device.type == "cuda")
+    for name, count in sorted(names.items()):
+        yield f"{count} GPUs {name}" if count > 1 else f"GPU {name}"
+    if any(device.type == "cpu" for device in found):
+        yield "CPU"
+
+
+def _degrees(neighbors: list[int]) -> str:
+    low, high = min(neighbors), max(neighbors)
+    return f"degree {low}" if low == high else f"degrees {low} to {high}"
+
+
+def _gap(experiment: Experiment) -> str:
+    """The spectral gap of the graph; empty above 256 nodes, where it would take long."""
+    graph = experiment.make_graph()
+    if not 1 < graph.num_nodes <= 256:
+        return ""
+    rounds = spectrum.rounds_to_consensus(graph)
+    about = f" (consensus to 1e-3 in about {rounds} rounds)" if rounds is not None else ""
+    return f", spectral gap {spectrum.spectral_gap(graph):.3f}{about}"
+
+
+def _section(config: object) -> str:
+    """"dirichlet alpha 0.5" for a section."""
+    values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
+    return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
+
+
+def other_code(experiment: Experiment) -> list[list[str]]:
+    """Returns a warning line where the experiment repeats a run that was made with other code of decentnode."""
+    try:
+        then = json.loads((experiment.base_dir / "env.json").read_text())["source"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if then == source_hash():
+        return []
+    return [["warning", "the run that this repeats was made with other code of decentnode: results may differ"]]
+
+
+@dataclass(frozen=True)
+class TrafficEstimate:
+    """Bytes of payloads, without headers and acknowledgements."""
+
+    message: int
+    """Bytes of one payload, of the largest fragment where there are several."""
+    sent: float
+    """Bytes that a node sends in a round that has an exchange, mean over the nodes; of fragments mean over the rounds,
+    too."""
+    exact: bool
+    """Whether all payloads have this size; otherwise it is the largest."""
+    first: int
+    """The round of the first exchange."""
+
+
+def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstimate:
+    """Returns the traffic of the experiment's rule and codec, from the schemas of the rule and the neighbors that it
+    plans; float buffers included. Raises what making the rule raises."""
+    shared = shared_model(experiment, module)
+    rules, model, graph = shared.make_rules(), shared.model, experiment.make_graph()
+    fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
+    found = []
+    for fragment, rule in zip(fragments, rules, strict=True):
+        schema = payload_schema(experiment.node.schedule, rule, fragment.elements, model.dtype)
+        found.append(_of_fragment(fragment, rule, schema, experiment.seed))
+    buffers = model.buffers.nbytes if experiment.node.buffers == "average" else 0
+    first = min(each.first for each in found)
+    edges = sum(len(rule_view(rules[0], graph, uid, first).neighbors) for uid in range(graph.num_nodes))
+    sent = sum(each.sent for each in found) + buffers * edges / graph.num_nodes
+    return TrafficEstimate(max(each.message for each in found), sent, all(each.exact for each in found), first)
+
+
+def _of_fragment(
+    fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int
+) -> TrafficEstimate:
+    """The traffic of one fragment whose payloads have this schema; where it is exchanged in every k-th round, the k-th
+    part of an exchange's."""
+    message = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
+
+    def messages(uid: int, turn: int) -> int:
+        seen = replace(rule_view(rule, fragment.graph, uid, turn, seed), fragment=fragment.index)
+        phases = range(rule.requirements.phases)
+        return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in phases)
+
+    nodes = range(fragment.graph.num_nodes)
+    first = next((turn for turn in itertools.islice(exchange_rounds(rule), LOOKED_AT) if messages(0, turn)), 0)
+    sent = message * sum(messages(uid, first) for uid in nodes) / len(nodes) / fragment.every
+    return TrafficEstimate(message, sent, all(spec.exact for spec in schema.values()), fragment.round_of(first))

@@ -1,0 +1,136 @@
+"""What the supervisor tells whoever watches a run (the console, a test, nobody), and the words for a long wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decentnode.launch.children.messages import Engine, Facts, Failed, NodesAbsent
+from decentnode.words import names
+
+if TYPE_CHECKING:
+    from decentnode.launch.reporting.outcome import Outcome
+
+
+class Observer:
+    """Is told what happens in a run. Every method does nothing: override those of interest. All are called in the
+    supervisor's thread and must not block."""
+
+    def facts(self, facts: Facts, run_dir: Path | None) -> None:
+        """The experiment is loaded; `run_dir` is None for a dry run."""
+
+    def header(self, lines: list[list[str]]) -> None:
+        """(label, text) lines that describe the experiment."""
+
+    def waiting(self, text: str) -> None:
+        """The run waits for longer than a moment; `text` says for whom. Repeated while it lasts."""
+
+    def joined(self, seconds: float) -> None:
+        """All nodes of the run are connected, `seconds` after the command."""
+
+    def asks_to_join(self, seconds: float) -> None:
+        """Instead of `joined`: this machine's nodes ask a run that has begun to let them in."""
+        self.joined(seconds)
+
+    def progress(self, uid: int, record: dict[str, Any]) -> None:
+        """A record of a node's metrics.jsonl came: every evaluation, and now and then a round."""
+
+    def notice(self, text: str) -> None:
+        """`text` is something that the user should know and that does not stop the run."""
+
+    def lost(self, uid: int) -> None:
+        """The others go on without this node; it takes part again once a generation has it."""
+
+    def restarted(self, uid: int) -> None:
+        """A new process of this node was started: its records count bytes from 0."""
+
+    def failed(self, failure: Failed, log: Path | None) -> None:
+        """The run fails, because of `failure`; `log` is the folder of the node's logs."""
+
+    def stopping(self, signal_name: str) -> None:
+        """A first signal came: the nodes finish their round and write their results."""
+
+    def suspending(self) -> None:
+        """The terminal stops this process (Ctrl-Z); the nodes go on."""
+
+    def resumed(self) -> None:
+        """This process goes on after `suspending`."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """A run that a program has started is over, in whichever way; `outcome` says how."""
+
+    def tick(self) -> None:
+        """Called at least four times per second: time to redraw."""
+
+
+def engine_notice(engine: Engine) -> str:
+    """Returns how a simulated run computes its nodes, in words."""
+    return f"simulated, {engine.name}: {engine.reason}"
+
+
+def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbsent | None, waited: float) -> str:
+    """Returns whom a start that takes long is waiting for, in words.
+
+    late: local nodes that `phase` waits for. absent: what uid 0 last said, if it is here. waited: seconds.
+    """
+    if phase == "starting":
+        return f"node {names(late)} to load data and model ({waited:.0f} s)"
+    if facts.machine:
+        return f"machine 0 ({facts.hosts[0]}) to start the run ({waited:.0f} s)"
+    if absent is None:
+        return f"node {names(late)} to connect ({waited:.0f} s)"
+    parts = [
+        f"machine {machine} at {facts.hosts[machine]} (node {names(missing)})"
+        for machine, uids in enumerate(facts.machines)
+        if (missing := sorted(set(absent.uids).intersection(uids)))
+    ]
+    refused = [f"refused: {reason}" for reason in absent.refusals.values()]
+    told = "; ".join(filter(None, [", ".join(parts), *refused]))
+    return f"{told or 'the word to start to reach every node'} ({waited:.0f} s)"
+
+
+def resumed_notice(record: Mapping[str, Any]) -> str:
+    """Returns the sentence for a record of kind "resumed"."""
+    without = record.get("without", [])
+    what = f"goes on after round {record.get('round')}"
+    if record.get("own_rounds"):
+        what = f"goes on, each node after the last round of its own, the first one after round {record.get('round')}"
+    if not without:
+        return what
+    return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \
+           "the sharing rule begins anew"  # fmt: skip
+
+
+def apart_notice(record: Mapping[str, Any]) -> str:
+    """Returns the sentence for a record of kind "apart"."""
+    parts, edges = record.get("parts", []), record.get("edges", [])
+    told = f"generation {record.get('generation', 0)}: without the absent nodes the graph falls apart into nodes " \
+           + " and ".join(names(part) for part in parts)  # fmt: skip
+    if not edges:
+        return f"{told}, which go on apart; node.repair would join them"
+    return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in edges)}"
+
+
+def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
+    """Returns the sentence for a record of kind "generation"."""
+    members, left, joined = (record.get(key, []) for key in ("members", "left", "joined"))
+    departed = record.get("departed", [])
+    lost = [uid for uid in left if uid not in departed]
+    changes = [f"without node {names(lost)}"] if lost else []
+    changes += [f"without node {names(departed)}, which left as asked"] if departed else []
+    back, new = [uid for uid in joined if uid < num_nodes], [uid for uid in joined if uid >= num_nodes]
+    changes += [f"with node {names(back)} again"] if back else []
+    changes += [f"with node {names(new)}, which no mapping has"] if new else []
+    number = record.get("generation", 0)
+    more = sum(uid >= num_nodes for uid in members)
+    count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
+    alone = len(members) == 1
+    round, own = record.get("round", 0), record.get("own_rounds")  # that of who tells is nobody else's
+    what = f"{'goes' if alone else 'go'} on{'' if own else f' from round {round}'}"
+    if record.get("stopping"):
+        what = f"{'ends' if alone else 'end'} the run{'' if own else f' after round {round}'}"
+    if not (changes or "merged" in record or record.get("stopping")):
+        changes = ["the same as before"]
+    merged = "; models that went on apart became their mean" if "merged" in record else ""
+    return ", ".join([f"generation {number}: {count} {what}", *changes]) + merged

@@ -1,0 +1,122 @@
+"""Orders of people to a run that goes on (pause, resume, stop, evaluate), between `decentnode control` or the
+dashboard and the supervisor of this machine's nodes. Between nodes they travel as all their messages do
+(wire/orders.py)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+from decentnode import entropy
+from decentnode.config.component import did_you_mean
+from decentnode.errors import UsageError
+from decentnode.launch.children.messages import OrderRun
+from decentnode.launch.files import request_files, supervisor_file
+from decentnode.launch.supervising.workers import Worker
+from decentnode.wire.orders import Action
+
+ACTIONS = {
+    "pause": "hold all nodes before the same round",
+    "resume": "let them go on",
+    "stop": "end the run after the round under way, as Ctrl-C does",
+    "evaluate": "evaluate all models before the same round",
+}
+"""What can be ordered, and what it means."""
+ANSWER_SECONDS = 10.0
+"""How long whoever asks waits for the supervisor."""
+TOLD_ORDERS = 64
+"""How many orders that were obeyed are remembered, so that the user hears of each once."""
+KEY = "[0-9a-f]{16}"
+"""How the orders' files are told apart."""
+
+
+def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
+    """Order a run to do something. Blocking until its supervisor has passed it on. Returns what it says.
+
+    Raises UsageError for an unknown action, where nobody runs the run, and with the reason where it refuses;
+    EnvironmentFault where the folder cannot be written, or nobody answers in time.
+    """
+    if action not in ACTIONS:
+        raise UsageError(f"the action must be one of {', '.join(ACTIONS)}, got {action[:40]!r}"
+                         + did_you_mean(action, ACTIONS))  # fmt: skip
+    if over := _over(run):
+        raise UsageError(f"{run.name} cannot be asked to {action}: {over}")
+    found = request_files.ask(
+        run, f"control-{entropy.word(8)}", {"action": action}, f"the supervisor of {run.name}", lambda: _over(run),
+        timeout_seconds,
+    )  # fmt: skip
+    if found.get("refusal"):
+        raise UsageError(f"{run.name} does not {action}: {found['refusal']}")
+    return str(found.get("said", ""))
+
+
+def _over(run: Path) -> str:
+    """Why nobody takes orders for the run; "" where somebody does."""
+    if not (run / supervisor_file.FILE).exists() and any(run.glob(f"nodes/*/{supervisor_file.FILE}")):
+        return "its nodes here have no supervisor (decentnode node); a machine that runs its share takes orders"
+    return supervisor_file.ended(run, run)
+
+
+class ControlledRun(Protocol):
+    """What `Controlling` needs of a machine's share of a run."""
+
+    @property
+    def phase(self) -> str:
+        """starting, joining or running."""
+
+    @property
+    def present(self) -> list[Worker]:
+        """The processes whose nodes take part in the run."""
+
+    def stop_as_asked(self) -> bool:
+        """End the run after the round under way; False where it ends already."""
+
+    def notice(self, text: str) -> None:
+        """Tell the user."""
+
+
+class Controlling:
+    """Takes orders from the folder of a run, and tells the user what came of them."""
+
+    def __init__(self, run: Path | None) -> None:
+        """run: None where nothing is written, and nobody can ask."""
+        self._requests = request_files.Requests(run, "control", KEY)
+        self._told: deque[tuple[str, int]] = deque(maxlen=TOLD_ORDERS)
+
+    def tick(self, now: float, run: ControlledRun) -> None:
+        """Obey what was ordered since the last call."""
+        for key, asked in self._requests.taken(now):
+            self._requests.answer(key, self._obey(str(asked.get("action")), run))
+
+    def _obey(self, action: str, run: ControlledRun) -> dict[str, str]:
+        if action not in ACTIONS:
+            return {"refusal": f"{action[:40]!r} is none of {', '.join(ACTIONS)}"}
+        if run.phase != "running":
+            return {"refusal": "the run has not begun"}
+        if action == "stop":
+            stops = run.stop_as_asked()
+            return {"said": "the run stops after the round under way"} if stops else {"refusal": "it ends already"}
+        workers = run.present
+        if not workers:
+            return {"refusal": "no node of this machine takes part in it"}
+        workers[0].send(OrderRun(action))
+        said = {"pause": "all nodes hold before the same round", "resume": "all nodes go on",
+                "evaluate": "all nodes evaluate before the same round"}  # fmt: skip
+        return {"said": said[action]}
+
+    def told(self, record: Mapping[str, Any], run: ControlledRun) -> None:
+        """A node obeyed: the user hears of the first."""
+        key = str(record.get("what")), int(record.get("round") or 0)
+        if key not in self._told:
+            self._told.append(key)
+            words = {"paused": "paused", "resumed": "goes on", "evaluated": "evaluated, as ordered,"}
+            run.notice(f"{words.get(key[0], key[0])} after round {key[1]}")
+
+    def close(self) -> None:
+        """The run is over: refuse what nobody takes any more, and leave no file."""
+        self._requests.refuse_the_rest("the run is over")
+
+
+assert {*get_args(Action)} < ACTIONS.keys()

@@ -1,0 +1,138 @@
+"""For which nodes of this machine the run waits, until when, and what becomes of those that are late."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from decentnode.errors import AssemblyError, Interrupted, PeerLost
+from decentnode.launch.children.messages import Failed, NodesAbsent
+from decentnode.launch.reporting.observer import names, waiting_for
+from decentnode.launch.supervising.early_end import ECHO_SECONDS, GRACE_SECONDS, EarlyEnd
+from decentnode.launch.supervising.local_run import LocalRun
+from decentnode.launch.supervising.losses import Losses
+from decentnode.launch.supervising.workers import late_nodes
+
+NOTICE_SECONDS = 3.0
+"""After a wait this long the observer is told for whom the run waits."""
+BACK_SECONDS = 2.0
+"""After all others have ended: how long a node that is not back in the run may take to end by itself."""
+EXIT_SECONDS = 10.0
+"""How long a process may take to end after its last message."""
+ASSEMBLY_MARGIN_SECONDS = 15.0
+"""How much longer than the nodes themselves the supervisor waits for the start."""
+
+
+class Deadlines:
+    """Ends waits for nodes whose deadline has passed: the run fails, or goes on or ends without them."""
+
+    def __init__(self, run: LocalRun, end: EarlyEnd, losses: Losses) -> None:
+        self.absent: NodesAbsent | None = None
+        """What uid 0 last said of the nodes that a start waits for, if it is here."""
+        self.heard = 0.0
+        """When a node last told of its progress; `clock.now()`."""
+        self.first_finish: float | None = None
+        """When the first node had made all its rounds; `clock.now()`."""
+        self._facts, self._nodes, self._ledger = run.facts, run.nodes, run.ledger
+        self._observer = run.command.observer
+        # Nodes of a simulation wait for nobody: however many thousands they are, they take as long as they take.
+        self._start_seconds = math.inf if run.command.request.simulate else run.facts.start_timeout_seconds
+        self._end, self._losses = end, losses
+        self._alone_since: float | None = None
+        """Since when nobody is left that could let those in that were started again; `clock.now()`."""
+        self._noticed = 0.0
+
+    def check(self, now: float) -> None:
+        """End waits whose deadline has passed, and say for whom a long one waits."""
+        limit, phase = self._start_seconds, self._nodes.phase
+        waited = now - self._nodes.phase_since
+        late = late_nodes(self._nodes.workers, phase)
+        if late and self._losses.nobody_is_left:
+            self._end_without_any(now)
+            return
+        self._alone_since = None
+        if phase == "starting" and late and waited > limit:
+            self._end.give_up(late, AssemblyError.exit_code, f"not ready within {limit:g} s")
+        elif phase == "joining" and late and waited > limit + ASSEMBLY_MARGIN_SECONDS:
+            self._end.give_up(late, AssemblyError.exit_code, f"not connected within {waited:.0f} s")
+        elif self.first_finish is not None and late and self._only_they_are_left(late, now):
+            self._end_without(late)
+        elif self.first_finish is not None and late and now - self._silent_since > self._closing_seconds:
+            seconds = now - self._silent_since
+            if self._facts.regroup:
+                self._leave_behind(late, f"silent for {seconds:.0f} s after other nodes had finished")
+                return
+            self._end.give_up(late, PeerLost.exit_code, f"silent for {seconds:.0f} s after other nodes had finished")
+        elif phase != "running" and late and now - max(self._noticed, self._nodes.phase_since) > NOTICE_SECONDS:
+            self._noticed = now - NOTICE_SECONDS + 1.0
+            self._observer.waiting(waiting_for(self._facts, phase, late, self.absent, waited))
+        for worker in self._nodes.workers:
+            if worker.alive and worker.leaving_since is not None and now - worker.leaving_since > EXIT_SECONDS:
+                worker.kill()
+
+    @property
+    def _closing_seconds(self) -> float:
+        """How much later than the first node the others may end: they may still wait for each other, and write what the
+        run leaves, which a short time-out says nothing of."""
+        return max(self._facts.timeout_seconds, GRACE_SECONDS)
+
+    @property
+    def _silent_since(self) -> float:
+        """From when the end of the last nodes is awaited; `clock.now()`. A side of a broken network takes its time."""
+        assert self.first_finish is not None
+        return max(self.first_finish, self.heard) if self._facts.sides else self.first_finish
+
+    @property
+    def _ended(self) -> float:
+        """When the latest of the last messages of nodes came; `clock.now()`."""
+        return max((worker.leaving_since or 0.0 for worker in self._nodes.workers), default=0.0)
+
+    def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
+        for uid in self._given_up(late):
+            title = f"node {uid}: {what}"
+            self._losses.died(Failed(uid, exit_code, title, title))
+
+    def _given_up(self, late: list[int]) -> Iterator[int]:
+        """Marks those of `late` that still run as failed, one after the other, and kills processes without any other
+        node."""
+        for worker in self._nodes.workers:
+            gone = [uid for uid in worker.left if uid in late] if worker.alive else []
+            for uid in gone:
+                worker.failed.add(uid)
+                yield uid
+            if gone and worker.over:
+                worker.kill()
+
+    def _only_they_are_left(self, late: list[int], now: float) -> bool:
+        """Returns whether the others went on without the nodes `late`, and all others ended BACK_SECONDS ago."""
+        outside = self._ledger.outside(self._facts.local, self._facts.sides)
+        return outside.issuperset(late) and now - self._ended > BACK_SECONDS
+
+    def _end_without(self, late: list[int]) -> None:
+        """End these nodes: all others have ended, and none is left that could let them in."""
+        if self._ledger.stopped:
+            self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
+            return
+        behind = []
+        for uid in self._given_up(late):
+            before = self._ledger.lost.get(uid)
+            since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
+            title = f"{since}, it was not back in time before the run was over"
+            self._ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
+            if before is None:
+                behind.append(uid)
+            else:
+                self._observer.notice(title)
+        if behind:
+            title = f"node {names(sorted(behind))}: left behind, not back in time before the run was over"
+            self._observer.notice(title)
+
+    def _end_without_any(self, now: float) -> None:
+        """End those that were started again: no other node can let them in. Not at once, as one of them may be about to
+        tell that it is back in the run."""
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < ECHO_SECONDS:
+            return
+        first = next(iter(self._ledger.lost.values()))
+        title = f"{first.title}: all nodes have died, and none is left that could let them in again"
+        self._end.fail_at_once(Failed(first.uid, first.exit_code, title, title))

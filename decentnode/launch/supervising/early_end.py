@@ -1,0 +1,147 @@
+"""The end of a run before its last round: after a failure, a signal, or an order to stop."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from decentnode import clock
+from decentnode.launch.children.messages import Failed, OrderRun, PeerFailure, StopRun
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.reporting.observer import names
+from decentnode.launch.reporting.outcome import first_cause
+from decentnode.launch.supervising.local_run import LocalRun
+
+ECHO_SECONDS = 0.5
+"""After a failure that follows from another node's: how long the run waits for that one, to report it as the cause."""
+GRACE_SECONDS = 5.0
+"""After a failure: how long the other nodes may take to tell other machines and to close their files."""
+MEET_SECONDS, MEET_ROUNDS = 5.0, 3.0
+"""After a signal or an order to stop: how long nodes may take to stand before the same round, in seconds and, beside
+that, in rounds as long as the longest of those that they made last: the one under way, and one that others began."""
+
+
+class EarlyEnd:
+    """Tells all nodes that the run ends, tells the user the cause, and kills the nodes that do not end in time."""
+
+    def __init__(self, run: LocalRun) -> None:
+        self.killed_by_user = False
+        self.silent: list[int] = []
+        """Nodes that did not end after another's failure and were killed."""
+        self._nodes, self._ledger, self._strikes = run.nodes, run.ledger, run.strikes
+        self._observer, self._signals = run.command.observer, run.command.signals
+        self._signals_seen = 0
+        self._asked_to_stop = False
+        self._cause_told = False
+        self._meets = run.facts.meets
+        self._meet_until: float | None = None
+        """When nodes that were to stand before the same round are stopped wherever they are; None while none are."""
+        self._standing: set[int] = set()
+        self._round_seconds: dict[int, float] = {}
+        self._kill_at: float | None = None
+        """When all children are killed, once the run has failed or the user asked for it."""
+
+    @property
+    def near(self) -> bool:
+        """Whether all children that are left are killed before long."""
+        return self._kill_at is not None
+
+    def fail(self, failed: Failed) -> None:
+        """A node failed, and the run with it: the other nodes hear of the first, and have a moment to end."""
+        self._ledger.failures.append(failed)
+        if len(self._ledger.failures) == 1:
+            self._nodes.tell_all(PeerFailure(failed.uid, failed.title))
+            self._kill_at = clock.now() + (GRACE_SECONDS if self._nodes.phase == "running" else 1.0)
+        if not failed.follower:
+            self.tell_cause()
+
+    def fail_at_once(self, failed: Failed) -> None:
+        """As `fail`, where no node can do anything any more."""
+        self.fail(failed)
+        self._kill_at = clock.now()
+
+    def give_up(self, late: list[int], exit_code: int, what: str) -> None:
+        """The run fails because of the nodes `late`; what: what they did not do."""
+        title = f"node {names(late)}: {what}"
+        self.fail(Failed(late[0], exit_code, title, title))
+
+    def tell_cause(self) -> None:
+        """Report the cause of the failure, once. A failure that follows from another node's waits for that one."""
+        cause = first_cause(self._ledger.failures)
+        if cause is None or self._cause_told:
+            return
+        self._cause_told = True
+        directory = self._ledger.directory
+        log = node_dir(directory, cause.uid) if directory else None
+        self._observer.failed(cause, log if log is not None and log.is_dir() else None)
+
+    def stop_as_asked(self) -> bool:
+        """End the run after the round under way; False where it ends already."""
+        if self._asked_to_stop or self._signals_seen or self.near:
+            return False
+        self._asked_to_stop = True
+        self._observer.notice("asked to stop: the nodes finish their round and write their results")
+        self._stop()
+        return True
+
+    def obey_signals(self) -> None:
+        """A first signal ends a run after the round under way; another one, or one before the first round, at once."""
+        while self._signals_seen < len(self._signals.received):
+            number = self._signals.received[self._signals_seen]
+            self._signals_seen += 1
+            if self._signals_seen > 1 or self._nodes.phase != "running" or self.near:
+                self.killed_by_user = True
+                self._kill_at = clock.now()
+            else:
+                self._observer.stopping(signal.Signals(number).name)
+                self._stop()
+
+    def tick(self, now: float) -> None:
+        """Tell the cause, and kill all children, once it is time."""
+        if self._kill_at is None:
+            return
+        if now >= self._kill_at - GRACE_SECONDS + ECHO_SECONDS:
+            self.tell_cause()
+        if now >= self._kill_at:
+            self._kill_all()
+
+    @property
+    def stops(self) -> bool:
+        """Whether somebody has asked for the end."""
+        return self._asked_to_stop or self._signals_seen > 0
+
+    def told(self, uid: int, record: Mapping[str, Any]) -> None:
+        """A record of a node: how long its round took, and whether it stands still."""
+        if record.get("kind") == "round":
+            self._round_seconds[uid] = float(record.get("seconds") or 0.0)
+        elif record.get("kind") == "control" and record.get("what") in ("paused", "resumed"):
+            (self._standing.add if record["what"] == "paused" else self._standing.discard)(uid)
+
+    def meet(self, now: float) -> None:
+        """Stop the nodes once all stand before the same round, or have had their time to."""
+        if self._meet_until is not None and (now >= self._meet_until or self._standing >= {*self._left()}):
+            self._meet_until = None
+            self._nodes.tell_all(StopRun())
+
+    def _stop(self) -> None:
+        self._strikes.stop()
+        left = self._left()
+        if not self._meets or not left:
+            self._nodes.tell_all(StopRun())
+            return
+        longest = max(self._round_seconds.values(), default=0.0)
+        self._meet_until = clock.now() + MEET_SECONDS + MEET_ROUNDS * longest
+        if not self._standing >= {*left}:
+            next(worker for worker in self._nodes.workers if left[0] in worker.uids).send(OrderRun("pause"))
+
+    def _left(self) -> list[int]:
+        """Nodes of this machine that take part in the run."""
+        lost = self._ledger.lost.keys()
+        return [uid for worker in self._nodes.workers if worker.alive for uid in worker.left if uid not in lost]
+
+    def _kill_all(self) -> None:
+        for worker in self._nodes.workers:
+            if worker.alive and not worker.over and not self.killed_by_user:
+                self.silent += [uid for uid in worker.uids if uid not in self.silent]
+            worker.kill()

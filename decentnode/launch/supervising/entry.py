@@ -1,0 +1,126 @@
+"""The functions that children begin with. Imports nothing heavy: the supervisor imports this module too."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from decentnode.launch.children.messages import Request, Task
+from decentnode.launch.children.pipe import Pipe
+from decentnode.launch.children.signals import SUSPENDING, note_termination
+from decentnode.launch.files.run_dir import node_dir
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Let the kernel kill this process when its parent, the fork server, is gone; Linux only. parent: its process id,
+    where that may be 1."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1 if parent is None else os.getppid() != parent:
+            os._exit(1)
+
+
+def surround(request: Request) -> None:
+    """Take over the folder and the environment that the caller has now: the fork server began with earlier ones."""
+    if request.folder:
+        os.chdir(request.folder)
+    for name, value in request.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def protect(forked: bool = False) -> None:
+    """Ignore the signals of a terminal, which only the supervisor handles, and end with the fork server.
+
+    forked: whether this process is a fork of the caller instead, with whom it then ends.
+    """
+    caller = multiprocessing.parent_process()
+    die_with_parent(caller.pid if forked and caller is not None else None)
+    if forked:
+        # Of the caller's threads none is in this process: an operation on OpenMP's pool would wait for them for ever
+        import torch
+
+        torch.set_num_threads(1)
+        # and its streams may be a notebook's, which a thread writes
+        sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+    gc.enable()
+    for number in (signal.SIGINT, signal.SIGHUP, *SUSPENDING):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def redirect_output(path: Path) -> None:
+    """Send what this process and its libraries print to `path`."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def share_output(run_dir: str, uids: Sequence[int]) -> None:
+    """Let the folders of the further nodes of this process lead to what the first has of its output."""
+    for uid in uids[1:]:
+        with contextlib.suppress(FileExistsError):  # of a process that was started again
+            os.symlink(f"../{node_dir(run_dir, uids[0]).name}/stderr.txt", node_dir(run_dir, uid) / "stderr.txt")
+
+
+def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
+    """End the process with the exit code of `work`, without waiting for threads that a library left behind.
+
+    The supervisor gets the last message first, however long a terminal keeps it suspended, unless it is gone.
+    """
+    code, channel = 8, Pipe(connection)
+    try:
+        code = work(channel)
+        channel.flush(timeout_seconds=None)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def prepare(request: Request, connection: Connection) -> None:
+    """Target of the child that loads the experiment for the supervisor."""
+    protect(request.forked)
+    surround(request)
+
+    def work(channel: Pipe) -> int:
+        from decentnode.launch.supervising.prepare import answer
+
+        return answer(request, channel)
+
+    leave(work, connection)
+
+
+def node(task: Task, connection: Connection) -> None:
+    """Target of a child that runs nodes."""
+    protect(task.request.forked)
+    note_termination()
+    surround(task.request)
+    if task.run_dir is not None:
+        redirect_output(node_dir(task.run_dir, task.uids[0]) / "stderr.txt")
+        if not task.in_process:
+            share_output(task.run_dir, task.uids)
+
+    def work(channel: Pipe) -> int:
+        if task.in_process:
+            from decentnode.launch.one_process.in_process import run_task
+        elif len(task.uids) > 1:
+            from decentnode.launch.nodes.several_nodes import run_task
+        else:
+            from decentnode.launch.nodes.node_process import run_task
+        return run_task(task, channel)
+
+    leave(work, connection)

@@ -1,0 +1,126 @@
+"""Requests that single nodes leave a run in peace, between `decentnode leave` and whoever runs the nodes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from decentnode import clock
+from decentnode.errors import UsageError
+from decentnode.launch.children.messages import Facts, Failed, Finished, LeaveAnswer, LeaveRun
+from decentnode.launch.files import request_files, supervisor_file
+from decentnode.launch.files.request_files import LOOK_SECONDS
+from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.reporting.observer import names
+from decentnode.launch.supervising.workers import Worker
+
+
+def ask(run: Path, uid: int, timeout_seconds: float) -> None:
+    """Ask that node `uid` of a run folder leaves after its round. Blocking until it agreed.
+
+    Raises UsageError where nobody runs the run any more, and with the reason where the node stays; EnvironmentFault
+    where the folder cannot be written, or nobody answers within timeout_seconds.
+    """
+    answer = request_files.ask(
+        run, f"leave-{uid}", {}, f"node {uid}", lambda: supervisor_file.ended(run, node_dir(run, uid)), timeout_seconds
+    )
+    if answer.get("refusal"):
+        raise UsageError(f"node {uid} stays: {answer['refusal']}")
+
+
+class Requests:
+    """Requests to leave in one run folder, for whoever runs its nodes."""
+
+    def __init__(self, run: Path | None, uid: int | None = None) -> None:
+        """run: None where nothing is written, and nobody can ask. uid: requests to this node alone."""
+        self._files = request_files.Requests(run, "leave", "[0-9]{1,7}" if uid is None else str(uid))
+
+    def taken(self, now: float) -> list[int]:
+        """Returns the uids that were asked for since the last call."""
+        return [int(key) for key, _ in self._files.taken(now)]
+
+    def answer(self, uid: int, refusal: str) -> None:
+        """Say that the node leaves, or (refusal) why it stays."""
+        self._files.answer(str(uid), {"refusal": refusal})
+
+    def clear(self) -> None:
+        """The run is over: refuse what nobody takes any more."""
+        self._files.refuse_the_rest("the run is over")
+
+
+class LeavingRun(Protocol):
+    """What `Leaving` needs of a machine's share of a run."""
+
+    @property
+    def phase(self) -> str:
+        """starting, joining or running."""
+
+    def worker_of(self, uid: int) -> Worker | None:
+        """The process of a node; None where it has ended."""
+
+    def notice(self, text: str) -> None:
+        """Tell the user."""
+
+
+class Leaving:
+    """Which nodes of this machine were asked to leave, and which have left."""
+
+    def __init__(self, facts: Facts, run: Path | None) -> None:
+        self._facts, self._requests = facts, Requests(run)
+        self._asked: set[int] = set()
+
+    def tick(self, now: float, run: LeavingRun) -> None:
+        """Pass on what was asked."""
+        for uid in self._requests.taken(now):
+            refusal = self._refusal(uid, run)
+            worker = run.worker_of(uid)
+            if refusal or worker is None:
+                self._requests.answer(uid, refusal or "it has ended already")
+            else:
+                worker.send(LeaveRun(uid, sorted(self._asked - {uid})))
+
+    def _refusal(self, uid: int, run: LeavingRun) -> str:
+        if uid not in self._facts.local:
+            return f"it is not on this machine, which has node {names(self._facts.local)}"
+        if not self._facts.regroup:
+            return "the others would wait for it: node.missing is not regroup"
+        return "" if run.phase == "running" else "the run has not begun"
+
+    def answered(self, answer: LeaveAnswer, run: LeavingRun) -> None:
+        """A node said whether it leaves."""
+        self._requests.answer(answer.uid, answer.refusal)
+        if not answer.refusal:
+            self._asked.add(answer.uid)
+            run.notice(f"node {answer.uid} leaves after its round, as asked")
+
+    def ended(self, message: Finished | Failed) -> None:
+        """A node ended."""
+        self._asked.discard(message.uid)
+
+    def close(self) -> None:
+        """Nobody is asked any more."""
+        self._requests.clear()
+
+
+class Watch:
+    """Passes requests to the node that runs in this very process, in a thread of its own."""
+
+    def __init__(self, run: Path, uid: int, leave: Callable[[], str]) -> None:
+        """leave(): has the node leave after its round, or returns why it stays."""
+        self._requests, self._leave = Requests(run, uid), leave
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="leaving", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            for uid in self._requests.taken(clock.now()):
+                self._requests.answer(uid, self._leave())
+
+    def close(self) -> None:
+        """End the thread. Blocking for a moment."""
+        self._over.set()
+        self._thread.join(2 * LOOK_SECONDS)
+        self._requests.clear()

@@ -1,0 +1,79 @@
+"""The processes of this machine's nodes: with which tasks they start, where their nodes listen, what all are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from decentnode import clock, entropy
+from decentnode.launch.children.messages import ChildMessage, Facts, Request, Task
+from decentnode.launch.children.sockets import SocketDir
+from decentnode.launch.files.provenance import usable_cores
+from decentnode.launch.supervising.workers import Context, Worker, end_all, start_node
+
+
+class LocalNodes:
+    """Those of one run, from their start until they are reaped."""
+
+    def __init__(self, request: Request, facts: Facts, directory: Path | None) -> None:
+        """directory: the run's; None where nothing is written."""
+        self.workers: list[Worker] = []
+        self.endpoints: dict[str, list[str]] = {}
+        """Where nodes listen that have said so, by uid in digits."""
+        self.enter("starting")
+        self._request, self._facts, self._directory = request, facts, directory
+        self._sockets = SocketDir()
+
+    def enter(self, phase: str) -> None:
+        """The nodes are in another phase: starting (fork, load), joining (connect) or running."""
+        self.phase = phase
+        self.phase_since = clock.now()
+
+    def start(self, context: Context) -> None:
+        """Fork all. Returns before they are ready."""
+        self._context = context
+        self._run_id = entropy.word(8) if 0 in self._facts.local and not self._request.join else ""
+        for uids in self._facts.processes:
+            self.workers.append(start_node(context, self._task(uids, self._request.join, None)))
+        self.enter("joining" if self._facts.in_process else "starting")
+
+    def start_again(self, uids: list[int], began: float | None) -> Worker:
+        """Start nodes that have died once more, in one process, which asks the others to let it in; it is not among
+        `workers` yet. began: when the run began (`clock.now()`), for its faults."""
+        return start_node(self._context, self._task(uids, True, began))
+
+    def worker_of(self, uid: int) -> Worker | None:
+        """Returns the process of a node; None where it has ended."""
+        return next((each for each in self.workers if each.alive and uid in each.left), None)
+
+    def replace(self, worker: Worker, by: Worker) -> None:
+        """All nodes of a process that is gone run in another one."""
+        self.workers[self.workers.index(worker)] = by
+
+    def add_apart(self, uid: int, worker: Worker) -> None:
+        """A node of a process that goes on runs in one of its own."""
+        for each in self.workers:
+            each.uids = tuple(other for other in each.uids if other != uid)
+        self.workers.append(worker)
+
+    def tell_all(self, message: ChildMessage) -> None:
+        """Send a message to all processes that have not said that they are over."""
+        for worker in self.workers:
+            if worker.alive and not worker.over:
+                worker.send(message)
+
+    def close(self) -> None:
+        """Kill and reap every process, and remove the socket folder. Idempotent."""
+        end_all(self.workers)
+        self._sockets.remove()
+
+    def _task(self, uids: list[int], join: bool, began: float | None) -> Task:
+        facts, local = self._facts, self._facts.local
+        share = max(1, usable_cores() // max(1, len(facts.processes)))
+        return Task(
+            request=self._request, uids=uids, machine=facts.machine,
+            run_dir=str(self._directory) if self._directory else None, threads=facts.threads.get(str(uids[0]), share),
+            run_id=self._run_id, in_process=facts.in_process, progress_seconds=max(0.25, len(local) / 50),
+            socket_dir=self._sockets.path, join=join,
+            endpoints={str(uid): self.endpoints[str(uid)] for uid in uids if str(uid) in self.endpoints},
+            resume=None if join else facts.resume, resume_runs=facts.resume_runs, began=began,
+        )  # fmt: skip

@@ -1,0 +1,34 @@
+"""What every decision about a run on this machine takes into account: its command, its processes, their reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decentnode.launch.children.messages import Facts, Request
+from decentnode.launch.children.signals import StopSignals
+from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.reporting.outcome import Ledger
+from decentnode.launch.supervising.local_nodes import LocalNodes
+from decentnode.launch.supervising.strikes import Strikes
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a user that runs nodes."""
+
+    request: Request
+    observer: Observer
+    signals: StopSignals
+    started: float
+    """`clock.now()` of the command."""
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """The parts of one run on this machine that `EarlyEnd`, `Losses` and `Deadlines` share."""
+
+    command: Command
+    facts: Facts
+    nodes: LocalNodes
+    ledger: Ledger
+    strikes: Strikes

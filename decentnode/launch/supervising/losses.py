@@ -1,0 +1,112 @@
+"""Nodes of this machine that die while the others go on: told to the user, started again, let in by the others."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from decentnode.errors import (
+    AssemblyError,
+    Diverged,
+    EnvironmentFault,
+    Interrupted,
+    UsageError,
+)
+from decentnode.launch.children.messages import Failed, PeerFailure
+from decentnode.launch.reporting.observer import generation_notice
+from decentnode.launch.supervising.early_end import EarlyEnd
+from decentnode.launch.supervising.local_run import LocalRun
+from decentnode.launch.supervising.workers import Worker
+
+TOLD_GENERATIONS = 64
+"""How many reported generations are remembered; nodes report one within seconds of each other."""
+FOR_ALL = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
+"""Exit codes of a node that end the run also where the others could go on: they would fail in the same way."""
+
+
+class Losses:
+    """Decides whether a node's death ends the run, and starts those again that the config has started again."""
+
+    def __init__(self, run: LocalRun, end: EarlyEnd) -> None:
+        self._run, self._end = run, end
+        self._nodes, self._ledger, self._observer = run.nodes, run.ledger, run.command.observer
+        self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
+
+    def died(self, failed: Failed, told: bool = False) -> None:
+        """A node died: the others go on without it where the config allows it, else the run fails. told: whether the
+        observer has heard of it, with others of its process."""
+        begun = any(worker.joined for worker in self._nodes.workers)
+        may = self._run.facts.regroup and begun and not self._end.near
+        comes_back = failed.uid in self._ledger.lost  # what ends a node on its way back in ends nothing else
+        if not may or (failed.exit_code in FOR_ALL and not comes_back):
+            self._end.fail(failed)
+            return
+        self._nodes.tell_all(PeerFailure(failed.uid, failed.title))
+        if failed.exit_code == Interrupted.exit_code:  # the stop found it outside of the run
+            self._ledger.lost.setdefault(failed.uid, failed)
+            return
+        self._ledger.lost[failed.uid] = failed
+        self._observer.lost(failed.uid)
+        never_in = self._run.command.request.join and not self._ledger.members
+        if not told:
+            self._observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
+
+    def replace(self, worker: Worker) -> None:
+        """The process of a worker is gone: start another one for those of its nodes that are started again."""
+        started = self._start_again(worker.uids)
+        if started is not None:
+            self._nodes.replace(worker, started)
+
+    def start_apart(self, uid: int) -> None:
+        """Start a node again that failed alone, while the others of its process go on: in a process of its own."""
+        started = self._start_again([uid])
+        if started is not None:
+            self._nodes.add_apart(uid, started)
+
+    def restart_struck(self, uid: int) -> None:
+        """As `Processes.restart_struck`, however often it was started again before."""
+        if uid not in self._ledger.lost or self._run_ends:
+            return
+        self._ledger.restarted(uid)
+        self._observer.restarted(uid)
+        self._observer.notice(f"node {uid} is started again, as `faults` says")
+        self._nodes.add_apart(uid, self._nodes.start_again([uid], self._run.strikes.began))
+
+    def _start_again(self, uids: Sequence[int]) -> Worker | None:
+        """Start those of `uids` again that the others go on without, as often as the config says, in one process."""
+        restarts, lost, most = self._ledger.restarts, self._ledger.lost, self._run.facts.restarts
+        again = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < most]
+        if not again or self._run_ends:
+            return None
+        if self.nobody_is_left and not any(worker.alive for worker in self._nodes.workers):
+            self._observer.notice("all nodes have died: none is left that could let them in again")
+            return None
+        for uid in again:
+            self._ledger.restarted(uid)
+            self._observer.restarted(uid)
+            self._observer.notice(f"node {uid} is started again ({restarts[uid]} of {most} times)")
+        return self._nodes.start_again(again, self._run.strikes.began)
+
+    @property
+    def _run_ends(self) -> bool:
+        return bool(self._run.command.signals.received or self._ledger.finished)
+
+    @property
+    def nobody_is_left(self) -> bool:
+        """Whether every node of the run has died, or left, and none of those that were started again is a member yet:
+        nobody has a model any more, nor could let another one in. Unknown, and False, where some may be elsewhere."""
+        facts = self._run.facts
+        elsewhere = facts.newcomers or self._run.command.request.join or len(facts.local) < facts.num_nodes
+        gone = self._ledger.lost.keys() | self._ledger.left.keys()
+        return facts.regroup and not elsewhere and gone.issuperset(facts.local)
+
+    def generation(self, record: Mapping[str, Any]) -> None:
+        """A node entered a generation: the observer hears of it once, from whichever node says it first."""
+        name = (record.get("generation", 0), record.get("origin", ""))
+        if name in self._told_generations:
+            return
+        self._told_generations.append(name)
+        for uid in record.get("joined", []):
+            self._ledger.lost.pop(uid, None)
+        self._observer.notice(generation_notice(record, self._run.facts.num_nodes))

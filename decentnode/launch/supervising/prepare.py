@@ -1,0 +1,207 @@
+"""The child that loads the experiment for the supervisor: it sends the facts that nodes start with, then the header."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+
+import psutil
+import torch
+import yaml
+
+from decentnode.build import devices_of, limits_of, processes_of, threads_of
+from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
+from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import module_without_values
+from decentnode.graph.file import format_edges
+from decentnode.launch.children.messages import Facts, Failed, Header, Request
+from decentnode.launch.children.pipe import Pipe
+from decentnode.launch.files import resume
+from decentnode.launch.files.provenance import local_modules
+from decentnode.launch.loading import load_request
+from decentnode.launch.one_process.simulated_faults import refused
+from decentnode.launch.reporting.header import header, other_code
+from decentnode.launch.supervising.schedulers import detect, machine_of
+from decentnode.mapping.addresses import own_names
+from decentnode.mapping.base import Mapping
+from decentnode.mapping.hosts import unreachable
+from decentnode.tensors import training_bytes
+from decentnode.words import size
+
+_DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""Of places: the one in C takes milliseconds for thousands of nodes, the other one seconds."""
+
+
+def answer(request: Request, channel: Pipe) -> int:
+    """Load the experiment and send Facts and Header, or Failed. Returns the exit code; never raises."""
+    try:
+        experiment = load_request(request)
+        torch.set_num_threads(1)
+        found = facts(experiment, request)
+        channel.send(found)
+        here = found.local[:1] if request.simulate else found.local
+        lines = [*resumed(experiment, request), *header(experiment, here), *other_code(experiment),
+                 *doubts(experiment, request)]  # fmt: skip
+        channel.send(Header(lines, local_modules()))
+    except DecentnodeError as error:
+        channel.send(Failed(-1, error.exit_code, type(error).__name__, str(error)))
+        return error.exit_code
+    except Exception as error:
+        channel.send(Failed(-1, NodeFailed.exit_code, repr(error), traceback.format_exc()))
+        return NodeFailed.exit_code
+    return 0
+
+
+def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
+    """Returns a line about the checkpoints that the run goes on from."""
+    if request.resume is None:
+        return []
+    found = resume.find(experiment, request.resume)
+    if found is None:
+        return [["resume", "no checkpoint on this machine: its nodes take the mean of the others' models"]]
+    lines = [["resume", f"{found.run}, newest checkpoint here after round {found.newest.round}"]]
+    if experiment.faults:
+        struck = "`faults` of rounds to come strike it, and those at seconds from its start"
+        lines.append(["", f"{struck}; --set 'faults=[]' goes on without any"])
+    return lines
+
+
+def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
+    """Returns a warning line where this machine may not reach another one by the mapping's addresses. Blocking while
+    names are looked up, for a few seconds at most."""
+    mapping = experiment.make_mapping()
+    if mapping.num_machines < 2 or request.in_process:
+        return []
+    warning = unreachable(mapping, choose_machine(mapping, request.machine, request.shown))[1]
+    return [["warning", warning]] if warning else []
+
+
+def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> int:
+    """Returns the number of this machine. wanted: a number, "auto" (by scheduler, else by address), or None where there
+    is but one. Raises UsageError or MappingError, which say what to do."""
+    if wanted is None:
+        if mapping.num_machines > 1:
+            raise UsageError(
+                f"{config} is for {mapping.num_machines} machines; start each one's share: "
+                f"decentnode launch {config} --machine 0 (then 1, ...), or --machine auto, with the same --set"
+            )
+        return 0
+    if wanted == "auto":
+        hint = detect(os.environ)
+        return mapping.find_machine(own_names()) if hint is None else machine_of(hint, mapping.num_machines)
+    try:
+        machine = int(wanted)
+    except ValueError:
+        raise UsageError(f"--machine must be a number or auto, got {wanted!r}") from None
+    if not 0 <= machine < mapping.num_machines:
+        raise MappingError(f"--machine must be in [0, {mapping.num_machines}), got {machine}")
+    return machine
+
+
+def facts(experiment: Experiment, request: Request) -> Facts:
+    """Returns what the supervisor must know of the experiment. Raises UsageError, MappingError, EnvironmentFault where
+    it cannot run on this machine."""
+    mapping, graph = experiment.make_mapping(), experiment.make_graph()
+    machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
+    if request.join and experiment.node.missing != "regroup":
+        raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
+    struck = request.simulate and bool(experiment.faults)
+    if struck and (why := refused(experiment, request.resume is not None)):
+        raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]'")
+    machines = [list(uids) for uids in mapping.nodes_by_machine()]
+    in_process = request.in_process or experiment.communication.name == "inproc"
+    if in_process and len(machines) > 1 and not request.in_process:
+        raise UsageError(f"{request.shown}: communication inproc runs all nodes in one process, on one machine")
+    if in_process:
+        machine, machines = 0, [list(range(graph.num_nodes))]
+    elif unreachable_here := unreachable(mapping, machine)[0]:
+        raise EnvironmentFault(f"{request.shown}: {unreachable_here}")
+    found = None if request.resume is None else resume.find(experiment, request.resume)
+    if request.resume is not None and found is None and len(machines) == 1:
+        raise CheckpointError(f"{request.shown}: no checkpoint of a run named {experiment.name} in "
+                              f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
+    if not request.simulate:
+        devices_of(mapping, machines[machine])
+    check_memory(experiment, machines[machine])
+    inputs, kept = keep(experiment)
+    places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
+    communication, lists = experiment.communication, getattr(graph, "lists", None)
+    return Facts(
+        name=experiment.name,
+        digest=experiment.digest(),
+        runs_dir=str(experiment.run_dir),
+        config_text=experiment.written_yaml(kept),
+        resolved_text=experiment.resolved_yaml(kept),
+        graph_text=format_edges(lists(0)) if lists is not None and graph.period == 1 else "",
+        mapping_text=yaml.dump([vars(place) for place in places], sort_keys=False, Dumper=_DUMPER),
+        rounds=experiment.node.rounds,
+        evaluate_every=experiment.node.evaluate_every,
+        in_process=in_process,
+        timeout_seconds=float(getattr(communication, "timeout_seconds", 60.0)),
+        start_timeout_seconds=float(getattr(communication, "start_timeout_seconds", 60.0)),
+        machine=machine,
+        machines=machines,
+        hosts=[mapping.place(uids[0]).host for uids in machines],
+        threads={str(uid): 1 if request.forked else threads_of(experiment, uid)
+                 for uid in machines[machine][: 1 if in_process else None]},
+        regroup=experiment.node.missing == "regroup" and (struck or not in_process),
+        own_rounds=experiment.node.schedule not in ("sequential", "overlapped"),
+        sides=experiment.node.on_partition == "both",
+        restarts=experiment.node.restarts,
+        task=experiment.measured().plain(),
+        processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],
+        inputs=inputs,
+        faults=[fault.model_dump(mode="json", exclude_none=True) for fault in experiment.make_faults()],
+        checked=bool(experiment.faults) and experiment.run.record is not False,
+        min_nodes=limits_of(experiment).min_nodes,
+        newcomers=experiment.node.newcomers,
+        trackers=[each.model_dump(mode="json") for each in experiment.run.trackers],
+        resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
+        resume_runs=[] if found is None else list(found.runs),
+        meets=experiment.node.checkpoint is not None and experiment.node.schedule in ("sequential", "overlapped")
+        and not in_process,
+        finished="" if found is None or len(machines) > 1 else resume.finished(found, experiment),
+    )
+
+
+def check_memory(experiment: Experiment, uids: Sequence[int]) -> None:
+    """Raises EnvironmentFault where this machine's memory cannot hold the models and gradients, the least that nodes
+    need, of those `uids` that are not on a GPU. Nothing is allocated."""
+    each = training_bytes(module_without_values(experiment, experiment.open_data().spec))
+    memory = psutil.virtual_memory().total
+    if len(uids) * each <= memory:
+        return
+    count = sum(device.type == "cpu" for device in devices_of(experiment.make_mapping(), uids))
+    if count * each > memory:
+        nodes = f"{count} node{'s' if count > 1 else ''}"
+        raise EnvironmentFault(
+            f"model {experiment.model.name}: the parameters and gradients of {nodes} take {size(count * each)}, this "
+            f"machine has {size(memory)} of memory; choose a smaller model, or fewer nodes per machine"
+        )
+
+
+def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns (path of each file to copy, by its name in the run directory; the path that the copied configs give for
+    each key).
+
+    Copied are the experiment's own files as they were written, graphs, weights, mappings and the model to start from,
+    which is as large as what each node leaves. Data is too large and keys are secret: they stay where they are.
+    `run.dir` becomes the folder of the experiment's runs.
+    """
+    inputs: dict[str, str] = {}
+
+    def copied(path: str) -> str:
+        name = f"inputs/{os.path.basename(path)}"
+        while inputs.get(name, path) != path:
+            name = f"inputs/other_{os.path.basename(name)}"
+        inputs[name] = path
+        return name
+
+    for file in experiment.files:
+        copied(os.path.abspath(file))
+    kept: dict[str, str] = {}
+    for key, path in experiment.paths().items():
+        part = key.split(".")[0] in ("graph", "weights", "mapping") or key == "model.init"
+        kept[key] = copied(str(path)) if part and path.is_file() else str(path)
+    return inputs, {**kept, "run.dir": "../.."}

@@ -1,0 +1,317 @@
+"""A run on this machine: listens to its nodes, has what they say and how they end obeyed, and concludes the run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from decentnode import clock
+from decentnode.errors import EnvironmentFault, Interrupted
+from decentnode.launch.children.messages import (
+    Bound,
+    ChildMessage,
+    Closed,
+    Engine,
+    Facts,
+    Failed,
+    FaultDue,
+    Finished,
+    Header,
+    LeaveAnswer,
+    NodeJoined,
+    NodesAbsent,
+    Peers,
+    Progress,
+    StopRun,
+)
+from decentnode.launch.files.run_dir import Records, take_merged
+from decentnode.launch.reporting.checked import check_run
+from decentnode.launch.reporting.observer import apart_notice, engine_notice, names, resumed_notice
+from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, first_cause, summary
+from decentnode.launch.reporting.trackers import Trackers
+from decentnode.launch.supervising.controlling import Controlling
+from decentnode.launch.supervising.deadlines import Deadlines
+from decentnode.launch.supervising.early_end import EarlyEnd
+from decentnode.launch.supervising.leaving import Leaving
+from decentnode.launch.supervising.local_nodes import LocalNodes
+from decentnode.launch.supervising.local_run import Command, LocalRun
+from decentnode.launch.supervising.losses import Losses
+from decentnode.launch.supervising.strikes import Strikes
+from decentnode.launch.supervising.workers import Context, Worker
+
+TICK_SECONDS = 0.25
+
+
+class Run:
+    """The nodes of this machine, from their start until all are gone and the outcome is known."""
+
+    def __init__(self, command: Command, facts: Facts, records: Records | None) -> None:
+        """records: None for a dry run, which writes nothing."""
+        self.request = command.request
+        self.facts = facts
+        self.records = records
+        self.directory = records.directory if records else None
+        self.observer = command.observer
+        self.signals = command.signals
+        self.started = command.started
+        self.ledger = Ledger(self.directory, facts.own_rounds)
+        self.nodes = LocalNodes(self.request, facts, self.directory)
+        self.start_seconds: float | None = None
+        self._trackers: Trackers | None = None
+        self._strikes = Strikes([] if self.request.simulate else facts.faults, facts.local, self.directory)
+        self._leaving = Leaving(facts, self.directory)
+        self._controlling = Controlling(self.directory)
+        local = LocalRun(command, facts, self.nodes, self.ledger, self._strikes)
+        self._early_end = EarlyEnd(local)
+        self._losses = Losses(local, self._early_end)
+        self._deadlines = Deadlines(local, self._early_end, self._losses)
+
+    # -- starting ---------------------------------------------------------------------------------------------
+
+    def start(self, context: Context) -> None:
+        """Fork the local nodes. Returns before they are ready."""
+        beside = (Path(self.request.folder or ".") / self.request.config).absolute().parent
+        self._trackers = Trackers(self.facts.trackers, self.directory, self.facts.machine, beside, self.observer.notice)
+        self.nodes.start(context)
+
+    def on_header(self, header: Header) -> None:
+        self.observer.header(header.lines)
+        if self.records is not None:
+            self.records.keep_modules(header.modules)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def loop(self, poll: Callable[[], None]) -> None:
+        """Listen to the children until all are gone. Blocking; `poll` is called at least every TICK_SECONDS."""
+        while any(worker.alive for worker in self.nodes.workers):
+            sources = {self.signals.fileno(): None}
+            for worker in self.nodes.workers:
+                if worker.alive:
+                    sources[worker.process.sentinel] = None
+                if worker.open:
+                    sources[worker.channel.connection.fileno()] = None
+            patience = min(TICK_SECONDS, max(0.0, self._strikes.next - clock.now()))
+            ready = set(wait(list(sources), timeout=patience))
+            self._strikes.tick(clock.now(), self)
+            self._leaving.tick(clock.now(), self)
+            self._controlling.tick(clock.now(), self)
+            if self.signals.fileno() in ready:
+                self.signals.clear()
+            self._early_end.obey_signals()
+            self._early_end.meet(clock.now())
+            # Nodes that start wait for the addresses of the others from here, so that Ctrl-Z has to wait, too.
+            if self.nodes.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
+                self.observer.resumed()
+                continue
+            for worker in self.nodes.workers:
+                self._listen(worker, ready)
+            if self._early_end.near:
+                self._early_end.tick(clock.now())
+            else:
+                self._deadlines.check(clock.now())
+            poll()
+            if self._trackers is not None:
+                self._trackers.tick()
+            self.observer.tick()
+
+    def _listen(self, worker: Worker, ready: Collection[Any]) -> None:
+        if not worker.alive:
+            return
+        gone = worker.process.sentinel in ready
+        worker.channel.flush()
+        for message in worker.messages():
+            self._on_message(worker, message)
+        if gone:
+            worker.reap()
+            self._on_exit(worker)
+
+    def _on_message(self, worker: Worker, message: ChildMessage) -> None:
+        if isinstance(message, Progress):
+            self._on_progress(message)
+        elif isinstance(message, Bound):
+            self._on_bound(worker, message)
+        elif isinstance(message, NodeJoined):
+            worker.joined.add(message.uid)
+            everybody = all(len(worker.joined) >= len(worker.uids) for worker in self.nodes.workers)
+            if everybody and self.nodes.phase != "running":
+                self._on_all_joined()
+        elif isinstance(message, NodesAbsent):
+            self._deadlines.absent = message
+        elif isinstance(message, Engine):
+            self.ledger.engine = message
+            self.observer.notice(engine_notice(message))
+        elif isinstance(message, FaultDue):
+            self._strikes.strike(message.uid, message.index, self)
+        elif isinstance(message, LeaveAnswer):
+            self._leaving.answered(message, self)
+        elif isinstance(message, Finished):
+            self._on_finished(worker, message)
+        elif isinstance(message, Failed):
+            self._leaving.ended(message)
+            worker.failed.add(message.uid)
+            worker.leaving_since = clock.now() if worker.over else None
+            self._losses.died(message)
+        elif isinstance(message, Closed) and not worker.over:
+            self._losses.start_apart(message.uid)
+
+    def _on_progress(self, message: Progress) -> None:
+        """A record of a node's metrics.jsonl: some tell of more than figures."""
+        self._deadlines.heard = clock.now()
+        self.ledger.progress(message.uid, message.record)
+        self.observer.progress(message.uid, message.record)
+        self._early_end.told(message.uid, message.record)
+        kind = message.record.get("kind")
+        if kind == "generation":
+            self._losses.generation(message.record)
+        elif kind == "control" and not self._early_end.stops:  # nobody ordered what serves the end
+            self._controlling.told(message.record, self)
+        elif kind == "apart":
+            self.observer.notice(apart_notice(message.record))
+        elif kind == "resumed":
+            self._on_resumed(message.uid, message.record)
+
+    def _on_bound(self, worker: Worker, message: Bound) -> None:
+        """A node listens: once all of this machine do, all hear where; one that is started again hears it at once."""
+        worker.bound.add(message.uid)
+        self.nodes.endpoints[str(message.uid)] = [message.control, message.bulk]
+        if self.nodes.phase == "running":
+            worker.send(Peers(self.nodes.endpoints))
+        elif len(self.nodes.endpoints) == len(self.facts.local):
+            self.nodes.enter("joining")
+            self.nodes.tell_all(Peers(self.nodes.endpoints))
+
+    def _on_finished(self, worker: Worker, message: Finished) -> None:
+        """A node ended as it should: after its last round, after a stop, or because it was asked to leave."""
+        self._leaving.ended(message)
+        worker.finished.add(message.uid)
+        if self.records is not None:
+            self.records.keep_modules(message.modules)
+        self.ledger.lost.pop(message.uid, None)
+        if message.left:
+            self._on_left(worker, message)
+            return
+        self._strikes.stop()
+        self.ledger.finished[message.uid] = message
+        self._deadlines.first_finish = self._deadlines.first_finish or clock.now()
+        worker.leaving_since = clock.now() if worker.over else None
+        if message.stopped:
+            # also where another machine was asked: a node that is on its way back into the run hears it here
+            self.nodes.tell_all(StopRun())
+
+    def _on_left(self, worker: Worker, message: Finished) -> None:
+        """A node left in peace: the others go on, and its end is not that of the run."""
+        self.ledger.left[message.uid] = message
+        worker.leaving_since = clock.now() if worker.over else None
+        rounds = message.figures.get("rounds", 0)
+        self.observer.notice(f"node {message.uid} left after round {rounds}: the others go on")
+
+    def _on_all_joined(self) -> None:
+        self.nodes.enter("running")
+        self._strikes.begin(clock.now())
+        self.start_seconds = clock.now() - self.started
+        (self.observer.asks_to_join if self.request.join else self.observer.joined)(self.start_seconds)
+        if self.records is not None:
+            self.records.start()
+
+    def _on_exit(self, worker: Worker) -> None:
+        if not worker.over and not self._early_end.near:
+            lost = worker.left[:1] if self.facts.in_process else worker.left
+            title = f"node {names(lost)} {worker.ending()}"
+            worker.failed.update(worker.left)
+            for uid in lost:
+                self._losses.died(Failed(uid, 8, title, title), told=uid != lost[0])
+        elif worker.finished.issuperset(worker.uids) and worker.exit_code not in (0, Interrupted.exit_code):
+            uid = worker.uids[0]
+            self._early_end.fail(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
+        self._losses.replace(worker)
+
+    def _on_resumed(self, uid: int, record: Mapping[str, Any]) -> None:
+        """A node goes on from a checkpoint: the observer hears of the first, and of all that could not be used."""
+        for problem in record.get("problems", []):
+            self.observer.notice(f"node {uid}: {problem}")
+        if self.ledger.resumed is None:
+            self.ledger.resumed = record
+            self.observer.notice(resumed_notice(record))
+
+    # -- what strikes, and requests of people, do to the run ----------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """As `ControlledRun.phase`."""
+        return self.nodes.phase
+
+    @property
+    def present(self) -> list[Worker]:
+        """As `ControlledRun.present`."""
+        return [worker for worker in self.nodes.workers
+                if worker.alive and not worker.over and not self.ledger.lost.keys() >= {*worker.left}]  # fmt: skip
+
+    def worker_of(self, uid: int) -> Worker | None:
+        """As `Processes.worker_of`."""
+        return self.nodes.worker_of(uid)
+
+    def restart_struck(self, uid: int) -> None:
+        """As `Processes.restart_struck`."""
+        self._losses.restart_struck(uid)
+
+    def stop_as_asked(self) -> bool:
+        """As `ControlledRun.stop_as_asked`."""
+        return self._early_end.stop_as_asked()
+
+    def notice(self, text: str) -> None:
+        """As `LeavingRun.notice`."""
+        self.observer.notice(text)
+
+    # -- the end ----------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Kill and reap every child, and remove the socket folder. Idempotent."""
+        self.nodes.close()
+        self._leaving.close()
+        self._controlling.close()
+
+    def conclude(self) -> Outcome:
+        """Write the summary and decide the exit code. To be called after `close`."""
+        checked, not_due = None, self._strikes.not_due(clock.now())
+        if not self._early_end.killed_by_user:
+            if not_due and self.ledger.finished and self.directory is not None:
+                self.observer.notice(not_due)
+            checked = check_run(self.directory, self.facts, self.ledger, self.observer)
+        self._early_end.tell_cause()
+        if self.ledger.lost and not self.ledger.finished and not self.ledger.left:  # nobody was left to go on
+            lost = self.ledger.lost.values()
+            self.ledger.failures += [failed for failed in lost if failed.exit_code != Interrupted.exit_code]
+            self._early_end.tell_cause()
+        cause = first_cause(self.ledger.failures)
+        exit_code = self._exit_code(cause)
+        wall = clock.now() - self.started
+        found = summary(self.facts, self.ledger, exit_code, self.directory, Durations(self.start_seconds, wall))
+        if self.facts.faults:
+            simulated = next((each.struck for each in self.ledger.finished.values() if each.struck), {})
+            found |= {"struck": dict(self._strikes.counts) or simulated, "checked": checked}
+        if self.directory is not None and found.get("members"):
+            with contextlib.suppress(OSError):  # the models are where the nodes wrote them
+                take_merged(self.directory)
+        if self.records is not None:
+            whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())
+            if not self.records.finish(found, whole):
+                exit_code = exit_code or EnvironmentFault.exit_code
+            for notice in self.records.notices:
+                self.observer.notice(notice)
+        if self._trackers is not None:
+            heard = len(self.signals.received)
+            self._trackers.close(lambda: self._early_end.killed_by_user or len(self.signals.received) > heard)
+        followers = self.ledger.followers(self.facts.local, cause)
+        return Outcome(exit_code, self.directory, found, cause, followers, tuple(sorted(self._early_end.silent)))
+
+    def _exit_code(self, cause: Failed | None) -> int:
+        if self._early_end.killed_by_user:
+            return self.signals.exit_code
+        if cause is not None:
+            return cause.exit_code or 8
+        if self.ledger.done(self.facts.local):
+            return 0
+        return self.signals.exit_code if self.signals.received else 130

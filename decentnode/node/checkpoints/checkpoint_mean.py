@@ -1,0 +1,38 @@
+"""The means by which nodes agree on their checkpoints: when one is due, and which one all of them have."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import Tensor
+
+from decentnode.communication.base import Pending
+from decentnode.communication.run_state import Steps
+from decentnode.errors import Interrupted, PeerLost
+from decentnode.node.measuring.evaluation import steps_until_ready
+from decentnode.node.resumable import Resumable
+
+logger = logging.getLogger(__name__)
+
+
+def mean_unless_ending(
+    node: Resumable, pending: Pending, what: str, patience_seconds: float | None = None
+) -> Steps[tuple[Tensor, int] | None]:
+    """Returns a mean and how many nodes contributed, as steps; None where the run is stopping, or goes on without a
+    node that did not contribute. Blocking for `timeout_seconds` at most; raises PeerLost.
+
+    what: what nodes agree on by it, for the warning. patience_seconds: wait no longer, and go on without the mean then.
+    """
+    if not pending.ready:
+        yield from steps_until_ready(pending, node.sharing.requirements.phases)
+    try:
+        timeout_seconds = node.communication.config.timeout_seconds
+        longest = timeout_seconds if patience_seconds is None else min(timeout_seconds, patience_seconds)
+        return (yield from pending.steps(longest))
+    except Interrupted:
+        return None
+    except PeerLost as lost:
+        if node.config.missing != "return_weight" and patience_seconds is None:
+            raise
+        logger.warning("nodes do not agree %s: %s", what, lost)
+        return None

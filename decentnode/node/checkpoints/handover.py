@@ -1,0 +1,72 @@
+"""What members of a generation give to those that come to it: a model, what the run has measured, and sums that sharing
+rules begin with; and what they take over of those that are not there."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+
+import torch
+
+from decentnode import clock
+from decentnode.communication.run_state import Steps
+from decentnode.node.measuring.course import SIZE
+from decentnode.node.measuring.evaluation import begin_mean, mean_of
+from decentnode.node.resumable import Resumable
+
+logger = logging.getLogger(__name__)
+
+
+def give_models(node: Resumable, to: frozenset[int], key: str) -> Steps[None]:
+    """Give the mean of the other members' models to those of `to`; the models of the others stay as they are, and so do
+    parameters that are not shared. As steps. key: names the mean, the same on all nodes."""
+    model, shared = node.training.model, node.shared
+    own = torch.cat([model.parameters[:shared], model.buffers.to(model.dtype)])
+    fresh = node.uid in to
+    pending = begin_mean(node.communication, key, torch.zeros_like(own) if fresh else own, closing=True)
+    timeout_seconds = node.communication.config.timeout_seconds
+    mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
+    if fresh:
+        mean = (mean * (contributors / (contributors - len(to)))).to(own.device)
+        with torch.no_grad():
+            model.parameters[:shared].copy_(mean[:shared])
+            model.buffers.copy_(mean[shared:])
+
+
+def agree_on_course(node: Resumable, without: frozenset[int], key: str) -> Steps[None]:
+    """Let all members have one view of the evaluations so far, the lowest one's of those that are not in `without`: who
+    comes has seen none of them, and of the others one may have missed the last. As steps; does nothing where no run
+    ends early. key: names the mean, the same on all nodes."""
+    if node.config.early_stop is None:
+        return
+    giver = min(uid for uid in node.generation.members if uid not in without)
+    numbers = node.course.numbers() if node.uid == giver else [0.0] * SIZE
+    pending = begin_mean(node.communication, key, torch.tensor(numbers, dtype=torch.float64), closing=True)
+    timeout_seconds = node.communication.config.timeout_seconds
+    mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, timeout_seconds)
+    node.course.load_numbers((mean * contributors).tolist())  # the giver, too: rounded alike on all
+
+
+def deal_samples(node: Resumable, first_round: int) -> None:
+    """With `orphans: adopted`: deal the samples of nodes that are not members of the generation to those that are, for
+    rounds from `first_round` on."""
+    if node.config.orphans == "adopted":
+        generation, training = node.generation, node.training
+        training.deal_among(generation.members, generation.number, first_round)
+        node.record({"kind": "dealt", "time": clock.wall(), **asdict(training.dealt[-1])})
+        logger.info("trains on %d samples, %d of them of nodes that are not there", training.num_samples,
+                    training.dealt[-1].adopted)  # fmt: skip
+
+
+def begin_rules_anew(node: Resumable, key: str, without: frozenset[int] = frozenset()) -> Steps[None]:
+    """Let the sharing rules begin anew, as steps; those that need a sum over all members for it get that. key: begins
+    the sums' names, the same on all nodes. without: as for `Node.renew_rules`."""
+    for index, (rule, model, view) in enumerate(node.renew_rules(without)):
+        totals = {}
+        for name, own in rule.to_be_summed(model, view).items():
+            pending = begin_mean(node.communication, f"{key}/rule-{index}/{name}", own, closing=True)
+            timeout_seconds = node.communication.config.timeout_seconds
+            mean, contributors = yield from mean_of(pending, rule.requirements.phases, timeout_seconds)
+            totals[name] = (mean * contributors).to(own.device)
+        if totals:
+            rule.summed(totals, view)

@@ -1,0 +1,362 @@
+"""When the nodes of a run make checkpoints, and how they go on from them together."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decentnode import clock
+from decentnode.checkpoint import store
+from decentnode.checkpoint.config import CheckpointConfig
+from decentnode.checkpoint.store import Cut, Manifest
+from decentnode.checkpoint.writer import Writer, Written
+from decentnode.communication.base import Pending
+from decentnode.communication.run_state import Steps
+from decentnode.errors import PeerLost
+from decentnode.node.checkpoints.checkpoint_mean import mean_unless_ending
+from decentnode.node.checkpoints.due_apart import DueApart
+from decentnode.node.checkpoints.due_by_minutes import DueByMinutes
+from decentnode.node.checkpoints.going_on import evaluate_if_due, go_on, take_own
+from decentnode.node.checkpoints.resume_agreement import ResumeFrom, read_agreed_cut
+from decentnode.node.checkpoints.snapshot import capture
+from decentnode.node.measuring.course import Best
+from decentnode.node.resumable import Resumable
+
+logger = logging.getLogger(__name__)
+
+MOST_UNKNOWN = 4
+"""Checkpoints beyond `keep` that wait for the other nodes to have them, too."""
+
+PROBLEM_TEXT = 200
+"""Most characters of what keeps a node from writing a checkpoint in its closing figures."""
+
+TOLD_SECONDS = 1.0
+"""Where nodes are in different rounds: longest wait for what the others said of the checkpoint before. Whoever follows
+the rules has said it before the next number is under way."""
+
+STOP_SECONDS = 1.0
+"""After a stop: longest wait for the checkpoint before to be written, while other nodes wait to close with this one."""
+
+
+@dataclass
+class CheckpointFigures:
+    """What checkpoints have cost this node, for its closing figures."""
+
+    count: int = 0
+    bytes: int = 0
+    copy_seconds: float = 0.0
+    """The training thread's: copying the state."""
+    wait_seconds: float = 0.0
+    """The training thread's: waiting for the checkpoint before to be written."""
+    cpu_seconds: float = 0.0
+    """The writing thread's."""
+    missed: int = 0
+    """Those that were due and are not on the disk."""
+    problem: str = ""
+    """Why the last of these is not."""
+
+    def miss(self, problem: str) -> None:
+        self.missed += 1
+        self.problem = problem[:PROBLEM_TEXT]
+
+
+class Checkpoints:
+    """The checkpoints of one node. Everything runs on its training thread but the writing (checkpoint/writer.py).
+
+    Every member of a generation makes a checkpoint after the same rounds. With `every` they follow from the round, with
+    `minutes` from what the lowest member says (due_by_minutes.py). Where nodes are in different rounds, each makes it
+    after one of its own (due_apart.py).
+
+    A checkpoint is removed when there are `keep` newer ones, except the newest that all nodes are known to have: with
+    each, nodes tell each other in a mean whether the one before is on their disks.
+    """
+
+    def __init__(
+        self, node: Resumable, folder: Path, identity: Mapping[str, Any], resume: ResumeFrom | None = None,
+        resumed: Callable[[Manifest | None, int], None] = lambda _manifest, _round: None,
+    ) -> None:
+        """folder: checkpoints/ of the run. identity: of the experiment (experiment/identity.py). resumed: called once
+        the node has what it goes on from, with its checkpoint (None: it took the mean of the others) and the round."""
+        self.node = node
+        self.config = node.config.checkpoint or CheckpointConfig.model_validate({})
+        self.enabled = node.config.checkpoint is not None
+        self.figures = CheckpointFigures()
+        self.resuming = resume is not None
+        self._folder, self._identity, self._resume, self._resumed = folder, identity, resume, resumed
+        self._writer = Writer(folder, node.uid)
+        found, _ = store.scan([folder], node.uid)
+        self._cuts = [manifest.cut for manifest in found]
+        """Of this node, on the disk or being written."""
+        self._copies: dict[Cut, tuple[int, float, float]] = {}
+        """(the node's round, copy_seconds, wait_seconds) of those being written."""
+        self._whole = {*self._cuts}
+        self._known_to_all: Cut | None = None
+        """The newest that every node is known to have."""
+        best = self.config.best
+        self._best = None if best is None else Best.of(best, node.training, "node.checkpoint.best")
+        self._best_cut: Cut | None = None
+        minutes = self.config.minutes
+        apart = self.enabled and node.schedule.asynchronous
+        self._apart = DueApart(node, self.config) if apart else None
+        self._by_minutes = None if apart or minutes is None else DueByMinutes(node, minutes)
+        self._forget()
+
+    def closing_figures(self) -> dict[str, float | int | str]:
+        """Returns what checkpoints have cost, by the names of summary.json; nothing without any."""
+        found = self.figures
+        return {} if not (found.count or found.missed) else {
+            "checkpoints": found.count, "checkpoints_kept": len(self._whole.intersection(self._cuts)),
+            "bytes_checkpoints": found.bytes,
+            "checkpoint_copy_seconds": found.copy_seconds, "checkpoint_wait_seconds": found.wait_seconds,
+            "checkpoint_cpu_seconds": found.cpu_seconds,
+            **({"checkpoints_missed": found.missed, "checkpoint_problem": found.problem} if found.missed else {}),
+        }  # fmt: skip
+
+    # -- while rounds go on -----------------------------------------------------------------------------------
+
+    def begin_generation(self) -> Steps[None]:
+        """Forget what was under way with the members of another generation; as steps."""
+        self._forget()
+        if self._apart is not None:
+            yield from self._apart.begin_generation()
+
+    def _forget(self) -> None:
+        self._last_round = -1
+        self._before: Cut | None = None
+        """The checkpoint before, made by the same members."""
+        self._told: tuple[Pending, Cut | None] | None = None
+        if self._by_minutes is not None:
+            self._by_minutes.begin_generation()
+
+    def between_rounds(self) -> Steps[None]:
+        """To be called before every round: makes a checkpoint where one is due. Blocking for a copy of the state, and
+        for the one before where that is still being written."""
+        if not self.enabled:
+            return
+        self._collect()
+        if self._apart is not None:
+            if self._apart.begin_if_due(None if self._told is None else self._told[0]):
+                yield from self._tell_all()
+                self._cut(regular=True, best=False)
+            return
+        round = self.node.round
+        due = (yield from self._by_minutes.is_due()) if self._by_minutes is not None else False
+        if round and round != self._last_round:
+            due = due or bool(self.config.every and round % self.config.every == 0)
+            best = self._is_best()
+            if due:
+                yield from self._tell_all()
+            if due or best:
+                self._cut(regular=due, best=best)
+        if self._by_minutes is not None:
+            self._by_minutes.ask()
+
+    def after_the_last(self) -> None:
+        """Make the checkpoint that a longer run, or one that was stopped, goes on from. Blocking as `between_rounds`;
+        after a stop for STOP_SECONDS at most.
+
+        After a stop nodes may end after different rounds. Only where all ended after the same one do they have one cut,
+        which a run can go on from; the one before stays until all are known to have a newer one.
+        """
+        node = self.node
+        if self.enabled and node.round and (node.round != self._last_round or self._apart is not None):
+            self._collect()
+            patience_seconds = STOP_SECONDS if node.communication.stopping else None
+            self._cut(regular=True, best=False, patience_seconds=patience_seconds)
+
+    def finish(self) -> None:
+        """After the closing evaluation. Blocking until all is written, for half of the time-out at most."""
+        if not self.enabled:
+            return
+        if self._is_best() and self._cuts and self._cuts[0].round == self.node.round:
+            self._mark_best(self._cuts[0])
+        self.close(self.node.communication.config.timeout_seconds / 2)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Blocking until what was given to the writer is on the disk. Idempotent."""
+        if not self._writer.close(timeout_seconds):
+            logger.warning("a checkpoint is still being written after %.0f s and is given up", timeout_seconds)
+        self._collect()
+
+    def _tell_all(self) -> Steps[None]:
+        """Tell everybody whether the checkpoint before is on this node's disk, and take in what they said last time."""
+        waited = clock.now()
+        self._writer.wait(self.node.communication.config.timeout_seconds / 2)
+        self.figures.wait_seconds += clock.now() - waited
+        self._collect()
+        told, before = self._told, self._before
+        whole = before is not None and before in self._whole
+        mean = torch.tensor([float(whole)], dtype=torch.float64)
+        self._told = self.node.communication.mean(f"checkpoint/whole-{self.cut.round}", mean), before
+        if told is not None:
+            pending, cut = told
+            patience_seconds = None if self._apart is None else TOLD_SECONDS
+            what = "which checkpoint all of them have"
+            found = yield from mean_unless_ending(self.node, pending, what, patience_seconds)
+            if found is not None and cut is not None and float(found[0]) * found[1] > found[1] - 0.5:
+                self._known_to_all = cut  # all contributors have it whole
+
+    def _cut(self, *, regular: bool, best: bool, patience_seconds: float | None = None) -> None:
+        """Copy the state and give it to the writer. regular: whether all nodes make one now. best: whether this round's
+        evaluation is the best so far. patience_seconds: longest wait for the one before; half of the time-out when
+        None."""
+        node, waited = self.node, clock.now()
+        half = node.communication.config.timeout_seconds / 2
+        free = self._writer.wait(half if patience_seconds is None else min(half, patience_seconds))
+        started = clock.now()
+        self.figures.wait_seconds += started - waited
+        self._last_round = node.round
+        if self._by_minutes is not None:
+            self._by_minutes.begin_period(started)
+        if self._apart is not None:
+            self._apart.begin_period(started)
+        if not free:
+            self.figures.miss("the one before was still being written")
+            logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
+            return
+        cut = self.cut
+        snapshot = capture(node, cut, self._identity)
+        copied = clock.now() - started
+        self.figures.copy_seconds += copied
+        self._copies[cut] = node.round, copied, started - waited
+        self._cuts = [cut, *(each for each in self._cuts if each != cut)]
+        self._writer.give(snapshot)
+        if best:
+            self._mark_best(cut)
+        if regular:
+            self._before = cut
+        gone = self._surplus()
+        self._cuts = [each for each in self._cuts if each not in gone]
+        self._whole.intersection_update(self._cuts)
+        self._writer.do(*(functools.partial(store.remove, self._folder, each.folder, node.uid) for each in gone))
+
+    def _surplus(self) -> list[Cut]:
+        """Returns the checkpoints that are to be removed: never the best, nor the newest that all are known to have,
+        nor those after it. Of these there are more than MOST_UNKNOWN only where another node cannot write its own."""
+        known = self._known_to_all
+        newer = sum(known is None or each.age > known.age for each in self._cuts)
+        protected = {each for each in (known, self._best_cut) if each is not None}
+        return store.surplus(self._cuts, max(self.config.keep, min(newer, self.config.keep + MOST_UNKNOWN)), protected)
+
+    @property
+    def cut(self) -> Cut:
+        """The cut that a checkpoint made now belongs to."""
+        node = self.node
+        now = node.generation
+        round = node.round if self._apart is None else self._apart.cuts.number
+        return Cut(node.communication.run_id.hex(), round, now.number, now.origin.hex(), tuple(now.members))
+
+    def _is_best(self) -> bool:
+        """Whether this round's evaluation is the best so far; then it is noted as such. Raises UsageError."""
+        node = self.node
+        return (self._best is not None and node.evaluated == node.round
+                and self._best.take(node.evaluation, node.round))  # fmt: skip
+
+    def _mark_best(self, cut: Cut) -> None:
+        best = self._best
+        if best is None or best.value is None or self._best_cut == cut:
+            return
+        self._best_cut = cut
+        mark = functools.partial(store.mark_best, self._folder, self.node.uid, cut, best.figure, best.value)
+        self._writer.do(mark)
+
+    def _collect(self) -> None:
+        """Note and record what was written since the last time."""
+        for each in self._writer.results():
+            self._note(each)
+
+    def _note(self, written: Written) -> None:
+        round, copied, waited = self._copies.pop(written.cut, (written.cut.round, 0.0, 0.0))
+        if written.problem:
+            self._cuts = [cut for cut in self._cuts if cut != written.cut]
+            self.figures.miss(written.problem)
+            self.node.record({"kind": "checkpoint", "round": round, "problem": written.problem})
+            return
+        self._whole.add(written.cut)
+        figures = self.figures
+        figures.count += 1
+        figures.bytes += written.bytes
+        figures.cpu_seconds += written.cpu_seconds
+        self.node.record({
+            "kind": "checkpoint", "round": round, "time": clock.wall(), "bytes": written.bytes,
+            "copy_seconds": copied, "wait_seconds": waited, "write_seconds": written.seconds,
+            "writer_cpu_seconds": written.cpu_seconds, "best": written.cut == self._best_cut,
+        })  # fmt: skip
+
+    # -- going on ---------------------------------------------------------------------------------------------
+
+    def resume(self) -> Steps[None]:
+        """Go on from the newest cut that all of its members have whole, as steps (`Node.steps`). Blocking while nodes
+        agree and read.
+
+        A node without any checkpoint, or that was no member at the cut, takes the mean of the others' models. Sharing
+        rules go on where every node has its state, else all begin anew. Raises CheckpointError where there is no cut.
+        """
+        assert self._resume is not None
+        node = self.node
+        node.doing = "reading checkpoints"
+        if node.round:
+            raise PeerLost(f"node {node.uid}: the others went on while it read its checkpoint; start it again")
+        found = yield from read_agreed_cut(node, self._resume)
+        where, restored = found.where, found.restored
+        yield from go_on(node, restored, "" if found.manifest is None else found.manifest.cut.folder, where)
+        if self._apart is not None:
+            self._apart.cuts.meet(found.number)
+            self._apart.begin_period(clock.now())
+        self._gone_on(found.manifest, where.round)
+        node.record({
+            "kind": "resumed", "round": where.round, "time": clock.wall(), "without": where.without,
+            "problems": found.problems[:20], "rule": "anew" if where.without else "restored",
+            **({"own_rounds": True} if node.schedule.asynchronous else {}),
+        })  # fmt: skip
+        yield from evaluate_if_due(node, where)
+        if restored is not None:
+            restored.put_streams(node)
+
+    def _gone_on(self, manifest: Manifest | None, round: int) -> None:
+        self._last_round, self.resuming = round, False
+        self._resumed(manifest, round)
+        if manifest is not None:
+            self._adopt(manifest)  # last: from here on this folder is one that a run can be resumed from
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Keep the checkpoint beside those that will follow."""
+        try:
+            store.adopt(manifest, self._folder)
+        except OSError as error:
+            logger.warning("the checkpoint that this run goes on from could not be kept: %s", error)
+            return
+        cut = manifest.cut
+        self._cuts = [cut, *(each for each in self._cuts if each != cut)]
+        self._known_to_all = cut
+        self._whole.add(cut)
+        self._adopt_best(manifest)
+
+    def _adopt_best(self, newest: Manifest) -> None:
+        """Keep the best checkpoint of the run that this one goes on from, where it was the best by the same figure."""
+        folder, best = newest.path.parents[1], self._best
+        mark = store.read_best(folder, self.node.uid)
+        if best is None or mark is None or mark["figure"] != best.figure or mark["round"] > newest.cut.round:
+            return
+        found = next((each for each in store.scan([folder], self.node.uid)[0] if each.cut.folder == mark["cut"]), None)
+        if found is None:
+            return
+        try:
+            store.adopt(found, self._folder)
+        except OSError as error:
+            logger.warning("the best checkpoint could not be kept: %s", error)
+            return
+        self._cuts = [*self._cuts, *([found.cut] if found.cut not in self._cuts else [])]
+        self._whole.add(found.cut)
+        best.value, best.round = mark["value"], mark["round"]
+        self._mark_best(found.cut)
+
+    def take_own(self, first_round: int) -> bool:
+        """After the node's process was started again: `going_on.take_own`, where there are checkpoints."""
+        return self.enabled and take_own(self.node, self._folder, first_round, self.config.recent)

@@ -1,0 +1,110 @@
+"""How the nodes of a resumed run agree on the checkpoint that all of them go on from, and read it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from decentnode.checkpoint import agreement, store
+from decentnode.checkpoint.store import Cut, Manifest
+from decentnode.communication.run_state import Steps
+from decentnode.errors import CheckpointError
+from decentnode.node.checkpoints.going_on import GoingOn
+from decentnode.node.checkpoints.snapshot import Restored
+from decentnode.node.measuring.evaluation import mean_of
+from decentnode.node.resumable import Resumable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResumeFrom:
+    """Where a run looks for the checkpoints that it goes on from."""
+
+    folders: tuple[Path, ...]
+    """checkpoints/ of runs."""
+    runs: frozenset[str] | None = None
+    """Ids of the runs whose cuts count; all when None."""
+
+
+@dataclass(frozen=True)
+class AgreedCut:
+    """What all nodes go on from."""
+
+    number: int
+    """Of the cut: the nodes' round at it, unless these were in different ones."""
+    manifest: Manifest | None
+    """Of this node's part; None where it has none."""
+    restored: Restored | None
+    """That part, whose model and training the node has; None where it has none."""
+    where: GoingOn
+    problems: list[str]
+    """Why other checkpoints of this node could not be read."""
+
+
+def read_agreed_cut(node: Resumable, resume: ResumeFrom) -> Steps[AgreedCut]:
+    """Returns the newest cut that all of its members have whole and can read, having put this node's model and training
+    in place; as steps. Blocking while nodes agree and read. Raises CheckpointError where there is none."""
+    manifests, problems = store.scan(resume.folders, node.uid, resume.runs)
+    for attempt in range(agreement.MOST_CUTS + 1):
+        chosen = yield from agreed_cut(node, [each.cut for each in manifests], attempt)
+        if chosen is None:
+            raise CheckpointError(no_common_cut(node.uid, manifests, problems))
+        number, key = chosen
+        mine = next((each for each in manifests if each.cut.key == key), None)
+        restored = None
+        if mine is not None:
+            try:
+                restored = Restored.read(mine)
+                restored.put_training(node)
+            except CheckpointError as error:
+                problems.append(str(error))
+                manifests.remove(mine)
+                restored = None
+        evaluated = int(restored.progress["evaluated"]) + 1 if restored is not None else 0
+        own = [int(restored is not None), int(mine is not None and restored is None), evaluated,
+               0 if mine is None or restored is None else mine.round + 1]  # fmt: skip
+        rows = yield from gathered(node, f"resume/read-{attempt}", own, len(own))
+        if not any(row[1] for row in rows):
+            break
+    else:
+        raise CheckpointError(no_common_cut(node.uid, manifests, problems))
+    for problem in problems:
+        logger.warning("%s", problem)
+    without = [uid for uid in node.generation.members if not rows[uid][0]]
+    round = (own[3] or max(row[3] for row in rows)) - 1
+    # A stop can find some nodes before an evaluation that others have finished: then all make it again.
+    last = evaluated if node.schedule.asynchronous else min(row[2] for row in rows if row[0])
+    return AgreedCut(number, mine, restored, GoingOn(round, last - 1, without), problems)
+
+
+def agreed_cut(node: Resumable, cuts: Sequence[Cut], attempt: int) -> Steps[tuple[int, int] | None]:
+    """Returns (round, key) of the newest cut that all of its members have, the same on all nodes; None where there is
+    none. As steps, blocking for the others' answers.
+
+    cuts: those that this node has whole. attempt: 0, 1, ... for the same call after a cut that could not be read.
+    """
+    rows = yield from gathered(node, f"resume/offers-{attempt}", agreement.offers(cuts), agreement.MOST_CUTS)
+    without = [uid for uid, row in enumerate(rows) if not any(row)]
+    found = agreement.complete(cuts, rows, without)
+    votes = yield from gathered(node, f"resume/votes-{attempt}", agreement.vote(found), 3)
+    return agreement.chosen(votes)
+
+
+def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> Steps[list[list[int]]]:
+    """Returns everybody's `width` values by uid, as steps. Blocking for at most the longer one of the transport's
+    time-outs."""
+    pending = node.communication.mean(key, agreement.row(values, node.uid, node.graph.num_nodes, width))
+    config = node.communication.config
+    longest = max(config.timeout_seconds, config.start_timeout_seconds)
+    mean, contributors = yield from mean_of(pending, node.sharing.requirements.phases, longest)
+    return agreement.gathered(mean, contributors)
+
+
+def no_common_cut(uid: int, manifests: Sequence[Manifest], problems: Sequence[str]) -> str:
+    """Returns what node `uid` says where no round is one that all nodes have a whole checkpoint of."""
+    own = ", ".join(str(each.cut.round) for each in manifests) or "none"
+    text = f"node {uid}: there is no round that all nodes have a whole checkpoint of; its own: {own}"
+    return "\n".join([text, *problems])

@@ -1,0 +1,1 @@
+"""What a node does as the members of its run change."""

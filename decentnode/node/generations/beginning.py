@@ -1,0 +1,154 @@
+"""What a node does as a generation of members begins: agree, get or give a model, make up rounds, begin rules anew."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from typing import Any, Protocol
+
+from decentnode import clock
+from decentnode.communication.run_state import Steps
+from decentnode.node.checkpoints.going_on import evaluate_alone_if_missed, evaluation_missed
+from decentnode.node.checkpoints.handover import agree_on_course, begin_rules_anew, deal_samples, give_models
+from decentnode.node.generations.apart import fallen_apart
+from decentnode.node.generations.merging import Work, merge_models
+from decentnode.node.resumable import NodeCheckpoints, Resumable
+from decentnode.node.rules import NodeRules
+from decentnode.node.sampling import Sampling
+from decentnode.wire.generation import Generation
+
+logger = logging.getLogger(__name__)
+
+
+class Member(Resumable, Protocol):
+    """A node, as its generations see it; docstrings are those of `Node`."""
+
+    checkpoints: NodeCheckpoints | None
+
+    def makes_no_more(self) -> bool: ...
+
+    def make_round(self, among: Generation, /) -> Steps[None]: ...
+
+
+class NodeGenerations:
+    """Takes one node from a generation of members to the next."""
+
+    def __init__(self, node: Member, rules: NodeRules, trained: Work, sampling: Sampling | None) -> None:
+        """trained: what the node has trained, by which its model counts where models are merged."""
+        self._node, self._rules, self._trained, self._sampling = node, rules, trained, sampling
+
+    def regroup(self) -> Steps[None]:
+        """Yields until the next generation is in force and the node is a member of it."""
+        node = self._node
+        node.doing = "agreeing on the next generation"
+        model = node.training.model
+        model.rebind(model.parameters.clone())  # it may lie in shared memory that the old generation releases
+        pending = node.communication.regroup()
+        yield None
+        while not pending.ready:
+            yield None
+        generation = yield from pending.steps()
+        yield from self.take_part(generation)
+
+    def take_part(self, generation: Generation) -> Steps[None]:
+        """Go on as a member of `generation`, with the present model; fresh members get the mean of the others'
+        first."""
+        node = self._node
+        before, node.generation = node.generation, generation
+        first_round = min(generation.first_round, node.config.rounds)
+        if node.communication.history is not None:
+            node.communication.history.entered(
+                generation.name, generation.members, first_round, generation.fresh, generation.stopping,
+                generation.merging,
+            )  # fmt: skip
+        then, now = {*before.members}, {*generation.members}
+        self._trained.part(then - now)
+        self._rules.lost |= then - (now - generation.fresh)
+        merged = yield from self._hand_over(generation)
+        yield from agree_on_course(node, generation.fresh, "generation/course")
+        self._trained.meet(now)
+        node.communication.took_part(generation)
+        alone = self._rules.schedule.asynchronous
+        missed = not alone and (yield from evaluation_missed(node, first_round))
+        yield from self._come_to(first_round, generation)
+        if node.checkpoints is not None:
+            yield from node.checkpoints.begin_generation()
+        deal_samples(node, node.round)
+        yield from begin_rules_anew(node, "generation")
+        if self._sampling is not None:
+            self._sampling.forget(then - now)
+        departed = sorted((then - now) & node.communication.departed())
+        node.record({
+            "kind": "generation", "generation": generation.number, "origin": generation.origin.hex(),
+            "round": node.round, "time": clock.wall(),
+            "members": sorted(now), "left": sorted(then - now), "joined": sorted(now - then | generation.fresh),
+            **({"departed": departed} if departed else {}), **({"own_rounds": True} if alone else {}),
+            **({"stopping": True} if generation.stopping else {}),
+            **merged,
+        })
+        logger.info("generation %d of %d nodes from round %d", generation.number, len(generation.members), node.round)
+        if node.uid == generation.members[0]:
+            self._tell_apart(generation)
+        if missed:
+            yield from node.evaluate_between()
+        elif alone and node.uid not in generation.fresh and not generation.stopping:
+            yield from evaluate_alone_if_missed(node)
+
+    def _hand_over(self, generation: Generation) -> Steps[dict[str, Any]]:
+        """Let everybody have the model that it goes on with. Returns what the generation's record says of it."""
+        node = self._node
+        if generation.merging:
+            node.doing = "merging models"
+            met = {*generation.members} - generation.fresh
+            weight = self._trained.since_parted(met, node.config.merge_weights)
+            share = yield from merge_models(node, generation.fresh, weight, "generation/merge")
+            return {"merged": {"weight": weight, "share": share}}
+        if generation.fresh:
+            node.doing = "getting a model" if node.uid in generation.fresh else "giving a model"
+            yield from give_models(node, generation.fresh, "generation/model")
+        return {}
+
+    def _come_to(self, first_round: int, generation: Generation) -> Steps[None]:
+        """Have the node at the round that the generation begins with, as far as it is to be there."""
+        node = self._node
+        if node.uid in generation.fresh:
+            if node.checkpoints is not None:
+                node.checkpoints.take_own(first_round)
+            node.training.skip_to(first_round)
+            node.communication.caught_up()
+            node.round = first_round
+        elif generation.merging and not generation.stopping:
+            if node.round < first_round:
+                node.training.skip_to(first_round)  # rounds of others, which are in the model
+                node.round = first_round
+        elif not (self._rules.schedule.asynchronous or generation.stopping):
+            yield from self._catch_up(first_round)
+
+    def _catch_up(self, first_round: int) -> Steps[None]:
+        """Make the rounds up to the first one of the generation, which is that of its furthest member. Others have made
+        them in the generation before, so that this node has nobody to exchange payloads with: its row of W is that of
+        the identity. What a rule promises holds from the first round on, in which all rules begin anew.
+
+        A client that hears no server trains on nothing, and a server without answers takes no step."""
+        node = self._node
+        if node.round >= first_round or node.makes_no_more():
+            return
+        if node.sharing.requirements.star:
+            for round in range(node.round, first_round):
+                node.training.rest(round)
+            node.round = first_round
+            return
+        made = f"round {node.round}" if first_round == node.round + 1 else f"rounds {node.round} to {first_round - 1}"
+        logger.info("makes %s alone, as others are ahead", made)
+        self._rules.renew(node.generation)
+        alone = replace(node.generation, members=(node.uid,))
+        while node.round < first_round and not node.makes_no_more():
+            yield from node.make_round(alone)
+
+    def _tell_apart(self, generation: Generation) -> None:
+        node = self._node
+        for apart in fallen_apart((each.graph for each in self._rules.fragments), generation.members):
+            node.record({"kind": "apart", "generation": generation.number, "round": node.round,
+                         "time": clock.wall(), **asdict(apart)})  # fmt: skip
+            node.communication.counters.on_event("apart", None, str(apart))
+            logger.warning("%s", apart)

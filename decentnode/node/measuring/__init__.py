@@ -1,0 +1,1 @@
+"""What a node measures: evaluations and their course, totals, and when it did what."""

@@ -1,0 +1,100 @@
+"""What a node adds up over its rounds, and what a round's record says of its edges."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from decentnode.communication.counters import Counters
+from decentnode.metrics.figures import packed_counts
+from decentnode.node.schedules.fragment_exchange import RoundTimes
+
+
+class RoundTotals:
+    """Seconds, overlap and losses of one node's rounds so far, and the counters of its edges at the last record."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._seconds: list[float] = []
+        self._train_seconds = 0.0
+        self._wait_seconds = 0.0
+        self._overlaps = 0.0
+        self._rounds_without = 0
+        self._without: Counter[int] = Counter()
+        """uid -> rounds that went on without it."""
+        self._edges: dict[int, tuple[int, int, int, int, float]] = {}
+        self._waits: dict[int, float] = {}
+        self._late: dict[int, int] = {}
+
+    def add(self, seconds: float, times: RoundTimes, lost: Collection[int]) -> None:
+        """Count a round. seconds: of the whole round; lost: the neighbors that it went on without."""
+        self._seconds.append(seconds)
+        self._train_seconds += times.train
+        self._wait_seconds += times.wait
+        self._overlaps += times.overlap
+        self._rounds_without += bool(lost)
+        self._without.update(lost)
+
+    def edge_deltas(self) -> dict[str, list[float]]:
+        """Returns peer -> [bytes of payloads sent, received, chunks sent, resends, seconds waited] since the last
+        call."""
+        found = {}
+        for uid, edge in self._counters.known():
+            total = (edge.payload_bytes_sent, edge.payload_bytes_received, edge.frames_sent, edge.resends,
+                     edge.wait_seconds)  # fmt: skip
+            last = self._edges.get(uid, (0, 0, 0, 0, 0.0))
+            if total != last:
+                self._edges[uid] = total
+                found[str(uid)] = [round(now - then, 6) for now, then in zip(total, last, strict=True)]
+        return found
+
+    def late(self) -> dict[str, dict[str, int]]:
+        """Returns how many payloads of whom came too late since the last call; empty without any."""
+        found = {uid: edge.late_payloads - self._late.get(uid, 0) for uid, edge in self._counters.known()
+                 if edge.late_payloads != self._late.get(uid, 0)}  # fmt: skip
+        for uid, count in found.items():
+            self._late[uid] = self._late.get(uid, 0) + count
+        return {"late": {str(uid): count for uid, count in found.items()}} if found else {}
+
+    def slowest(self) -> dict[str, float]:
+        """Returns the neighbor that was waited for longest since the last call, and for how many seconds; empty without
+        a wait."""
+        longest, whom = 0.0, -1
+        for uid, edge in self._counters.known():
+            waited = edge.wait_seconds - self._waits.get(uid, 0.0)
+            self._waits[uid] = edge.wait_seconds
+            if waited > longest:
+                longest, whom = waited, uid
+        return {"waited_for": whom, "waited_seconds": longest} if whom >= 0 else {}
+
+    def figures(self) -> dict[str, float | int | str]:
+        """Returns the closing figures of rounds, by the names of summary.json."""
+        known = [item for item in self._counters.known() if item[1].wait_seconds > 0]  # not of sums
+        waited = max(known, key=lambda item: item[1].wait_seconds, default=None)
+        ordered = sorted(self._seconds)
+        return {
+            "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
+            "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds,
+            "wait_seconds": self._wait_seconds, "overlap": self._overlaps / max(1, len(ordered)),
+            "waited_for": waited[0] if waited else -1, "waited_seconds": waited[1].wait_seconds if waited else 0.0,
+            "rounds_without": self._rounds_without, "late_payloads": self._counters.late_payloads,
+            **({"without": packed_counts(self._without)} if self._without else {}),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns a copy of what a resumed run goes on from."""
+        return {
+            "round_seconds": torch.tensor(self._seconds, dtype=torch.float64),
+            "train_seconds": self._train_seconds, "wait_seconds": self._wait_seconds, "overlaps": self._overlaps,
+            "rounds_without": self._rounds_without, "without": dict(self._without),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._seconds = state["round_seconds"].tolist()
+        self._train_seconds, self._wait_seconds = state["train_seconds"], state["wait_seconds"]
+        self._overlaps = state["overlaps"]
+        self._rounds_without, self._without = state["rounds_without"], Counter(state["without"])

@@ -1,0 +1,1 @@
+"""The order of local steps, exchanges and mixing in a round."""

@@ -1,0 +1,164 @@
+"""Schedule overlapped: the exchange of a round flies during its local steps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.communication.run_state import Steps
+from decentnode.graph.base import RoundView
+from decentnode.node.schedules.background import BackgroundMixer, supported, worthwhile
+from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
+from decentnode.node.schedules.schedule import Schedule
+from decentnode.tensors import blocks
+
+
+class Overlapped(Schedule):
+    """The exchange of x(r) flies during the local steps from x(r); then x <- W x + delta
+    (docs/explanation/round.rst, "Overlapped").
+
+    Of several phases the first flies during the local steps, the others follow it. W x is computed in the background of
+    the local steps where that is worthwhile (background.py), for rules that do not change the update; only delta is
+    added afterwards then. Parameters that are not exchanged in the round get their update alone.
+    """
+
+    _delta: Tensor | None = None
+    """[P] the local update, kept while phases are mixed one after the other."""
+    _mixing: BackgroundMixer | None = None
+    """Mixes the round under way in the background."""
+    _mixed: Tensor | None = None
+    """[P] W x, where it is computed in the background."""
+    _spans: list[tuple[FragmentExchange, int, int, RoundView]]
+    """(fragment, start, stop, view) of each part of `_mixed`, from the fragment's first entry on."""
+
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
+        self._before = self.model.parameters
+        if self._due:
+            yield from self._begin_exchange()
+        yield from self._train(round)
+        check()
+
+    def _begin_exchange(self) -> Steps[None]:
+        elementwise = self.sharing.requirements.elementwise
+        if not elementwise:  # such a rule may keep views of what it sends until it mixes
+            self._before = self._before.clone()
+        yield from self._send(self._before, 0)
+        place = yield from self._place(self._before)
+        started = clock.now()
+        if place is not None:
+            self.model.rebind(place.copy_(self._before))
+        elif elementwise:
+            self._before = self._before.clone()
+        self.times.send += clock.now() - started
+        if self._mixes_in_background:
+            self._begin_mixing()
+
+    @functools.cached_property
+    def _mixes_in_background(self) -> bool:
+        """Decided in the first round: nothing that it depends on changes within a generation."""
+        needs, model = self.sharing.requirements, self.model.parameters
+        if needs.phases > 1 or needs.gradient or not supported(self.communication, model):
+            return False
+        return worthwhile(self.communication, model) if self.in_background is None else self.in_background
+
+    def _begin_mixing(self) -> None:
+        """Begin to mix in the background. Until `join`, only the other thread uses the exchanges, the rules and
+        `_mixed`."""
+        if self._mixed is None:
+            self._mixed = torch.empty_like(self._before)
+        self._spans = []
+        due, before, mixed, spans = self._due, self._before, self._mixed, self._spans
+
+        def mix() -> None:
+            with torch.no_grad():
+                for fragment in due:
+                    of_before, of_mixed = fragment.part(before), fragment.part(mixed)
+                    for each in fragment.slices(self._timeout_of(fragment), RoundTimes()):
+                        assert isinstance(each, Slice), "a transport with threads blocks"
+                        seen = each.mix(fragment.rule, of_before, of_mixed)
+                        spans.append((fragment, each.start, each.stop, seen))
+
+        self.communication.exposed_since = math.inf
+        self._mixing = BackgroundMixer(mix)
+
+    def mix(self) -> Steps[list[Mixed]]:
+        if self._delta is None and self._due:
+            model = self.model.parameters
+            self._delta = model - self._before
+            for fragment in self._due:
+                fragment.part(model).copy_(fragment.part(self._before))
+        yield from self._mix_in_place()
+        return self._settle()
+
+    def abandon(self) -> None:
+        """As `Schedule.abandon`. Blocking until mixing in the background has ended; by then the communication has ended
+        the waits of its thread."""
+        mixing, self._mixing = self._mixing, None
+        if mixing is not None:
+            self.communication.exposed_since = clock.now()
+            with contextlib.suppress(Exception):
+                mixing.join()
+        super().abandon()
+        delta, self._delta = self._delta, None
+        if delta is None:
+            return
+        with torch.no_grad():  # between two phases the model is without the update
+            for fragment in self._due:
+                fragment.rule.advance(fragment.part(self.model.parameters), fragment.part(delta), fragment.view)
+
+    def finish(self) -> Steps[list[Mixed]]:
+        if self._mixing is not None:
+            self._advance_mixed(self._mixing)
+            return self._settle()
+        if self._delta is None:
+            yield from self._mix_and_advance()
+            return self._settle()
+        yield from self._mix_in_place()
+        mixed = self._settle()
+        with torch.no_grad():
+            for fragment, each in zip(self._due, mixed, strict=True):
+                model, delta = fragment.part(self.model.parameters), fragment.part(self._delta)
+                fragment.rule.advance(model, delta, fragment.view.without(each.missing))
+        self._delta = None
+        return mixed
+
+    def _advance_mixed(self, mixing: BackgroundMixer) -> None:
+        """Wait until all that arrived is mixed, then make the model W x + delta. Blocking."""
+        started = clock.now()
+        self.communication.exposed_since = clock.now()
+        mixing.join()
+        self._mixing = None
+        self.times.wait += (joined := clock.now()) - started
+        assert self._mixed is not None
+        flats = self.model.parameters, self._before, self._mixed
+        with torch.no_grad():
+            for fragment, start, stop, view in self._spans:
+                model, before, mixed = map(fragment.part, flats)
+                for a, b in blocks(start, stop) if fragment.rule.requirements.elementwise else [(start, stop)]:
+                    delta = model[a:b] - before[a:b]
+                    fragment.rule.advance(model[a:b].copy_(mixed[a:b]), delta, view)
+        self.times.mix += clock.now() - joined
+
+    def _mix_and_advance(self) -> Steps[None]:
+        """Mix and add the update slice by slice, so that neither the mixed model nor the update needs memory for all
+        parameters."""
+        started, waited = clock.now(), self.times.wait
+        for fragment in self._due:
+            model, before = fragment.part(self.model.parameters), fragment.part(self._before)
+            for each in fragment.slices(self._timeout_of(fragment), self.times):
+                if not isinstance(each, Slice):
+                    yield each
+                    continue
+                with torch.no_grad():
+                    x, was = model[each.start : each.stop], before[each.start : each.stop]
+                    delta = x - was
+                    seen = each.mix(fragment.rule, before, model)
+                    fragment.rule.advance(x, delta, seen)
+                fragment.applied(each.stop)
+        self.times.mix += clock.now() - started - (self.times.wait - waited)

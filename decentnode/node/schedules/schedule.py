@@ -1,0 +1,244 @@
+"""The order of local steps, exchanges and mixing in a round: what every schedule has. Nothing else in the project
+decides it; the schedules themselves are sequential.py, overlapped.py and asynchronous/.
+
+What may have to wait is written as steps (`run_state.Steps`).
+
+A round of a rule with several phases is one exchange after the other: `begin` sends the first, `mix` and `send` go from
+each to the next, `finish` mixes the last. For a rule with one phase only `begin` and `finish` are called. In each phase
+all fragments that are due in the round are sent before any of them is mixed; both happen in the order of the fragments.
+Local steps come before the first phase, or where the rule says so (`Requirements.steps_before`) before a later one.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.communication.base import Communication
+from decentnode.communication.run_state import Steps
+from decentnode.graph.base import RoundView
+from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
+from decentnode.node.schedules.asynchronous.cuts import Cuts
+from decentnode.node.schedules.dumps import Dumps
+from decentnode.node.schedules.fragment_exchange import FragmentExchange, Mixed, RoundTimes, Slice
+from decentnode.sharing.base import Sharing
+from decentnode.tensors import FlatModel
+from decentnode.training.base import Training, Update
+from decentnode.wire.generation import Generation
+
+NO_STEPS = Update(0, 0, math.nan)
+"""Of a round in which the node makes no local steps."""
+
+
+class Schedule(abc.ABC):
+    """One round, divided where the neighbors must act before it can go on."""
+
+    def __init__(
+        self, training: Training, fragments: Sequence[FragmentExchange], communication: Communication, *,
+        averaging_groups: bool = False, in_background: bool | None = None, averages_buffers: bool = True,
+        asynchronous: AsynchronousConfig | None = None,
+    ) -> None:
+        """fragments: in the order of their parts of the model. averaging_groups: whether the transport may average a
+        whole group of nodes at once. A member that is missing then makes all others of its group missing, too.
+
+        in_background: `mix_in_background` of the config; None: where it is worthwhile. averages_buffers: whether float
+        buffers are averaged, too. asynchronous: section of the config.
+        """
+        self.averages_buffers, self.asynchronous_config = averages_buffers, asynchronous
+        self.averaging_groups = averaging_groups
+        self.in_background = in_background
+        self.training = training
+        self.fragments = tuple(fragments)
+        self.communication = communication
+        self.make_times: Callable[[], RoundTimes] = RoundTimes
+        """Set by the node for rounds that are traced."""
+        self.times = RoundTimes()
+        self.update = NO_STEPS
+        """What the local steps of the round under way came to, once they are made."""
+        self.trained = -1
+        """The last round whose local steps are made; -1 before the first."""
+        self._due: tuple[FragmentExchange, ...] = ()
+        """Fragments that are exchanged in the round under way."""
+        self.weights_in: Callable[[int], Mapping[int, float]] = lambda _round: {}
+        """Returns the node's row of W in another round, among the members of now. Set by the node in each round."""
+        self.cuts = Cuts()
+        """Where nodes are in different rounds: which checkpoints belong together. It outlives generations."""
+
+    asynchronous: ClassVar[bool] = False
+    """Whether nodes are in different rounds at one time. Such a schedule exchanges float buffers itself."""
+
+    @property
+    def model(self) -> FlatModel:
+        return self.training.model
+
+    @property
+    def sharing(self) -> Sharing:
+        """The rule, of the first fragment; those of the others have the same requirements."""
+        return self.fragments[0].rule
+
+    @property
+    def due(self) -> list[int]:
+        """The fragments that are exchanged in the round under way."""
+        return [each.fragment.index for each in self._due]
+
+    @property
+    def buffer_channel(self) -> int:
+        """The number of the float buffers' exchange, after those of all fragments and phases."""
+        return len(self.fragments) * self.sharing.requirements.phases
+
+    @functools.cached_property
+    def _whole(self) -> bool:
+        """Whether the model is exchanged as one: then it may live where the transport sends from."""
+        elements = self.model.parameters.numel()
+        return len(self.fragments) == 1 and self.fragments[0].fragment.elements == elements
+
+    def report(self) -> dict[str, float]:
+        """Returns further figures of the round for metrics.jsonl."""
+        return {}
+
+    def succeed(self, former: Schedule, generation: Generation, lost: Collection[int]) -> None:  # noqa: B027
+        """In a new generation of members: take from the schedule before what outlives a generation; here nothing. lost:
+        nodes that were members in the time of the schedule before, and are gone with what they had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the schedule itself keeps between rounds; nothing changes its tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Restores what `state_dict` returned."""
+
+    def drain(self, view: RoundView) -> Steps[None]:  # noqa: ARG002
+        """After the last round: bring what is under way to its end, as steps. view: of the round that would be next."""
+        yield from ()
+
+    def dump(self, round: int, dumps: Dumps) -> None:
+        """After the round: write what the rules of the fragments that were exchanged chose to send."""
+        for fragment in self._due:
+            fragment.dump(round, dumps)
+
+    def begin(self, round: int, views: Sequence[Sequence[RoundView]], check: Callable[[], None]) -> Steps[None]:
+        """Make the local steps, unless they come later, and begin the first phase's exchanges. `check` is called after
+        the local steps, before their result is sent. views: by fragment and phase."""
+        self.times, self.update = self.make_times(), NO_STEPS
+        for fragment, each in zip(self.fragments, views, strict=True):
+            fragment.enter(round, each)
+        self._due = tuple(fragment for fragment in self.fragments if fragment.is_due)
+        return self._begin(round, check)
+
+    @abc.abstractmethod
+    def _begin(self, round: int, check: Callable[[], None]) -> Steps[None]:
+        """What `begin` does, once the fragments have their views."""
+
+    @abc.abstractmethod
+    def mix(self) -> Steps[list[Mixed]]:
+        """Wait for the exchanges of a phase that is not the last, and mix them into the model."""
+
+    def send(self, phase: int) -> Steps[None]:
+        """Begin the exchanges of a later phase, with the model as `mix` left it."""
+        return self._send(self.model.parameters, phase)
+
+    @abc.abstractmethod
+    def finish(self) -> Steps[list[Mixed]]:
+        """Wait for the last phase's exchanges, mix them into the model, and end the round."""
+
+    def abandon(self) -> None:
+        """Give up the round under way, after the communication said that the generation or the run is over."""
+        for fragment in self._due:
+            fragment.abandon()
+
+    def timeout_seconds(self, phase: int) -> float:
+        """Returns the longest wait for a neighbor in a phase, as the rule says."""
+        return self.sharing.wait_seconds(phase, self.communication.config.timeout_seconds)
+
+    def _timeout_of(self, fragment: FragmentExchange) -> float:
+        return self.timeout_seconds(fragment.view.phase)
+
+    def _send(self, model: Tensor, phase: int) -> Steps[None]:
+        started = clock.now()
+        for fragment in self._due:
+            yield from fragment.send(model, phase)
+        self.times.send += clock.now() - started
+
+    def _train(self, round: int) -> Steps[None]:
+        """Make the local steps, where all rules have the node train in this round."""
+        trains = self.training.num_samples > 0 and all(each.rule.trains(each.view) for each in self.fragments)
+        leaves_out = trains and self._too_late(round)
+        if leaves_out:
+            trains = False
+            for fragment in self.fragments:
+                fragment.rule.leave_out(fragment.view)
+        started = clock.now()
+        if trains:
+            direct = self._direct if self.sharing.requirements.gradient else None
+            self.update = update = self.training.local_update(round, direct)
+            for fragment in self.fragments:
+                fragment.rule.trained(update.samples, update.samples if update.units is None else update.units)
+        else:
+            self.training.rest(round)
+        self.trained = round
+        if self.communication.history is not None:
+            self.communication.history.steps(round, left_out=leaves_out)
+        computed = self.communication.computed(round) if trains else None
+        if computed is not None:
+            yield computed
+        seconds = clock.now() - started
+        if trains:
+            self.training.took(seconds)
+        self.times.train += seconds
+
+    def _too_late(self, round: int) -> bool:
+        """Whether the one node that takes what the local steps come to has gone on without this one: a node that still
+        made the steps of all rounds that it missed would be ever farther behind, and hold up the next evaluation."""
+        if not self.communication.goes_on:
+            return False
+        takes = [each.rule.steps_are_for(each.view) for each in self.fragments]
+        return all(uid is not None and self.communication.gone_on(round, uid) for uid in takes)
+
+    def _direct(self, gradient: Tensor) -> Tensor:
+        for fragment in self.fragments:
+            fragment.direct(gradient)
+        return gradient
+
+    def _place(self, model: Tensor) -> Steps[Tensor | None]:
+        """Returns a slot of the publish buffer that the mixed model may be written to, so that the transport need not
+        copy it next time; None where the payload is not the model itself. Waits until neighbors have read the slot."""
+        if not self._whole or not self._due or not self.sharing.requirements.elementwise or model.device.type != "cpu":
+            return None
+        if not self._due[0].sends_from(model):
+            return None
+        started = clock.now()
+        timeout_seconds = self.communication.config.timeout_seconds
+        place = yield from self.communication.acquire_slot_steps(model, timeout_seconds)
+        self.times.wait += clock.now() - started
+        return place
+
+    def _mix_in_place(self) -> Steps[None]:
+        """Mix the arrivals of the exchanges in flight into the model, which may move to another slot."""
+        started, waited = clock.now(), self.times.wait
+        model, place, chosen = self.model.parameters, None, False
+        for fragment in self._due:
+            part = fragment.part(model)
+            for each in fragment.slices(self._timeout_of(fragment), self.times):
+                if not isinstance(each, Slice):
+                    yield each
+                    continue
+                if not chosen:  # a neighbor that sent its model has usually read this node's last: its slot is free
+                    chosen = True
+                    place = yield from self._place(model)
+                with torch.no_grad():
+                    each.mix(fragment.rule, part, place)
+                if place is None:
+                    fragment.applied(each.stop)
+        if place is not None:
+            self.model.rebind(place)
+        self.times.mix += clock.now() - started - (self.times.wait - waited)
+
+    def _settle(self) -> list[Mixed]:
+        return [fragment.settle(self.times) for fragment in self._due]

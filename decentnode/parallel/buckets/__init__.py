@@ -1,0 +1,1 @@
+"""Flat buckets of parameters, and how they travel between ranks."""

@@ -1,0 +1,1 @@
+"""Pictures of runs, graphs, shares of data, plans and virtual time."""

@@ -1,0 +1,303 @@
+"""Plots of runs: what tasks measure, loss and consensus distance over rounds, seconds and bytes."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.metrics.figures import VIRTUAL_AXES, Curve
+from decentnode.report.reading.runs import Line, Series, chosen_curves
+from decentnode.words import plural
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+"""Okabe and Ito (2008), told apart by color-blind readers too."""
+DASHES = ("-", "-.", ":")
+"""Line styles of the first lines, and of later ones that reuse their colors; merged models are dashed."""
+SUFFIXES = (".png", ".pdf", ".svg")
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+MERGED = "merged model"
+WIDTH_SHARE = 0.97
+"""Largest share of the figure's width that a legend or a title takes."""
+
+FEW = 2
+"""Points, at most, that no line joins: nobody knows the way from one to the other."""
+FAR_APART = 5.0
+"""Lines whose bytes differ by more than this factor share a logarithmic axis."""
+PAPER_SUFFIXES = (".pdf", ".svg")
+PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
+"""Inches: one column of a two-column page."""
+PAPER: dict[str, Any] = {
+    "font.family": "sans-serif", "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"], "font.size": 8,
+    "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "axes.linewidth": 0.6,
+    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.1,
+    "pdf.fonttype": 42, "ps.fonttype": 42,  # outlines that can be searched and edited; publishers refuse Type 3
+}  # fmt: skip
+
+
+def plot(
+    lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], path: Path, paper: bool = False
+) -> list[str]:
+    """Write what `draw` draws. Returns the labels of lines that no panel has anything of.
+
+    paper: one panel as wide as a column, as PDF or SVG. The suffix of `path` chooses the format. Raises UsageError as
+    `draw` and `write`, EnvironmentFault when the file cannot be written.
+    """
+    if paper and (len(metrics), len(axes)) != (1, 1):
+        raise UsageError(f"--paper draws one panel, got {len(metrics)} x {len(axes)}")
+    left_out: list[str] = []
+
+    def drawn() -> Figure:
+        figure, names = draw(lines, metrics, axes, paper)
+        left_out.extend(names)
+        return figure
+
+    write(drawn, path, paper)
+    return left_out
+
+
+def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
+    """Write a figure, drawn in the style of papers where it is for one. Raises UsageError for a suffix of no format,
+    EnvironmentFault when the file cannot be written."""
+    suffixes = PAPER_SUFFIXES if paper else SUFFIXES
+    if path.suffix not in suffixes:
+        raise UsageError(f"the picture's name must end in {', '.join(suffixes)}, got {path.name}")
+    import matplotlib
+
+    style: Any = PAPER if paper else {}
+    with matplotlib.rc_context(style):
+        figure = drawn()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write {path}: {error.strerror}; choose another place with -o") from error
+
+
+def empty(width: float, height: float) -> Figure:
+    """Returns a figure of this size in inches. It is none of pyplot's: nobody has to close it, and the program's own
+    backend stays. It shows itself in a notebook, whatever backend that has."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    class RunFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            self.savefig(data := io.BytesIO(), format="png", dpi=100)
+            return data.getvalue()
+
+    figure = RunFigure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def sign(figure: Figure, text: str) -> None:
+    """Write a small line into the lower right corner: where the figure comes from."""
+    height = 11 / 72 / figure.get_figheight()
+    figure.set_figheight(figure.get_figheight() + 11 / 72)
+    engine: Any = figure.get_layout_engine()
+    engine.set(rect=(0.0, height, 1.0, 1.0 - height))
+    figure.text(0.995, 0.15 * height, text, ha="right", va="bottom", fontsize=6, color="#707070")
+
+
+def draw(
+    lines: Sequence[Line], metrics: Sequence[str], axes: Sequence[str], paper: bool = False
+) -> tuple[Figure, list[str]]:
+    """(a figure, the labels of lines that no panel has anything of): one panel per metric (rows) and axis (columns), a
+    line for the mean over nodes, and seeds where there are several.
+
+    Bands go from the lowest to the highest node, or over a standard deviation of the seeds to either side. Raises
+    UsageError for an unknown metric or nothing to draw.
+    """
+    chosen = chosen_curves(lines, metrics)
+    shape = (len(metrics), len(axes))
+    size = (PAPER_WIDTH, PAPER_HEIGHT) if paper else (1.2 + 4.2 * shape[1], 0.9 + 2.9 * shape[0])
+    figure = empty(*size)
+    panels = figure.subplots(*shape, squeeze=False, sharey="row")
+    drawn = _panels(panels, lines, chosen, axes)
+    if not drawn:
+        names = ", ".join(line.label for line in lines)
+        raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
+    merged = [line for panel in panels.flat for line in panel.get_lines() if line.get_label() == MERGED]
+    if not paper:
+        _title(figure, lines)
+    handles, labels = _handles(lines, drawn, merged)
+    if len(labels) > 1:
+        legend(figure, handles, labels)
+    return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
+
+
+def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
+    """Draw all panels. Returns the numbers of the lines that appear in some panel."""
+    drawn: set[int] = set()
+    for column, axis in enumerate(axes):
+        # One label stands below a column: its panels have one unit and one range
+        ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
+        unit, name = _unit(ends) if axis == "bytes" else (1.0, "")
+        most = max(ends, default=0.0) / unit
+        apart = axis == "bytes" and len(lines) > 1 and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
+        for row, (metric, curve) in enumerate(metrics.items()):
+            panel = panels[row][column]
+            drawn |= _panel(panel, lines, (metric, curve), axis, unit, apart)
+            panel.set_xlim(0, 1.02 * most if most else 1)
+            if apart:
+                _log_bytes(panel, 1.1 * most)
+        partial = axis == "bytes" and any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
+        label = "payloads sent by the nodes here" if partial else VIRTUAL_AXES[axis]
+        panels[-1][column].set_xlabel(label + (f" ({name})" if name else ""))
+    for row, curve in enumerate(metrics.values()):
+        panels[row][0].set_ylabel(curve.label)
+    return drawn
+
+
+def _log_bytes(panel: Axes, right: float) -> None:
+    """A logarithmic axis of bytes: of lines that send much less than others, a linear one shows nothing."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    least = min((x for line in panel.get_lines() for x in _positive(line.get_xdata())), default=right / 10)
+    panel.set_xscale("log")
+    panel.set_xlim(0.9 * least, right)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if right > 30 * least:
+        panel.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _positive(values: Any) -> list[float]:
+    """Returns the values above 0."""
+    return [float(value) for value in values if value > 0]
+
+
+def _panel(
+    panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float, positive: bool = False
+) -> set[int]:
+    """Draw all lines into one panel. unit: of the horizontal axis. positive: leave out what stands at 0 of it, where a
+    logarithmic axis has no place. Returns the numbers of those that have values."""
+    from matplotlib.ticker import MaxNLocator
+
+    metric, curve = shown
+    def of(line: Line, merged: bool = False) -> Series:
+        series = line.series(metric, axis, merged)
+        return series.above(0.0) if positive else series
+
+    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)).x]
+    for index, line, series in drawn:
+        color, x = _color(index), [value / unit for value in series.x]
+        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if len(x) > FEW else "none"
+        panel.plot(x, series.mean, linestyle=dashes, color=color, marker=marker, markersize=3, label=line.label)
+        if curve.spread or len(line.runs) > 1:
+            panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
+        if curve.merged and (of_merged := of(line, merged=True)).x:
+            ends = len(of_merged.x) <= FEW < len(x)
+            panel.plot([value / unit for value in of_merged.x], of_merged.mean, color=color, markersize=4,
+                       linestyle="none" if ends else "--", marker="D" if ends else None, label=MERGED)  # fmt: skip
+    if curve.logarithmic:
+        _scale(panel, [values for _, _, series in drawn for values in (series.low, series.mean)])
+    if axis == "rounds":
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    panel.grid(alpha=0.25, linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+    return {index for index, _, _ in drawn}
+
+
+def _scale(panel: Axes, curves: Sequence[Sequence[float]]) -> None:
+    """A logarithmic scale where the values span more than half a decade. Before the first round all nodes have one
+    model, but for the last bits: the scale is not stretched to show them, and no line comes from there."""
+    values = [value for curve in curves for value in curve]
+    later = [value for curve in curves for value in curve[1:]] or values
+    above = _positive(values)
+    if not above or min(later) <= 0 or max(above) / min(above) <= 5:
+        return
+    panel.set_yscale("log")
+    if min(later) > 100 * min(values):
+        bottom = min(later) / 2
+        panel.set_ylim(bottom=bottom)
+        for line in panel.get_lines():
+            x, y = (np.asarray(each, float) for each in (line.get_xdata(), line.get_ydata()))
+            line.set_data(x, np.where(y < bottom, np.nan, y))
+
+
+def _unit(largest: Sequence[float]) -> tuple[float, str]:
+    most = max(largest, default=1.0)
+    return next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
+
+
+def _title(figure: Figure, lines: Sequence[Line]) -> None:
+    """Write the title: what means and bands are taken over, and the name of a single line."""
+    several = sorted({len(line.runs) > 1 for line in lines})
+    bands = {False: "band from lowest to highest node", True: "band of one standard deviation over seeds"}
+    if len(lines) == 1:
+        run = lines[0].runs[0]
+        here, whole = len(run.nodes), plural(run.num_nodes, "node")
+        of = f"{here} of {whole}, those of one machine" if here < run.num_nodes else whole
+        text = f"{lines[0].label}: mean of {of}, {bands[several[0]]}"
+    elif len(several) == 1:
+        text = f"mean of the nodes, {bands[several[0]]}"
+    else:
+        text = f"mean of the nodes; of several seeds {bands[True]}, of one run {bands[False]}"
+    title(figure, text)
+
+
+def title(figure: Figure, text: str) -> None:
+    """Write a title, on as many lines as it needs. The figure grows by their height."""
+    written = figure.suptitle(text, fontsize="medium")
+    renderer, characters = figure.canvas.get_renderer(), len(text)  # type: ignore[attr-defined]
+    height = written.get_window_extent(renderer).height
+    while (box := written.get_window_extent(renderer)).width > WIDTH_SHARE * figure.bbox.width and characters > 8:
+        characters = int(0.9 * characters)
+        written.set_text(textwrap.fill(text, characters))
+    figure.set_figheight(figure.get_figheight() + (box.height - height) / figure.dpi)
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
+    """Draw the legend below the panels, in as many columns as fit into the width. The figure grows by its height."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    room = WIDTH_SHARE * figure.bbox.width
+
+    def drawn(columns: int, labels: list[str]) -> tuple[Any, Any]:
+        made = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        return made, made.get_window_extent(renderer)
+
+    for columns in range(min(4, len(labels)), 0, -1):
+        shown, box = drawn(columns, labels)
+        if box.width <= room:
+            break
+        if columns > 1:
+            shown.remove()
+    else:  # not even one name fits into a line
+        characters = max(map(len, labels))
+        while box.width > room and characters > 8:
+            shown.remove()
+            characters = int(0.9 * characters)
+            shown, box = drawn(1, [textwrap.fill(label, characters) for label in labels])
+    figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+
+
+def _handles(lines: Sequence[Line], drawn: set[int], merged: Sequence[Line2D]) -> tuple[list[Any], list[str]]:
+    """Returns the entries of the legend: every line that appears in a panel, and the meaning of dashes."""
+    from matplotlib.lines import Line2D
+
+    ends = any(each.get_marker() == "D" for each in merged)
+    handles = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in sorted(drawn)]
+    labels = [lines[index].label if len(lines) > 1 else "local models" for index in sorted(drawn)]
+    if merged:
+        handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else _color(0), linestyle="--",
+                              marker="D" if ends else None, markersize=4))  # fmt: skip
+        labels.append(MERGED)
+    return handles, labels
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _dashes(index: int) -> Any:
+    return DASHES[index // len(COLORS) % len(DASHES)]

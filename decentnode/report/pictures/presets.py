@@ -1,0 +1,275 @@
+"""Figures with a question of their own: nodes side by side, agreement, the merged model, and what a target costs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from decentnode.errors import UsageError
+from decentnode.metrics.figures import VIRTUAL, VIRTUAL_AXES
+from decentnode.report.pictures.plots import (
+    COLORS,
+    DASHES,
+    MERGED,
+    PAPER_HEIGHT,
+    PAPER_WIDTH,
+    UNITS,
+    empty,
+    legend,
+    title,
+)
+from decentnode.report.reading.reached import Target, better_of, first_reached
+from decentnode.report.reading.runs import Line, axes_of, chosen_curves, overview
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LEVELS = 60
+"""Values between the first and the best to which costs are found."""
+
+
+def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:  # noqa: ARG001
+    """Returns a row per node and a column per evaluation (or round), colored by the value of the node. Of several seeds
+    the first run is shown. Raises UsageError for more than one line, or nothing to draw."""
+    curve = chosen_curves(lines, [metric])[metric]
+    if len(lines) > 1:
+        names = ", ".join(each.label for each in lines)
+        raise UsageError(f"a heat map shows one experiment, got {len(lines)}: {names}")
+    run = lines[0].runs[0]
+    found = run.by_node(metric)
+    uids = sorted({uid for told in found.values() for uid in told})
+    if not uids:
+        raise UsageError(f"nothing to draw: no record of {metric} in {lines[0].label}")
+    rounds = [*found]
+    rows = [[found[r][uid][0] if uid in found[r] else float("nan") for r in rounds] for uid in uids]
+    figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (7.0, min(9.0, 2.2 + 0.14 * len(uids)))))
+    panel = figure.subplots()
+    image = panel.pcolormesh(_edges(rounds), range(len(uids) + 1), rows, cmap="cividis", shading="flat",
+                             rasterized=len(uids) * len(rounds) > 20_000)  # fmt: skip
+    bar = figure.colorbar(image, ax=panel, label=curve.label, pad=0.02)
+    bar.outline.set_visible(False)
+    step = max(1, round(len(uids) / 16))
+    panel.set_yticks([place + 0.5 for place in range(0, len(uids), step)], [str(uid) for uid in uids[::step]])
+    panel.set_ylim(len(uids), 0)
+    panel.set_xlabel("rounds")
+    panel.set_ylabel("node")
+    panel.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    if not paper:
+        several = f", run {run.path.name}" if len(lines[0].runs) > 1 else ""
+        title(figure, f"{lines[0].label}: every node's own model{several}")
+    return figure
+
+
+def _edges(places: Sequence[float]) -> list[float]:
+    """Returns where columns begin and end: in the middle between two places."""
+    if len(places) == 1:
+        return [places[0] - 0.5, places[0] + 0.5]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(places)]
+    return [2 * places[0] - middles[0], *middles, 2 * places[-1] - middles[-1]]
+
+
+def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:  # noqa: ARG001
+    """Returns the metric against the consensus distance at the same evaluations, a path per experiment: its end is a
+    large dot. The evaluation before the first round, where all models are one, is left out. Raises UsageError."""
+    curve = chosen_curves(lines, [metric])[metric]
+    figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (6.2, 4.2)))
+    panel = figure.subplots()
+    drawn = []
+    for index, line in enumerate(lines):
+        values, distances = line.series(metric, "rounds"), line.series("consensus_distance", "rounds")
+        at = dict(zip(distances.x, distances.mean, strict=True))
+        pairs = [(at[x], y) for x, y in zip(values.x, values.mean, strict=True) if x > 0 and at.get(x, 0.0) > 0]
+        if not pairs:
+            continue
+        drawn.append(index)
+        x, y = [a for a, _ in pairs], [b for _, b in pairs]
+        panel.plot(x, y, _dashes(index), color=_color(index), marker=".", markersize=4, linewidth=0.9)
+        panel.plot(x[-1:], y[-1:], "o", color=_color(index), markersize=7)
+    if not drawn:
+        raise UsageError(f"nothing to draw: no evaluation with {metric} and consensus_distance above 0")
+    panel.set_xscale("log")
+    panel.set_xlabel("consensus distance (relative)")
+    panel.set_ylabel(curve.label)
+    _finish(figure, panel, lines, drawn, paper, "mean of the nodes' own models; the large dot is the end", bands=False)
+    return figure
+
+
+def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:
+    """Returns two panels: the nodes' own models and, dashed, the merged one; and by how much the merged one is better.
+    Bands are standard deviations over seeds. Raises UsageError for a metric without a merged model."""
+    curve = chosen_curves(lines, [metric])[metric]
+    if not curve.merged:
+        raise UsageError(f"{metric} is not known of the merged model")
+    axis = axes[0]
+    width, height = (PAPER_WIDTH, 1.6 * PAPER_HEIGHT) if paper else (6.2, 5.4)
+    figure = empty(width, height)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    drawn, sign = [], 1 if better_of(metric, lines[0].runs[0].measured) == "higher" else -1
+    unit = _unit(lines, metric, axis)
+    for index, line in enumerate(lines):
+        own, of_all = line.series(metric, axis), line.series(metric, axis, merged=True)
+        if not own.x or not of_all.x:
+            continue
+        drawn.append(index)
+        x, color, dashes = [value / unit[0] for value in own.x], _color(index), _dashes(index)
+        upper.plot(x, own.mean, dashes, color=color)
+        if len(line.runs) > 1:
+            upper.fill_between(x, own.low, own.high, color=color, alpha=0.18, linewidth=0)
+        upper.plot([value / unit[0] for value in of_all.x], of_all.mean, "--", color=color)
+        at, mean, deviation = _gap(line, metric, axis, sign)
+        lower.plot([value / unit[0] for value in at], mean, dashes, color=color)
+        if len(line.runs) > 1:
+            low, high = ([m + s * d for m, d in zip(mean, deviation, strict=True)] for s in (-1, 1))
+            lower.fill_between([value / unit[0] for value in at], low, high, color=color, alpha=0.18, linewidth=0)
+    if not drawn:
+        raise UsageError(f"nothing to draw: no evaluation of {metric} of the merged model")
+    lower.axhline(0, color="#606060", linewidth=0.6)
+    upper.set_ylabel(curve.label)
+    lower.set_ylabel("merged better by" + (" (points)" if curve.scale == 100 else ""))
+    lower.set_xlabel(VIRTUAL_AXES[axis] + unit[1])
+    _plain(upper)
+    _finish(figure, lower, lines, drawn, paper, "nodes' own models (mean), and the merged model", dashed=True)
+    return figure
+
+
+def _gap(line: Line, metric: str, axis: str, sign: int) -> tuple[list[float], list[float], list[float]]:
+    """Returns (positions, mean over seeds of how much better the merged model is, standard deviation), for the rounds
+    that all runs have. The difference is taken run by run: both are models of one run."""
+    found = []
+    for run in line.runs:
+        own, of_all = run.by_round(metric, axis), run.by_round(metric, axis, merged=True)
+        found.append({r: (own[r][0], sign * (statistics.fmean(of_all[r][1]) - statistics.fmean(own[r][1])))
+                      for r in own if r in of_all})  # fmt: skip
+    rounds = sorted(set(found[0]).intersection(*found[1:]))
+    gaps = [[each[r][1] for each in found] for r in rounds]
+    return ([statistics.fmean(each[r][0] for each in found) for r in rounds], [statistics.fmean(g) for g in gaps],
+            [statistics.stdev(g) if len(g) > 1 else 0.0 for g in gaps])  # fmt: skip
+
+
+def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool = False) -> Figure:
+    """Returns a panel per axis: what it cost until the mean over the nodes was as good as the value below. Of several
+    seeds the mean of the runs, and a band of one standard deviation, as far as all of them came. Raises UsageError."""
+    curve = chosen_curves(lines, [metric])[metric]
+    figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT * (1 if len(axes) == 1 else 0.8 * len(axes))) if paper
+                     else (0.8 + 4.2 * len(axes), 3.9)))  # fmt: skip
+    shape = (len(axes), 1) if paper else (1, len(axes))
+    panels = [each for row in figure.subplots(*shape, squeeze=False) for each in row]
+    drawn: list[int] = []
+    for panel, axis in zip(panels, axes, strict=True):
+        unit = _unit(lines, metric, axis)
+        for index, line in enumerate(lines):
+            levels, costs = _costs(line, metric, axis)
+            if not levels:
+                continue
+            if index not in drawn:
+                drawn.append(index)
+            means = [statistics.fmean(each) / unit[0] for each in costs]
+            panel.plot(levels, means, _dashes(index), color=_color(index), drawstyle="steps-pre")
+            if len(line.runs) > 1:
+                spread = [statistics.stdev(each) / unit[0] for each in costs]
+                least = [min(each) / unit[0] for each in costs]  # no deviation reaches below, also where it is large
+                panel.fill_between(levels, [max(m - s, low) for m, s, low in zip(means, spread, least, strict=True)],
+                                   [m + s for m, s in zip(means, spread, strict=True)], step="pre",
+                                   color=_color(index), alpha=0.18, linewidth=0)  # fmt: skip
+        panel.set_xlabel(curve.label)
+        panel.set_ylabel(f"{VIRTUAL_AXES[axis]}{unit[1]}" if not axis.endswith("seconds") else VIRTUAL_AXES[axis])
+        _plain(panel)
+        positive = [y for drawn_line in panel.get_lines() for y in drawn_line.get_ydata() if y > 0]
+        if positive and max(positive) > 20 * min(positive):
+            panel.set_yscale("log")
+    if not drawn:
+        raise UsageError(f"nothing to draw: no run became better in {metric}")
+    _finish(figure, panels[-1], lines, sorted(drawn), paper, "what it took until the mean of the nodes was so good")
+    return figure
+
+
+def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[float]]]:
+    """Returns levels that all runs of a line came to, and what each run took for each."""
+    first = line.runs[0].measured
+    better = better_of(metric, first)
+    choose: Callable[..., float] = max if better == "higher" else min
+    means = [[statistics.fmean(values) for _, values in run.by_round(metric, "rounds").values()] for run in line.runs]
+    if not all(means):
+        return [], []
+    begin, end = choose(each[0] for each in means), (min if better == "higher" else max)(choose(m) for m in means)
+    if begin == end:
+        return [], []
+    positions = [run.by_round(metric, axis) for run in line.runs]
+    levels, costs = [], []
+    for step in range(1, LEVELS + 1):
+        level = begin + (end - begin) * step / LEVELS
+        wanted = Target(metric, level - (1e-9 if better == "higher" else -1e-9), better, "")
+        reached = [first_reached(run, wanted) for run in line.runs]
+        if all(r is not None and r in where for r, where in zip(reached, positions, strict=True)):
+            levels.append(level)
+            costs.append([where[r][0] for r, where in zip(reached, positions, strict=True) if r is not None])
+    return levels, costs
+
+
+# -- what they share ------------------------------------------------------------------------------------------
+
+
+def _color(index: int) -> str:
+    return COLORS[index % len(COLORS)]
+
+
+def _dashes(index: int) -> Any:
+    return DASHES[index // len(COLORS) % len(DASHES)]
+
+
+def _unit(lines: Sequence[Line], metric: str, axis: str) -> tuple[float, str]:
+    """Returns the unit of an axis of bytes, and what labels say of it; 1 for others."""
+    if axis != "bytes":
+        return 1.0, ""
+    most = max((x for line in lines for x in line.series(metric, axis).x), default=1.0)
+    size, name = next((unit for unit in UNITS if most >= unit[0]), UNITS[-1])
+    return size, f" ({name})"
+
+
+def _plain(panel: Axes) -> None:
+    panel.grid(alpha=0.25, linewidth=0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _finish(
+    figure: Figure, panel: Axes, lines: Sequence[Line], drawn: Sequence[int], paper: bool, text: str,
+    *, dashed: bool = False, bands: bool = True,
+) -> None:
+    """Write title and legend. dashed: whether dashes are the merged model. bands: whether there are any."""
+    from matplotlib.lines import Line2D
+
+    _plain(panel)
+    if not paper:
+        several = any(len(line.runs) > 1 for line in lines)
+        seeds = f"; means over seeds{', bands of one deviation' if bands else ''}" if several else ""
+        title(figure, text + seeds)
+    handles: list[Any] = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in drawn]
+    labels = [lines[index].label for index in drawn]
+    if dashed:
+        handles.append(Line2D([], [], color="#606060", linestyle="--"))
+        labels.append(MERGED)
+    if len(labels) > 1:
+        legend(figure, handles, labels)
+
+
+PRESETS: dict[str, Callable[..., Figure]] = {
+    "heat-map": heat_map, "consensus": consensus, "merged": merged, "target": target,
+}  # fmt: skip
+"""By name: a function of (lines, metric, axes, paper) that returns a figure."""
+AXES_OF = {"heat-map": ("rounds",), "consensus": ("rounds",), "merged": ("rounds",), "target": ("seconds", "bytes")}
+"""The axes of a preset where none is chosen."""
+
+
+def draw(name: str, lines: Sequence[Line], metric: str = "all", axis: str = "all", paper: bool = False) -> Figure:
+    """Returns the figure of a preset. metric: the tasks' main one where it is "all". Raises UsageError for a name that
+    none has, and as the presets do."""
+    if name not in PRESETS:
+        raise UsageError(f"preset must be one of curves, {', '.join(PRESETS)}, got {name!r}")
+    metric = overview(lines)[0] if metric == "all" else metric
+    axes = [axis] if axis != "all" else [*AXES_OF[name]]
+    if axis == "all" and name == "target" and VIRTUAL in axes_of(lines):
+        axes = [VIRTUAL, "bytes"]
+    return PRESETS[name](lines, metric, axes, paper)

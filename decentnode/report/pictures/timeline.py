@@ -1,0 +1,42 @@
+"""A picture of virtual time: a row per node, in it the steps, transfers and waits of each round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from decentnode.errors import EnvironmentFault
+from decentnode.report.pictures.plots import COLORS
+
+MOST_NODES, MOST_ROUNDS = 32, 12
+"""What one picture shows: the first nodes and rounds."""
+
+
+def plot(begin: np.ndarray, computed: np.ndarray, end: np.ndarray, path: Path) -> None:
+    """Draws the first rounds of the first nodes. Arrays are [rounds, N] seconds. Raises EnvironmentFault when the file
+    cannot be written."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rounds, nodes = min(MOST_ROUNDS, begin.shape[0]), min(MOST_NODES, begin.shape[1])
+    figure = Figure(figsize=(9, 1.2 + 0.26 * nodes), layout="constrained")
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    for kind, (a, b, color) in {
+        "local steps": (begin, computed, COLORS[0]), "transfers, waiting, mixing": (computed, end, COLORS[4]),
+    }.items():
+        for r in range(rounds):
+            panel.barh(np.arange(nodes), (b - a)[r, :nodes], left=a[r, :nodes], height=0.7, color=color,
+                       alpha=0.95 if r % 2 else 0.6, label=kind if r == 1 or rounds == 1 else None)  # fmt: skip
+    panel.set_yticks(np.arange(nodes))
+    panel.set_ylim(nodes - 0.4, -0.6)
+    panel.set_xlabel("virtual time (s); rounds alternate between dark and light")
+    panel.set_ylabel("node")
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error

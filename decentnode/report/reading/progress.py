@@ -1,0 +1,300 @@
+"""The state of a running experiment, gathered from the nodes' records, and its one-line form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from decentnode.metrics.figures import TaskMetrics
+from decentnode.report.reading.measured import BEFORE
+from decentnode.words import duration, names, number, size
+
+
+@dataclass
+class NodeState:
+    """The last known figures of one node."""
+
+    uid: int
+    heard: bool = False
+    """Whether it has said anything yet."""
+    rounds: int = 0
+    """How many rounds it has finished."""
+    loss: float | None = None
+    metric: float | None = None
+    """The task's main metric of its own model."""
+    evaluated: int = -1
+    """The round after which it was evaluated."""
+    sent_bytes: int = 0
+    """By all of its processes."""
+    earlier_bytes: int = 0
+    """By those before the present one, whose records count from 0."""
+    lost: bool = False
+    """Whether the others go on without it."""
+    round_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    """From the last known round."""
+    waited_for: int = -1
+    waited_seconds: float = 0.0
+
+
+    def count_bytes(self, of_process: int) -> None:
+        """Take in how much its process has sent."""
+        if self.earlier_bytes + of_process < self.sent_bytes:  # another process, of which nobody told
+            self.earlier_bytes = self.sent_bytes
+        self.sent_bytes = self.earlier_bytes + of_process
+
+
+@dataclass(frozen=True)
+class Side:
+    """The members of one generation that goes on. There are several where a network is broken and each side goes on."""
+
+    number: int
+    """Of the generation; each side counts its own."""
+    members: frozenset[int]
+
+    @property
+    def label(self) -> str:
+        return names(sorted(self.members)).replace(" ", "")
+
+
+@dataclass(frozen=True)
+class Told:
+    """One node's evaluation, and its other figures at that moment: all of the same round."""
+
+    record: Mapping[str, Any]
+    loss: float | None
+    sent_bytes: int
+
+
+@dataclass
+class RunProgress:
+    """The state of all local nodes. `update` takes every record that comes."""
+
+    rounds: int
+    """The number of rounds of the run."""
+    nodes: dict[int, NodeState]
+    sides: list[Side] = field(default_factory=list)
+    """The last reported generations that share no node, the one with the lowest uid first; none while all nodes take
+    part."""
+    latest: dict[str, Any] = field(default_factory=dict)
+    """The last evaluation that every local node has reported, or every one of a side, whose label is its `side`."""
+    evaluate_every: int = 0
+    """Rounds between evaluations; 0: only after the last."""
+    measured: TaskMetrics = BEFORE
+    """What the run's task measures."""
+    own_rounds: bool = False
+    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
+    elsewhere: bool = False
+    """Whether the run has nodes on other machines, whose own figures do not come here: the mean is then that of all,
+    and the worst is of the nodes here."""
+    _evaluations: dict[int, dict[int, Told]] = field(default_factory=dict)
+    _latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last evaluation by the side's label, of the present sides; "" while there is one."""
+    _mark: tuple[float, int] | None = None
+    """When it was first asked how long it takes, and the round then: what came before is the start, or another run."""
+
+    @classmethod
+    def of(
+        cls, rounds: int, uids: Iterable[int], evaluate_every: int = 0, measured: TaskMetrics = BEFORE,
+        own_rounds: bool = False, *, elsewhere: bool = False,
+    ) -> RunProgress:
+        nodes = {uid: NodeState(uid) for uid in uids}
+        return cls(rounds, nodes, evaluate_every=evaluate_every, measured=measured, own_rounds=own_rounds,
+                   elsewhere=elsewhere)  # fmt: skip
+
+    def update(self, uid: int, record: Mapping[str, Any]) -> bool:
+        """Take a record of a node. Returns whether it completes an evaluation of all local nodes."""
+        node = self.nodes[uid]
+        node.heard = True
+        if record.get("kind") == "round":
+            node.rounds = record["round"] + 1
+            node.loss = record.get("loss")
+            node.count_bytes(record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0))
+            node.round_seconds, node.wait_seconds = record.get("seconds", 0.0), record.get("wait_seconds", 0.0)
+            node.waited_for, node.waited_seconds = record.get("waited_for", -1), record.get("waited_seconds", 0.0)
+            return False
+        if record.get("kind") == "generation":
+            node.lost = False
+            self._enter(Side(record.get("generation", 0), frozenset(record.get("members", ()))))
+        if record.get("kind") != "evaluation":
+            return False
+        round = record["round"]
+        if node.rounds < round:  # the round's own record was lost
+            node.rounds, node.loss = round, None
+        node.metric, node.evaluated = record.get(self.measured.main.name), round
+        self._evaluations.setdefault(round, {})[uid] = Told(record, node.loss, node.sent_bytes)
+        return self._complete(uid, round)
+
+    def _complete(self, uid: int, round: int) -> bool:
+        """Returns whether all local nodes of this node's side have told of their evaluation after `round`, and if so
+        takes it as the side's latest."""
+        label, nodes = next(((label, nodes) for label, nodes in self.parts() if uid in {each.uid for each in nodes}),
+                            ("", []))  # fmt: skip
+        known = self._evaluations[round]
+        if not nodes or not known.keys() >= {each.uid for each in nodes}:
+            return False
+        main, told = self.measured.main, {each.uid: known[each.uid] for each in nodes}
+        metrics = [each.record[main.name] for each in told.values() if each.record.get(main.name) is not None]
+        losses = [each.loss for each in told.values() if each.loss is not None]
+        beside = [node.sent_bytes for node in self.nodes.values() if node.uid not in told]
+        mean = {f"{main.name}_mean": sum(metrics) / len(metrics)} if metrics else {}
+        # of the nodes here, where each evaluates alone; else the record has that of all
+        self.latest = self._latest[label] = {
+            **mean, **told[uid].record, "round": round,
+            "worst": (min if main.worst == "min" else max)(metrics, default=None),
+            "train_loss": sum(losses) / len(losses) if losses else None, "side": label,
+            "sent_bytes": sum(each.sent_bytes for each in told.values()) + sum(beside),
+        }  # fmt: skip
+        over = [known for earlier, known in self._evaluations.items() if earlier <= round]
+        for known in over:
+            for each in nodes:
+                known.pop(each.uid, None)
+        self._evaluations = {each: known for each, known in self._evaluations.items() if known}
+        return True
+
+    def lose(self, uid: int) -> None:
+        """The others go on without this node, until a generation has it again."""
+        if uid in self.nodes:
+            self.nodes[uid].lost = True
+
+    def restart(self, uid: int) -> None:
+        """The node's next records are of a new process."""
+        if uid in self.nodes:
+            self.nodes[uid].earlier_bytes = self.nodes[uid].sent_bytes
+
+    def _enter(self, side: Side) -> None:
+        """A node reported this generation: it is in the place of those that it shares nodes with, unless a later one
+        was reported before."""
+        met = [each for each in self.sides if not side.members.isdisjoint(each.members)]
+        if any(each.number > side.number or each == side for each in met):
+            return
+        self.sides = sorted([*(each for each in self.sides if each not in met), side], key=lambda one: min(one.members))
+        labels = {label for label, _ in self.parts()}
+        self._latest = {label: latest for label, latest in self._latest.items() if label in labels}
+        for uid in side.members & self.nodes.keys():
+            self.nodes[uid].lost = False
+
+    def parts(self) -> list[tuple[str, list[NodeState]]]:
+        """Returns (label, local nodes) of each side that has local nodes; ("", those that take part) where there is
+        one; nothing where all are lost."""
+        sides = [(side.label, side.members) for side in self.sides] or [("", frozenset(self.nodes))]
+        found = [(label, [self.nodes[uid] for uid in sorted(members & self.nodes.keys()) if not self.nodes[uid].lost])
+                 for label, members in sides]  # fmt: skip
+        found = [(label, nodes) for label, nodes in found if nodes]
+        return found if len(found) > 1 else [("", nodes) for _, nodes in found]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The latest evaluation of each of several sides that has one; of all nodes, the latest."""
+        labels = [label for label, _ in self.parts()]
+        if len(labels) < 2:
+            return [self.latest] if self.latest else []
+        return [self._latest[label] for label in labels if label in self._latest]
+
+    @property
+    def round(self) -> int:
+        """How many rounds every participating local node has finished."""
+        return min((node.rounds for node in self.taking_part()), default=0)
+
+    @property
+    def done(self) -> int:
+        """How many rounds of the run are over: where nodes have rounds of their own, those of the furthest."""
+        return max((node.rounds for node in self.taking_part()), default=0) if self.own_rounds else self.round
+
+    @property
+    def due(self) -> bool:
+        """Returns whether an evaluation after this round is still to come and will be reported."""
+        parts = [] if self.own_rounds else self.parts()
+        return any(self._due(min(node.rounds for node in nodes), label) for label, nodes in parts)
+
+    def _due(self, round: int, label: str) -> bool:
+        every = self.evaluate_every
+        evaluated = round == self.rounds or (every > 0 and round % every == 0)
+        latest = self._latest.get(label, {}) if label else self.latest
+        return evaluated and latest.get("round", -1) < round
+
+    def taking_part(self) -> list[NodeState]:
+        """The local nodes that are members of a generation that goes on."""
+        return [node for _, nodes in self.parts() for node in nodes]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(node.sent_bytes for node in self.nodes.values())
+
+    def slowest(self) -> NodeState | None:
+        """Returns the node that waited longest for one neighbor in its last known round."""
+        waiting = [node for node in self.taking_part() if node.waited_for >= 0]
+        return max(waiting, key=lambda node: node.waited_seconds, default=None)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Returns the seconds to the last round, at the pace since this was asked first; None while that is not known.
+
+        now: `clock.now()`. The pace counts rounds made since, so that neither a slow start nor the rounds of a run that
+        goes on from a checkpoint are in it.
+        """
+        done = self.done
+        if self._mark is None:
+            if all(node.heard for node in self.taking_part()):
+                self._mark = now, done
+            return None
+        since, first = self._mark
+        if done <= first or now <= since:
+            return None
+        return max(0.0, (now - since) / (done - first) * (self.rounds - done))
+
+    def left_text(self, now: float) -> str:
+        """Returns how long the run still takes as the end of a line, " left=3min20s"; "" where that is not known."""
+        left = self.seconds_left(now)
+        return "" if left is None or self.done >= self.rounds else f" left={duration(left).replace(' ', '')}"
+
+    def evaluation_line(self, again: bool = False, evaluation: Mapping[str, Any] | None = None) -> str:
+        """Returns an evaluation as `round=20/60 loss=0.1234 acc_mean=0.930 ...`, with figures of that round alone; the
+        latest when None. That of a side begins with whose it is: `nodes=0-3 round=20/60 ...`.
+
+        again: a line told of the round already, so that this one begins with `evaluated=20/60`.
+        """
+        latest, main = evaluation or self.latest, self.measured.main
+        here = "_here" if self.elsewhere else ""
+        parts = [f"nodes={latest['side']}"] if latest.get("side") else []
+        parts.append(f"{'evaluated' if again else 'round'}={latest['round']}/{self.rounds}")
+        if latest["train_loss"] is not None:
+            parts.append(f"loss={latest['train_loss']:.4f}")
+        figures = ((f"{main.line_name}_mean", latest.get(f"{main.name}_mean"), ".3f"),
+                   (f"{main.line_name}_{main.worst}{here}", latest.get("worst"), ".3f"),
+                   (f"{main.line_name}_merged", latest.get(f"{main.name}_merged"), ".3f"),
+                   ("consensus_distance", latest.get("consensus_distance"), ".1e"))  # fmt: skip
+        parts += [f"{name}={number(value, digits)}" for name, value, digits in figures if value is not None]
+        return self._with_costs(parts, latest["sent_bytes"])
+
+    def line(self) -> str:
+        """Returns the progress between evaluations as `round=24/60 loss=0.1234 ...`, without evaluations of earlier
+        rounds; of several sides `nodes=0-3 round=24/60 loss=0.1234, nodes=4-7 round=22/60 ...`."""
+        told = []
+        for label, nodes in self.parts():
+            losses = [node.loss for node in nodes if node.loss is not None]
+            low, high = (how(node.rounds for node in nodes) for how in (min, max))
+            made = f"{low}-{high}" if self.own_rounds and low < high else str(low)
+            parts = [*([f"nodes={label}"] if label else []), f"round={made}/{self.rounds}"]
+            parts += [f"loss={sum(losses) / len(losses):.4f}"] if losses else []
+            told.append(" ".join([*parts, *(self._own_metrics(nodes) if self.own_rounds else [])]))
+        return self._with_costs([", ".join(told or [f"round=0/{self.rounds}"])], self.sent_bytes)
+
+    def _own_metrics(self, nodes: list[NodeState]) -> list[str]:
+        """Of each node's last evaluation, where each evaluates its own model alone; once one is after a round, without
+        those before the first, whose models are not trained."""
+        main, trained = self.measured.main, [node for node in nodes if node.evaluated > 0] or nodes
+        found = [node.metric for node in trained if node.metric is not None]
+        if not found:
+            return []
+        worst = (min if main.worst == "min" else max)(found)
+        return [f"{main.line_name}_mean={number(sum(found) / len(found), '.3f')}",
+                f"{main.line_name}_{main.worst}={number(worst, '.3f')}"]  # fmt: skip
+
+    def _with_costs(self, parts: list[str], sent_bytes: int) -> str:
+        parts.append(f"sent={size(sent_bytes).replace(' ', '')}")
+        slowest = self.slowest()
+        if slowest is not None:
+            waited = duration(slowest.waited_seconds).replace(" ", "")
+            parts.append(f"wait_max=node{slowest.uid}:{waited}(for node{slowest.waited_for})")
+        return " ".join(parts)

@@ -1,0 +1,148 @@
+"""What single numbers tell of a run's curve: the best round, and what it cost to come to a value."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from decentnode.config.component import did_you_mean
+from decentnode.errors import UsageError
+from decentnode.metrics.figures import AXES, VIRTUAL, Curve, Figure, TaskMetrics, curve_name
+from decentnode.report.reading.repeats import Ran
+from decentnode.report.reading.runs import RecordedRun, load
+
+Extra = tuple[Figure, Callable[[Ran], float | None]]
+"""A further column of a table: its heading, and the value of a run; None where the run has none."""
+
+COSTS = {"rounds": ("rounds", 1.0, 0), "seconds": ("s", 1.0, 1), "bytes": ("MB/node", 1e-6, 2),
+         VIRTUAL: ("virtual s", 1.0, 1)}  # fmt: skip
+"""By axis: unit in headings, scale, digits."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value of a curve that runs are to come to."""
+
+    metric: str
+    value: float
+    """In the unit of the plots' labels, such as %."""
+    better: Literal["higher", "lower"]
+    text: str
+    """As headings name it: "90 %"."""
+
+    def met(self, value: float) -> bool:
+        return value >= self.value if self.better == "higher" else value <= self.value
+
+
+def better_of(metric: str, measured: TaskMetrics) -> Literal["higher", "lower"]:
+    """Returns which values of a curve are good ones; of losses and distances the low ones."""
+    found = next((each for each in measured.metrics if curve_name(each) == metric), None)
+    return found.better if found is not None else "lower"
+
+
+def target_of(text: str, measured: TaskMetrics) -> Target:
+    """Returns what "accuracy=0.9" or "0.9" (of the main metric) says; values are those of the files, fractions and not
+    percent. Raises UsageError."""
+    name, _, value = text.rpartition("=")
+    name = name or curve_name(measured.main)
+    curve = measured.curves.get(name)
+    if curve is None:
+        raise UsageError(f"--target must name one of {', '.join(measured.curves)}, got {name!r}"
+                         + did_you_mean(name, measured.curves))  # fmt: skip
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"--target must be METRIC=NUMBER, such as {curve_name(measured.main)}=0.9, got {text!r}")
+    if curve.scale == 100.0 and not 0 <= number <= 1:
+        raise UsageError(f"--target: {name} is a fraction from 0 to 1, got {value}")
+    unit = _unit(curve)
+    return Target(name, curve.scale * number, better_of(name, measured), f"{curve.scale * number:g}{unit}")
+
+
+def _unit(curve: Curve) -> str:
+    return " %" if curve.label.endswith("(%)") else ""
+
+
+def first_reached(run: RecordedRun, target: Target) -> int | None:
+    """Returns after how many rounds the mean over the nodes met the target first; None where it never did. Evaluations
+    are looked at alone: between two nothing is known."""
+    for rounds, (_, values) in run.by_round(target.metric, "rounds").items():
+        if target.met(statistics.fmean(values)):
+            return rounds
+    return None
+
+
+def cost(run: RecordedRun, target: Target, axis: str) -> float | None:
+    """Returns what it took to meet a target: rounds, seconds, or bytes that the mean node sent."""
+    rounds = first_reached(run, target)
+    if rounds is None:
+        return None
+    found = run.by_round(target.metric, axis).get(rounds)
+    if found is None:
+        return None
+    return found[0] / max(1, len(run.nodes)) if axis == "bytes" else found[0]
+
+
+def best(run: RecordedRun, metric: str) -> tuple[int, float] | None:
+    """Returns (rounds finished, value) of the best mean over the nodes, the earliest of equal ones; None without any
+    evaluation."""
+    sign = 1 if better_of(metric, run.measured) == "higher" else -1
+    found = [(rounds, statistics.fmean(values)) for rounds, (_, values) in run.by_round(metric, "rounds").items()]
+    return max(found, key=lambda each: (sign * each[1], -each[0]), default=None)
+
+
+class _Loaded:
+    """Runs that are read once, whatever is asked of them."""
+
+    def __init__(self) -> None:
+        self._runs: dict[object, RecordedRun | None] = {}
+
+    def __call__(self, ran: Ran) -> RecordedRun | None:
+        if ran.path not in self._runs:
+            try:
+                self._runs[ran.path] = load(ran.path)
+            except UsageError:  # its records were removed
+                self._runs[ran.path] = None
+        return self._runs[ran.path]
+
+
+def target_columns(found: Sequence[Ran], text: str) -> list[Extra]:
+    """Returns columns for rounds, seconds and bytes (and virtual seconds, where a run has them) to a target."""
+    target, runs = target_of(text, found[0].measured), _Loaded()
+    virtual = any(run is not None and run.virtual_seconds() for run in map(runs, found))
+    columns: list[Extra] = []
+    for axis in (*AXES, *([VIRTUAL] if virtual else [])):
+        unit, scale, digits = COSTS[axis]
+        figure = Figure(f"{axis}_to_target", unit, f"until {target.metric} was {target.text}",
+                        "report/reading/reached.py", f"{unit} to {target.text}", scale, digits)  # fmt: skip
+
+        def value(ran: Ran, axis: str = axis) -> float | None:
+            run = runs(ran)
+            return None if run is None else cost(run, target, axis)
+
+        columns.append((figure, value))
+    return columns
+
+
+def best_columns(found: Sequence[Ran]) -> list[Extra]:
+    """Returns columns for the best mean over the nodes and the round after which it was found."""
+    measured, runs = found[0].measured, _Loaded()
+    metric, main = curve_name(measured.main), measured.by_name[f"{measured.main.name}_mean"]
+
+    def of(ran: Ran, place: int) -> float | None:
+        run = runs(ran)
+        known = None if run is None else best(run, metric)
+        if known is None:
+            return None
+        return known[0] if place == 0 else known[1] / measured.curves[metric].scale
+
+    value = Figure("best", main.unit, "the best mean over the nodes", "report/reading/reached.py", f"best {main.title}",
+                   main.scale, main.digits)  # fmt: skip
+    rounds = Figure("best_round", "rounds", "after which it was found", "report/reading/reached.py", "best round",
+                    1.0, 0)  # fmt: skip
+    return [(value, lambda ran: of(ran, 1)), (rounds, lambda ran: of(ran, 0))]

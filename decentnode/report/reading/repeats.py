@@ -1,0 +1,165 @@
+"""Groups runs that are repeats of one experiment: their resolved configs differ in the seed alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from decentnode.config.file_digest import content_digest
+from decentnode.config.run_files import DERIVED
+from decentnode.errors import UsageError
+from decentnode.metrics import summary as summaries
+from decentnode.metrics.figures import TaskMetrics
+from decentnode.report.reading.measured import BEFORE, measured_by, measured_in
+
+NO_PART_OF_IT = ("seed", "name", "run", "simulate", DERIVED)
+"""Keys that do not make another experiment: the seed, the name, the place of the results (`run`), and how a run is
+simulated, which no digest covers either."""
+EDGES = "graph.edges"
+"""The key for the contents of a graph file, which may change while its name does not."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run, as read from its directory."""
+
+    path: Path
+    name: str
+    seed: Any
+    config: Mapping[str, str]
+    """Every resolved value by dotted key, other than those of NO_PART_OF_IT; of `model.init` what stands for its
+    content."""
+    status: str
+    """finished, interrupted, failed; "not finished" where there is no summary."""
+    summary: Mapping[str, Any]
+    measured: TaskMetrics = BEFORE
+    """What its task measures."""
+    follows: frozenset[str] = frozenset()
+    """Keys of `config` whose values came of others: of a random graph they may be others for every seed."""
+
+    @property
+    def finished(self) -> bool:
+        return self.status == "finished"
+
+    @property
+    def ended(self) -> str:
+        """Returns how the run ended, in words."""
+        if "rounds" not in self.summary:
+            return self.status
+        after = f"after round {self.summary['rounds']} of {self.summary.get('rounds_planned', '?')}"
+        return f"{self.status} {after}"
+
+
+def read(path: Path) -> Ran:
+    """Read a run. Raises UsageError when the directory has no config."""
+    try:
+        resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
+        config = {key: value for key, value in _flat(resolved, "") if key.split(".")[0] not in NO_PART_OF_IT}
+        name, seed = str(resolved.get("name", path.parent.name)), resolved.get("seed")
+        found = tuple(resolved.get(DERIVED) or ())
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} has no readable config.resolved.yaml: it is no run directory") from error
+    if "graph.file" in config:
+        edges = path / "graph.edges"
+        config[EDGES] = hashlib.sha256(edges.read_bytes()).hexdigest()[:12] if edges.is_file() else ""
+    if (init := config.get("model.init", "null")) != "null":
+        config["model.init"] = content_digest(path / init) or init
+    follows = frozenset(key for key in config for each in found if key == each or key.startswith(f"{each}."))
+    try:
+        summary = summaries.read(path / "summary.json")
+    except (OSError, ValueError):
+        return Ran(path, name, seed, config, "not finished", {}, measured_by(path), follows)
+    status = str(summary.get("status", "not finished"))
+    return Ran(path, name, seed, config, status, summary, measured_in(summary), follows)
+
+
+def _flat(value: Any, key: str) -> Iterable[tuple[str, str]]:
+    """Yields (dotted key, value as text) of every leaf."""
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _flat(child, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+"""A run's name and config."""
+
+
+def _key(run: Ran, without: frozenset[str] = frozenset()) -> Key:
+    return run.name, frozenset((key, value) for key, value in run.config.items() if key not in without)
+
+
+def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
+    """Returns (groups of repeats, reasons for the runs that are left out).
+
+    Groups stand in the order of their first runs. A value that follows from the others makes no group of its own, and
+    who wrote the value that another run found is that run's repeat. Runs that did not finish are left out, as are those
+    whose seed a later run of the group has again: the same numbers twice are no two samples.
+    """
+    groups: dict[Key, list[Ran]] = {}
+    less = {_key(each): _key(each, each.follows) for each in found if each.follows}
+    said: list[str] = []
+    seen: set[Path] = set()
+    for each in found:
+        if each.path in seen:
+            continue
+        seen.add(each.path)
+        if not each.finished:
+            said.append(f"left out: {each.path} ({each.ended})")
+            continue
+        if lost := each.summary.get("lost"):
+            said.append(f"{each.path} ended without node {', '.join(lost)}")
+        groups.setdefault(less.get(_key(each), _key(each)), []).append(each)
+    kept = []
+    for group in groups.values():
+        by_seed: dict[str, Ran] = {}
+        for each in sorted(group, key=lambda run: run.path.name):
+            before = by_seed.pop(str(each.seed), None)
+            if before is not None:
+                said.append(f"left out: {before.path} (seed {each.seed} again in {each.path.name})")
+            by_seed[str(each.seed)] = each
+        kept.append(sorted(by_seed.values(), key=lambda run: (str(type(run.seed)), run.seed)))
+    return kept, said
+
+
+def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
+    """Returns the name of every group; groups of one name get the keys in which they differ."""
+    found = []
+    for group in groups:
+        name, config = group[0].name, group[0].config
+        others = [other[0].config for other in groups if other[0].name == name]
+        told = [f"{key}={config[key]}" for key in telling(others) if key in config]
+        found.append(" ".join([name, *told]))
+    return found
+
+
+def telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns the keys in which configs differ, without those that follow from another component in their section."""
+    keys = sorted({key for config in configs for key in config})
+    differing = [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    return [key for key in differing if not _follows(key, configs, differing)]
+
+
+def _follows(key: str, configs: Sequence[Mapping[str, str]], differing: Sequence[str]) -> bool:
+    """Returns whether all configs that name the same component above `key` have the same value for it, or all that have
+    the section around it, where others say that they have none (`node.checkpoint=null`)."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        if ".".join(parts[:depth]) in differing and len({config[key] for config in configs if key in config}) == 1:
+            return True
+        name = ".".join([*parts[:depth], "name"])
+        if name == key or name not in differing:
+            continue
+        by_component: dict[str | None, set[str | None]] = {}
+        for config in configs:
+            by_component.setdefault(config.get(name), set()).add(config.get(key))
+        if all(len(values) == 1 for values in by_component.values()):
+            return True
+    return False

@@ -1,0 +1,278 @@
+"""Reads runs from their directories as series to draw. Repeats of one experiment make one line."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from decentnode.config.component import did_you_mean
+from decentnode.errors import UsageError
+from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
+from decentnode.metrics.reader import read
+from decentnode.report.reading import repeats
+from decentnode.report.reading.furthest import Found, are_apart, by_furthest, virtual_by_round
+from decentnode.report.reading.measured import BEFORE, measured_by
+from decentnode.report.reading.repeats import Ran
+
+__all__ = [
+    "AXES", "Line", "RecordedRun", "Series", "axes_of", "chosen_curves", "curves_of", "lines", "load", "overview",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Series:
+    """One figure over one axis. low, high: the extremes over nodes, or mean minus and plus standard deviation over
+    seeds."""
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+    def above(self, least: float) -> Series:
+        """Returns the points whose x is above `least`."""
+        kept = [place for place, x in enumerate(self.x) if x > least]
+        return Series(*([values[place] for place in kept] for values in (self.x, self.mean, self.low, self.high)))
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The records of a run by uid, in order."""
+
+    label: str
+    path: Path
+    nodes: dict[int, list[dict[str, Any]]]
+    measured: TaskMetrics = BEFORE
+    """What its task measures."""
+
+    @functools.cached_property
+    def num_nodes(self) -> int:
+        """How many nodes the run had; more than there are records of where others were on other machines."""
+        try:
+            found = json.loads((self.path / "summary.json").read_text(encoding="utf-8")).get("num_nodes")
+        except (OSError, ValueError, AttributeError):
+            found = None
+        return max(len(self.nodes), found) if isinstance(found, int) else len(self.nodes)
+
+    def by_node(self, metric: str, merged: bool = False) -> dict[int, dict[int, tuple[float, float]]]:
+        """Returns rounds finished -> uid -> (value, time), in the order of the rounds and scaled as the curve's label
+        says."""
+        curve, found = self.measured.curves.get(metric), dict[int, dict[int, tuple[float, float]]]()
+        if curve is None:
+            return {}
+        key, offset = curve.merged if merged else curve.key, int(curve.kind == "round")
+        for uid, records in self.nodes.items():
+            for record in records:
+                if record.get("kind") == curve.kind and isinstance(value := record.get(key), int | float):
+                    told = found.setdefault(record["round"] + offset, {})
+                    told[uid] = (curve.scale * value, record.get("time", 0.0))  # the last word on a round
+        return {rounds: found[rounds] for rounds in sorted(found)}
+
+    @functools.cached_property
+    def _apart(self) -> bool:
+        """Whether nodes were in rounds of their own, and of different speed."""
+        return are_apart(self.nodes.values())
+
+    def by_round(self, metric: str, axis: str, merged: bool = False) -> dict[int, tuple[float, list[float]]]:
+        """Returns rounds finished -> (position on the axis, values of the nodes), scaled as the curve's label says.
+        Where nodes are in rounds of their own, these are the rounds of the furthest, and what all had by then."""
+        found = self.by_node(metric, merged)
+        if self._apart and found:
+            return self._by_furthest(found, axis)
+        sent, began = (self._bytes() if axis == "bytes" else {}), self._began()
+        if axis == VIRTUAL:
+            virtual = self.virtual_seconds()
+            return {r: (virtual[r], [value for value, _ in found[r].values()]) for r in found if r in virtual}
+
+        def position(rounds: int) -> float:
+            if axis == "seconds":
+                return max(0.0, max(time for _, time in found[rounds].values()) - began)
+            return float(rounds) if axis == "rounds" else sent.get(rounds, 0.0)
+
+        return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
+
+    def _by_furthest(self, found: Found, axis: str) -> dict[int, tuple[float, list[float]]]:
+        at, began = by_furthest(found, self.nodes), self._began()
+        positions: dict[int, float] = {r: float(r) for r in at}
+        if axis == "seconds":
+            positions = {r: max(0.0, each.time - began) for r, each in at.items()}
+        elif axis == "bytes":
+            grown = sorted((time, more) for _, time, more in self._sent())
+            times, totals = [time for time, _ in grown], [0.0, *itertools.accumulate(more for _, more in grown)]
+            positions = {r: totals[bisect.bisect_right(times, each.time)] for r, each in at.items()}
+        elif axis == VIRTUAL:
+            positions = virtual_by_round(self.nodes.values()) or self.virtual_seconds()
+        return {r: (positions[r], each.values) for r, each in at.items() if r in positions}
+
+    def virtual_seconds(self) -> dict[int, float]:
+        """Returns rounds finished -> virtual seconds at which all nodes had finished them: what `decentnode timeline`
+        computed last, else what a simulation recorded; empty for a run without virtual time."""
+        try:
+            told = json.loads((self.path / VIRTUAL_FILE).read_text(encoding="utf-8"))["finished"]
+            return {r: float(seconds) for r, seconds in enumerate([0.0, *told])}
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        found: dict[int, float] = {}
+        for records in self.nodes.values():
+            for record in records:
+                if isinstance(seconds := record.get(VIRTUAL), int | float):
+                    rounds = record["round"] + int(record.get("kind") == "round")
+                    found[rounds] = max(found.get(rounds, 0.0), seconds)
+        return found
+
+    def series(self, metric: str, axis: str, merged: bool = False) -> Series:
+        """Joined over nodes by round. seconds count from the first record of any node; bytes are those of payloads
+        that all nodes had sent."""
+        found = self.by_round(metric, axis, merged).values()
+        return Series(
+            [x for x, _ in found], [statistics.fmean(v) for _, v in found],
+            [min(v) for _, v in found], [max(v) for _, v in found],
+        )  # fmt: skip
+
+    def _began(self) -> float:
+        """Returns the time of the first evaluation, or of the begin of the first round."""
+        first = [r[0] for r in self.nodes.values() if r]
+        return min((r["time"] - r.get("seconds", 0.0) for r in first if "time" in r), default=0.0)
+
+    def _bytes(self) -> dict[int, float]:
+        """Returns bytes of payloads that all nodes had sent after so many rounds, with those of nodes that left in
+        between."""
+        grown: dict[int, float] = {}
+        for rounds, _, more in self._sent():
+            grown[rounds] = grown.get(rounds, 0.0) + more
+        sent, found = 0.0, {}
+        for rounds in sorted(grown):
+            sent += grown[rounds]
+            found[rounds] = sent
+        return found
+
+    def _sent(self) -> Iterator[tuple[int, float, float]]:
+        """Yields (rounds finished, time, bytes of payloads that the node sent since its round before) of all nodes."""
+        for records in self.nodes.values():
+            last = 0.0
+            for record in records:
+                if record.get("kind") == "round":
+                    total = record.get("data_bytes_sent", 0) + record.get("metadata_bytes_sent", 0)
+                    more = total - last if total >= last else total  # a process that began anew counts from 0
+                    yield record["round"] + 1, record.get("time", 0.0), more
+                    last = total
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a plot: a run, or repeats of one experiment."""
+
+    label: str
+    runs: tuple[RecordedRun, ...]
+
+    def series(self, metric: str, axis: str, merged: bool = False) -> Series:
+        """Of one run its own. Of several, means and standard deviations of the runs' means, over the rounds that all
+        of them have; positions are means too."""
+        if len(self.runs) == 1:
+            return self.runs[0].series(metric, axis, merged)
+        found = [run.by_round(metric, axis, merged) for run in self.runs]
+        rounds = sorted(set(found[0]).intersection(*found[1:]))
+        values = [[statistics.fmean(each[r][1]) for each in found] for r in rounds]
+        means, deviations = [statistics.fmean(v) for v in values], [statistics.stdev(v) for v in values]
+        return Series(
+            [statistics.fmean(each[r][0] for each in found) for r in rounds], means,
+            [m - d for m, d in zip(means, deviations, strict=True)],
+            [m + d for m, d in zip(means, deviations, strict=True)],
+        )  # fmt: skip
+
+
+def load(path: Path, label: str = "") -> RecordedRun:
+    """Read a run. Raises UsageError when the directory holds no metrics."""
+    files = sorted(path.glob("nodes/*/metrics.jsonl"))
+    nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
+    if not any(nodes.values()):
+        raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
+    return RecordedRun(label or path.parent.name, path, nodes, measured_by(path))
+
+
+def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:
+    """Returns every curve that one of the lines can have, by its name."""
+    found: dict[str, Curve] = {}
+    for line in drawn:
+        for run in line.runs:
+            found = {**run.measured.curves, **found}
+    return found
+
+
+def axes_of(drawn: Sequence[Line]) -> list[str]:
+    """Returns the axes of a picture of these lines: virtual time where all of them have it."""
+    virtual = all(run.virtual_seconds() for line in drawn for run in line.runs)
+    return [*AXES, *([VIRTUAL] if virtual else [])]
+
+
+def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Curve]:
+    """Returns the curves of these names, in their order. Raises UsageError for one that none of the lines can have."""
+    known = curves_of(drawn)
+    for metric in metrics:
+        if metric not in known:
+            raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
+                             + did_you_mean(metric, known))  # fmt: skip
+    return {metric: known[metric] for metric in metrics}
+
+
+def overview(drawn: Sequence[Line]) -> list[str]:
+    """Returns the curves of a picture of these lines: the main metric of each task, loss, consensus distance."""
+    mains = (curve_name(run.measured.main) for line in drawn for run in line.runs)
+    return list(dict.fromkeys([*mains, "loss", "consensus_distance"]))
+
+
+def lines(
+    paths: Sequence[Path], names: Sequence[str] = (), seeds_once: bool = False
+) -> tuple[list[Line], list[str]]:
+    """Returns (a line per experiment, reasons for the runs that are left out). Runs that did not finish have lines of
+    their own, which say so, as have earlier runs of one seed, unless `seeds_once` leaves these out.
+
+    names: of the first lines, instead of those that they would have. Raises UsageError for more names than lines.
+    """
+    found = [_ran(path) for path in dict.fromkeys(paths)]
+    groups, said = repeats.pooled([each for each in found if each.finished])
+    if not seeds_once:
+        pooled = {each.path for group in groups for each in group}
+        groups += [[each] for each in found if each.finished and each.path not in pooled]
+        said = []
+    groups += [[each] for each in found if not each.finished]
+    place = {each.path: index for index, each in enumerate(found)}
+    groups.sort(key=lambda group: min(place[each.path] for each in group))
+    if len(names) > len(groups):
+        raise UsageError(f"--label must be given {len(groups)} times at most, got {len(names)}")
+    labels = [*names, *_labels(groups)[len(names) :]]
+    made = [Line(label, tuple(load(each.path) for each in group)) for label, group in zip(labels, groups, strict=True)]
+    return made, said
+
+
+def _ran(path: Path) -> Ran:
+    """A folder without a config is an experiment of its own."""
+    try:
+        return repeats.read(path)
+    except UsageError:
+        return Ran(path, path.parent.name, None, {"run": str(path)}, "finished", {})
+
+
+def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
+    """Returns names that differ: equal ones get keys, how the runs ended, seeds, or folders where nothing else
+    differs."""
+    told = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in g] for g in groups]
+    found = repeats.labels(told)
+    for index, group in enumerate(groups):
+        if len(group) > 1:
+            found[index] += f" ({len(group)} seeds)"
+        elif not group[0].finished:
+            found[index] += f" ({group[0].ended})"
+    for more in (lambda run: f" seed {run.seed}" if run.seed is not None else "", lambda run: f" {run.path.name}"):
+        often = Counter(found)
+        found = [label + more(group[0]) if often[label] > 1 else label
+                 for label, group in zip(found, groups, strict=True)]  # fmt: skip
+    return found

@@ -1,0 +1,1 @@
+"""Engines that compute the local steps of all nodes in one process."""

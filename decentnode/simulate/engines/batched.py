@@ -1,0 +1,241 @@
+"""The rounds of all nodes at once: their models are rows of one tensor."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from decentnode import clock
+from decentnode.errors import Diverged
+from decentnode.node.measuring.course import Course
+from decentnode.node.schedules.schedules import SCHEDULES
+from decentnode.simulate.engines.evaluation import Evaluator, Found
+from decentnode.simulate.engines.exchange import Exchange, Sent, make_exchange
+from decentnode.simulate.engines.forward import Unsuitable
+from decentnode.simulate.engines.population import Population
+from decentnode.simulate.engines.stacked_steps import StackedSteps
+from decentnode.simulate.engines.steps import Local, Steps
+from decentnode.training.supervised import Supervised
+from decentnode.wire.control_tree import ControlTree
+from decentnode.wire.orders import Action
+
+HOLD_SECONDS = 0.2
+"""How often a paused run looks whether it is to go on, beside when it is told so."""
+
+
+@dataclass(frozen=True)
+class RoundOfAll:
+    """What the round records of all nodes hold. Seconds of a node are its part of those of all."""
+
+    round: int
+    time: float
+    seconds: float
+    train_seconds: float
+    mix_seconds: float
+    local: Local
+    edges: list[str]
+    """Per node, as JSON."""
+    data: np.ndarray  # [N] int64, bytes sent since the start
+    metadata: np.ndarray  # [N] int64
+    evaluation: np.ndarray  # [N] int64
+
+
+class Sink(abc.ABC):
+    """Takes what a run tells of itself while it goes on."""
+
+    @abc.abstractmethod
+    def take_round(self, found: RoundOfAll) -> None:
+        """A round of all nodes is over. The arrays belong to the sink."""
+
+    @abc.abstractmethod
+    def take_record(self, uid: int, record: dict[str, Any]) -> None:
+        """A node has a record of another kind: an evaluation, an early stop."""
+
+    def hold(self) -> None:  # noqa: B027
+        """The run stands still from now on, as people ordered."""
+
+    @abc.abstractmethod
+    def tick(self) -> None:
+        """Called after every round."""
+
+
+class Batched:
+    """A run whose nodes are computed together. Only `ask_stop` and `order` may be called from another
+    thread."""
+
+    def __init__(self, population: Population, steps: Steps) -> None:
+        """Raises Unsuitable, and what the parts of nodes raise."""
+        experiment = population.experiment
+        if reason := refused(experiment):
+            raise Unsuitable(reason)
+        if any(type(each) is not Supervised for each in population.trainings):
+            raise Unsuitable(f"training {experiment.training.name} is a class of one's own")
+        self.config = experiment.node
+        self.population, self.steps = population, steps
+        self.exchange: Exchange
+        self.exchange, self.rows_because = make_exchange(population)
+        forward = steps.forward if isinstance(steps, StackedSteps) else None
+        self._evaluator = Evaluator(population, forward)
+        self.course = Course(self.config, population.trainings[0])
+        self.round = 0
+        """How many rounds are finished."""
+        self.found: Found | None = None
+        """The last evaluation."""
+        self.evaluated = -1
+        count = population.num_nodes
+        self._tree = np.array([len(ControlTree.of(uid, count).links) for uid in range(count)], np.int64)
+        self._data, self._metadata, self._evaluation = (np.zeros(count, np.int64) for _ in range(3))
+        self._seconds: list[float] = []
+        self._train_seconds = 0.0
+        self._stop_asked = self._paused = self._evaluate_asked = False
+        self._news = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        """Whether this was the last round."""
+        return self.round >= self.config.rounds or self.course.over
+
+    def ask_stop(self) -> None:
+        """Ask for an end after the round under way. Any thread or signal handler may call it."""
+        self._stop_asked = True
+        self._news.set()
+
+    def order(self, action: Action) -> None:
+        """Pause, go on or evaluate before the next round. Any thread may call it."""
+        if action == "evaluate":
+            self._evaluate_asked = True
+        else:
+            self._paused = action == "pause"
+        self._news.set()
+
+    def _obey_orders(self, sink: Sink) -> None:
+        """Before a round. Blocking while the run is paused."""
+        held = False
+        while not self._stop_asked and (self._paused or self._evaluate_asked):
+            self._news.clear()
+            if self._evaluate_asked:
+                self._evaluate_asked = False
+                if self.evaluated != self.round:
+                    self._evaluate(sink, ordered=True)
+                self._tell_order(sink, "evaluated")
+            elif not held:
+                held = True
+                self._tell_order(sink, "paused")
+                sink.hold()
+            else:
+                self._news.wait(HOLD_SECONDS)
+                sink.tick()
+        if held:
+            self._tell_order(sink, "resumed")
+
+    def _tell_order(self, sink: Sink, what: str) -> None:
+        record = {"kind": "control", "what": what, "round": self.round, "time": clock.wall()}
+        for uid in range(self.population.num_nodes):
+            sink.take_record(uid, dict(record))
+
+    def run(self, sink: Sink) -> None:
+        """Run all rounds and evaluations. Blocking. Raises Diverged, with the node's uid as an attribute, and what
+        training and sharing raise."""
+        every = self.config.evaluate_every
+        if self.config.rounds and every and not self._stop_asked:
+            self._evaluate(sink)
+        while not self.over and not self._stop_asked:
+            self._obey_orders(sink)
+            if self._stop_asked:
+                break
+            sink.take_round(self.step())
+            sink.tick()
+            if every and self.round % every == 0 and self.round < self.config.rounds and not self._stop_asked:
+                self._evaluate(sink)
+        self._evaluate(sink, closing=True)
+
+    def step(self) -> RoundOfAll:
+        """Make one round of all nodes. Blocking."""
+        population, exchange, started = self.population, self.exchange, clock.now()
+        with torch.no_grad():
+            exchange.begin(self.round, self.steps.learning_rate)
+        training = clock.now()
+        local = self.steps.run(self.round, exchange.directions())
+        trained = clock.now()
+        with torch.no_grad():
+            exchange.adjust(local.losses)
+            self._check_finite()
+            sent = exchange.mix()
+        over, count = clock.now(), population.num_nodes
+        self._count(sent)
+        self._seconds.append(over - started)
+        self._train_seconds += (trained - training) / count
+        found = RoundOfAll(
+            self.round, clock.wall(), over - started, (trained - training) / count,
+            (over - trained + training - started) / count, local, sent.edges, self._data.copy(),
+            self._metadata.copy(), self._evaluation.copy(),
+        )  # fmt: skip
+        self.round += 1
+        return found
+
+    def _count(self, sent: Sent) -> None:
+        self._data += sent.data
+        self._metadata += sent.metadata
+
+    def _check_finite(self) -> None:
+        if not self.config.check_finite:
+            return
+        finite = self.population.rows.sum(1).isfinite()
+        if not bool(finite.all()):
+            uid = int((~finite).nonzero()[0])
+            error = Diverged(
+                f"node {uid}: the model holds NaN or infinity after the local steps of round {self.round}"
+            )
+            error.__dict__["uid"] = uid
+            raise error
+
+    def _evaluate(self, sink: Sink, closing: bool = False, ordered: bool = False) -> None:
+        found = self.found = self._evaluator.evaluate()
+        self.evaluated = self.round
+        self._evaluation += self._tree * found.sent
+        now = clock.wall()
+        for uid, figures in enumerate(found.figures):
+            sink.take_record(uid, {"kind": "evaluation", "round": self.round, "time": now, **figures})
+        if not ordered:
+            self.course.take(found.figures[0], self.round)
+        if self.course.over and not closing:
+            for uid in range(self.population.num_nodes):
+                sink.take_record(uid, {"kind": "early_stop", "round": self.round, "time": now,
+                                       **self.course.figures()})  # fmt: skip
+
+    def figures(self, uid: int) -> dict[str, float | int | str]:
+        """Returns a node's closing figures, by the names of summary.json."""
+        ordered = sorted(self._seconds)
+        return {
+            "uid": uid, "rounds": self.round,
+            **(self.found.figures[uid] | {"evaluated_round": self.evaluated} if self.found is not None else {}),
+            **self.course.figures(),
+            "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
+            "round_seconds_total": sum(ordered), "train_seconds": self._train_seconds, "wait_seconds": 0.0,
+            "overlap": 1.0 if ordered else 0.0, "waited_for": -1, "waited_seconds": 0.0, "rounds_without": 0,
+            "late_payloads": 0,
+            "bytes_data": int(self._data[uid]), "bytes_metadata": int(self._metadata[uid]), "bytes_protocol": 0,
+            "bytes_evaluation": int(self._evaluation[uid]), "bytes_control": 0, "bytes_saved": 0, "faults": 0,
+        }  # fmt: skip
+
+
+def refused(experiment: Any) -> str:
+    """Returns what of a run only the engine `stepped` can do; "" where nothing is."""
+    if SCHEDULES[experiment.node.schedule].asynchronous:
+        return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"
+    if getattr(experiment.training, "local_seconds", None) is not None:
+        return "training.local_seconds"
+    if experiment.node.checkpoint is not None:
+        return "node.checkpoint"
+    if getattr(experiment.sharing, "dump", None) is not None:
+        return "sharing.dump"
+    if experiment.run.trace or experiment.run.profile is not None:
+        return "run.trace and run.profile"
+    if experiment.servers():
+        return f"sharing {experiment.sharing.name}, whose clients train between two exchanges"
+    return ""

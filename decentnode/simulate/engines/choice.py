@@ -1,0 +1,153 @@
+"""Which engine computes a simulated run, and by which way: what is asked for, or what a few timed steps say."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from decentnode import clock, native
+from decentnode.errors import Diverged
+from decentnode.experiment import Experiment
+from decentnode.experiment.initial_model import make_model
+from decentnode.samples import LazySamples
+from decentnode.simulate.engines.batched import Batched, refused
+from decentnode.simulate.engines.forward import Forward, Layers, Unsuitable, Vmap, random_part
+from decentnode.simulate.engines.population import Population
+from decentnode.simulate.engines.stacked_steps import StackedSteps
+from decentnode.simulate.engines.steps import RowSteps, Steps
+
+PROBED_NODES = 100
+"""How many nodes are timed at most."""
+TIMED_ROUNDS = 3
+TIMED_SECONDS = 2.0
+"""A way that has taken so long is not timed again."""
+CLEARLY = 0.95
+"""The part of the steps' time of `stepped` that another way must stay below to be taken instead."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The engine of a run."""
+
+    name: str
+    reason: str
+    batched: Batched | None = None
+    """None where every node is stepped by its own code."""
+    threads: int = 1
+    """Of torch's operations."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the local steps are made, and on how many threads each of torch's operations runs."""
+
+    name: str
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.name} on {self.threads} threads" if self.threads > 1 else self.name
+
+
+def cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers_for(experiment: Experiment) -> int:
+    """Returns how many nodes may make steps by their own code at the same time: one where they draw from torch's one
+    generator, and where samples are made by code of others."""
+    data = experiment.open_data()
+    draws = random_part(make_model(experiment, data.spec)) or getattr(experiment.training, "compile", False)
+    if draws or isinstance(data.of(0).train, LazySamples):
+        return 1
+    return min(cores(), data.num_nodes)
+
+
+def choose(experiment: Experiment, resume: bool = False) -> Choice:
+    """Returns the engine for a run, as `simulate` of the experiment says. Blocking for some seconds where ways are
+    timed. Torch's threads are afterwards those of the choice."""
+    wanted = experiment.simulate.engine
+    if wanted == "stepped":
+        return Choice("stepped", "as asked for")
+    reason = "--resume" if resume else refused(experiment)
+    if reason:
+        return Choice("stepped", f"batched cannot compute {reason}")
+    try:
+        way, told = _way(experiment)
+        if way is None:
+            return Choice("stepped", told)
+        torch.set_num_threads(way.threads)
+        population = Population(experiment, workers_for(experiment) if way.name == "rows" else 1)
+        batched = Batched(population, WAYS[way.name](population))
+    except Unsuitable as unsuitable:
+        return Choice("stepped", f"batched cannot compute {unsuitable}")
+    mixing = f"; models are mixed row by row: {batched.rows_because}" if batched.rows_because else ""
+    return Choice("batched", f"{told}{mixing}", batched, way.threads)
+
+
+def _way(experiment: Experiment) -> tuple[Way | None, str]:
+    """Returns the way of the local steps (None: stepped) and why it is taken. Raises Unsuitable."""
+    engine, steps = experiment.simulate.engine, experiment.simulate.steps
+    times: dict[Way, float] = {}
+    why: dict[str, str] = {}
+    for name in WAYS if steps == "auto" else (steps,):
+        try:
+            times |= timed(experiment, name)
+        except Unsuitable as unsuitable:
+            why[name] = str(unsuitable)
+    if not times:
+        raise Unsuitable(why[steps])
+    best = min(times, key=lambda way: times[way])
+    stepped = Way("stepped", 1)
+    if engine == "auto":
+        times |= timed(experiment, stepped.name)
+        if times[best] > CLEARLY * times[stepped]:
+            best = stepped
+    told = ", ".join(f"{way} {1e6 * each:.0f} us" for way, each in times.items())
+    told = f"local steps by {best}; per node and round {told}"
+    told += "".join(f"; no {name}: {text}" for name, text in why.items())
+    return None if best == stepped else best, told
+
+
+def timed(experiment: Experiment, name: str) -> dict[Way, float]:
+    """Returns the seconds that the local steps of one node and round take by a way, with one thread and, where whole
+    operations are shared among cores, with all. Raises Unsuitable. Blocking."""
+    workers = workers_for(experiment) if name == "rows" else 1
+    found: dict[Way, float] = {}
+    population = Population(experiment, workers, nodes=PROBED_NODES)
+    try:
+        with native.torch_threads(1):
+            steps = WAYS["rows" if name == "stepped" else name](population)
+        for count in (1, cores()) if name in ("layers", "vmap") and cores() > 1 else (1,):
+            with native.torch_threads(count):
+                found[Way(name, count)] = _seconds(steps)
+        return found
+    finally:
+        population.close()
+
+
+def _seconds(steps: Steps) -> float:
+    """Returns the shortest time of a few rounds, per node, after one that does not count."""
+    taken, began = [], clock.now()
+    for round in range(1 + TIMED_ROUNDS):
+        started = clock.now()
+        with contextlib.suppress(Diverged):  # the run itself will say so
+            steps.run(round)
+        taken.append((clock.now() - started) / steps.population.num_nodes)
+        if clock.now() - began > TIMED_SECONDS:
+            break
+    return min(taken[1:] or taken)
+
+
+def _stacked(kind: type[Forward]) -> Callable[[Population], Steps]:
+    return lambda population: StackedSteps(population, kind(population.model))
+
+
+WAYS: dict[str, Callable[[Population], Steps]] = {
+    "layers": _stacked(Layers), "vmap": _stacked(Vmap), "rows": RowSteps,
+}  # fmt: skip
+"""By name, what makes the local steps of a population."""

@@ -1,0 +1,140 @@
+"""The exchange of all nodes at once: one rule holds their states, and mixing is one sparse product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from decentnode.node.schedules.plan import Planner
+from decentnode.payload import SCALAR_BYTES
+from decentnode.sharing.fragments import Fragment
+from decentnode.sharing.hooks import Hooks
+from decentnode.sharing.stacked import has_stacked_form
+from decentnode.simulate.engines.exchange.base import Exchange, Sent, edges_as_json
+from decentnode.simulate.engines.exchange.round_plan import Plan, TablePlan, count_edges
+from decentnode.simulate.engines.forward import Unsuitable
+from decentnode.simulate.engines.population import Population
+from decentnode.wire.generation import Generation
+
+KEPT_PLANS = 64
+"""Rounds of a graph's period whose matrices are kept."""
+
+
+class _Mixing:
+    """A plan as rules get it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._plan(x)
+
+    def shares(self, x: Tensor) -> Tensor:
+        return x if self._plan.at_rest else self._plan.shares.mixed(x)
+
+
+class StackedExchange(Exchange):
+    """One rule holds the state of all nodes, and mixing is W X."""
+
+    name = "stacked"
+
+    def __init__(self, population: Population, *, overlapped: bool, buffers: bool) -> None:
+        """overlapped: the schedule. buffers: whether float buffers are averaged. Raises Unsuitable where the rule has
+        no stacked form."""
+        super().__init__(population)
+        shared = population.shared[0]
+        self._rule = rule = shared.make_rules()[0]
+        name = population.experiment.sharing.name
+        if shared.fragments:
+            raise Unsuitable("parameters are exchanged in fragments")
+        if not has_stacked_form(rule):
+            raise Unsuitable(f"rule {name} has no form for all nodes at once")
+        if rule.requirements.gradient:
+            raise Unsuitable(f"rule {name} changes every gradient")
+        self._overlapped, self._buffers = overlapped, buffers and population.buffers.numel() > 0
+        self._phases = rule.requirements.phases
+        schema = rule.payload_schema(population.num_parameters, population.rows.dtype)
+        self._data_bytes = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
+        self._metadata_bytes = SCALAR_BYTES * len(rule.requirements.scalars)
+        graph, seed = population.graph, population.experiment.seed
+        whole = Fragment(0, population.num_parameters, graph)
+        self._planners = [Planner(uid, seed, whole, rule, averaging_groups=False) for uid in range(graph.num_nodes)]
+        self._generation = Generation(0, tuple(range(graph.num_nodes)))
+        self._own_plan = type(rule).plan is not Hooks.plan or type(rule).plan_buffers is not Hooks.plan_buffers
+        self._period = None if self._own_plan else graph.period
+        self._plans: dict[int | None, tuple[list[Plan], Sent]] = {}
+        self._before: Tensor | None = None
+
+    def begin(self, round: int, lr: float) -> None:
+        views = self._planners[0].views(round, self._generation, lr)
+        self._views = views[: self._phases]
+        self._round, self._lr = round, lr
+        if self._overlapped:
+            self._before = self.population.rows.clone()
+        else:
+            self._rule.begin(self.population.rows, self._views[0])
+
+    def adjust(self, losses: np.ndarray) -> None:
+        if not self._overlapped:
+            self._rule.adjust(self.population.rows, self._views[0], float(losses.mean()))
+
+    def mix(self) -> Sent:
+        population, rule = self.population, self._rule
+        plans, sent = self._planned()
+        rows = population.rows
+        mixed = rows if self._before is None else self._before
+        delta = None if self._before is None else rows - self._before
+        for plan, view in zip(plans, self._views, strict=False):
+            mixed = rule.mix_stacked(mixed, _Mixing(plan), view)
+        if delta is not None:
+            rule.advance(mixed, delta, self._views[-1])
+            self._before = None
+        else:
+            rule.finish(mixed, self._views[-1])
+        population.take(mixed)
+        if self._buffers and not plans[-1].at_rest:
+            population.buffers = plans[-1].weights.mixed(population.buffers)
+        return sent
+
+    def _planned(self) -> tuple[list[Plan], Sent]:
+        """Returns the plans of the round's phases and that of the buffers, and what they send."""
+        number = self._rule.exchange_number(self._round)
+        key = number if number is None or self._period is None else number % self._period
+        if self._period is None and number is not None:
+            self._plans.clear()
+        if number is not None and self._period is None and not self._own_plan:
+            targets = self.population.graph.targets_table(number)
+            if targets is not None:
+                plan = TablePlan(self.population.graph, number, targets)
+                return [plan] * (self._phases + 1), self._of_table(plan)
+        if key not in self._plans:
+            while len(self._plans) >= KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+            views = [each.views(self._round, self._generation, self._lr) for each in self._planners]
+            plans = [Plan(phase) for phase in zip(*views, strict=True)]
+            if self._phases == 1:
+                plans[1] = plans[0]
+            self._plans[key] = plans, self._counted(plans)
+        return self._plans[key]
+
+    def _of_table(self, plan: TablePlan) -> Sent:
+        """What goes over the edges of a round in which all phases, and the float buffers, have the same."""
+        buffers = self.population.buffers.shape[1] * 4 if self._buffers else 0
+        data, metadata = self._phases * self._data_bytes + buffers, self._phases * self._metadata_bytes
+        return Sent(plan.degrees * data, plan.degrees * metadata, plan.edges(data, metadata))
+
+    def _counted(self, plans: Sequence[Plan]) -> Sent:
+        count = self.population.num_nodes
+        metadata, edges = np.zeros(count, np.int64), [dict[int, list[int]]() for _ in range(count)]
+        data = metadata.copy()
+        for plan in plans[: self._phases]:
+            data += plan.degrees * self._data_bytes
+            metadata += plan.degrees * self._metadata_bytes
+            count_edges(edges, plan, self._data_bytes, self._metadata_bytes)
+        if self._buffers:
+            size = self.population.buffers.shape[1] * 4
+            data += plans[-1].degrees * size
+            count_edges(edges, plans[-1], size, 0)
+        return Sent(data, metadata, [edges_as_json(each) for each in edges])

@@ -1,0 +1,200 @@
+"""The nodes of a run without their loops: one row of parameters each, their training, and a few modules to compute
+with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from decentnode import native
+from decentnode.build import SharedModel, device_of, place_model, shared_model
+from decentnode.config.component import load_class
+from decentnode.experiment import Experiment
+from decentnode.simulate.engines.forward import random_part
+from decentnode.simulate.engines.jobs import JOBS
+from decentnode.simulate.engines.row_processes import RowProcesses, can_fork, parts_together, shared_like
+from decentnode.training import TRAININGS
+from decentnode.training.base import Training
+
+T = TypeVar("T")
+
+ALIGNED_BYTES = 64
+"""Where rows begin: the last bits of a matrix product depend on the alignment of its operands."""
+
+
+class Population:
+    """The models of all nodes as rows of one tensor, and what computes on them.
+
+    Node i trains on the module of worker i % W, whose parameters are views of its row while the node is bound. Modules,
+    unlike models, are as many as workers: their forward passes need memory of their own. Workers are forks of this
+    process where that can be (`can_fork`) and no rule looks at gradients, whose state is in this process; else threads.
+    """
+
+    def __init__(self, experiment: Experiment, workers: int = 1, nodes: int | None = None) -> None:
+        """nodes: at most so many, the first ones, to time them. Raises what the parts of nodes raise."""
+        self.experiment = experiment
+        self._pool: ThreadPoolExecutor | None = None
+        self._processes: RowProcesses | None = None
+        self.graph = experiment.make_graph()
+        self.num_nodes = min(self.graph.num_nodes, nodes or self.graph.num_nodes)
+        workers = min(workers, self.num_nodes)
+        self.task = experiment.make_task()
+        place, data = experiment.make_mapping().place(0), experiment.open_data()
+        self.device = device_of(place.device, place.rank)
+        self.shared: list[SharedModel] = [
+            shared_model(experiment, place_model(experiment, data.spec, self.device)) for _ in range(workers)
+        ]
+        chosen: Any = load_class(experiment.training.name, TRAININGS, "training")
+        self.trainings: list[Training] = [
+            chosen(experiment.training, self.shared[uid % workers].model, self.task, data.of(uid),
+                   seed=experiment.seed, uid=uid)
+            for uid in range(self.num_nodes)
+        ]  # fmt: skip
+        model = self.model
+        if not random_part(model.module):
+            for each in self.trainings:
+                each.draws = False
+        self.num_parameters = model.num_parameters
+        unit = ALIGNED_BYTES // model.parameters.element_size()
+        width = -(-self.num_parameters // unit) * unit
+        self.rows = torch.zeros(self.num_nodes, width, dtype=model.dtype, device=self.device)
+        """[N, P rounded up]: the model of every node; zeros behind its end."""
+        self.rows[:, : self.num_parameters] = model.parameters
+        self._unbound = [tuple(shared.model.parameters.detach().clone() for _ in range(2)) for shared in self.shared]
+        """Where the modules' parameters lie while no node is bound; a flat model remembers its last two places."""
+        self.buffers = model.buffers.expand(self.num_nodes, -1).clone()
+        """[N, B] the float buffers of every node."""
+        self._counts = [b for b in model.module.buffers() if not b.dtype.is_floating_point]
+        self.counts = [b.expand(self.num_nodes, *b.shape).clone() for b in self._counts]
+        """[N, ...] each: integer buffers of every node, such as how many batches its normalization has seen."""
+        self.forks = workers > 1 and can_fork(self.device) and not any(
+            rule.requirements.gradient for rule in self.shared[0].make_rules()
+        )
+        """Whether nodes are computed by several processes, so that trainings here are not up to date."""
+        self._whole = torch.empty(self.num_parameters + model.buffers.numel(), dtype=model.dtype, device=self.device)
+        self._everybodys: tuple[Tensor, ...] = ()
+        """Where forks see the rows, buffers, counts and `_whole`."""
+
+    @property
+    def model(self) -> Any:
+        """The flat model of the first worker."""
+        return self.shared[0].model
+
+    @property
+    def parameters(self) -> Tensor:
+        """[N, P] the models, as a view."""
+        return self.rows[:, : self.num_parameters]
+
+    def take(self, rows: Tensor) -> None:
+        """Let `rows` [N, P rounded up] be the models of all nodes; no module is bound."""
+        self.rows = rows
+
+    def views(self, rows: Tensor) -> list[Tensor]:
+        """Returns the parameters [n, *shape] of some nodes, as views. rows: [n, P rounded up]."""
+        found, at = [], 0
+        for p in self.model.trainable:
+            found.append(rows[:, at : at + p.numel()].unflatten(1, p.shape) if p.ndim else rows[:, at])
+            at += p.numel()
+        return found
+
+    def release(self) -> None:
+        """Let no module hold the present rows: they can be replaced by others, and their memory is free then."""
+        for shared, (one, other) in zip(self.shared, self._unbound, strict=True):
+            shared.model.rebind(one)
+            shared.model.rebind(other)
+
+    def ask(self, job: str, argument: Any = None, whole: Tensor | None = None) -> list[Any]:
+        """Returns what a job (`JOBS`) gives for every node, by uid, by all workers. Blocking. Raises as `each` does,
+        and NodeFailed where a process ended. whole: a model [P + B] for those jobs that take one."""
+        if whole is not None:
+            self._whole.copy_(whole)
+        if not self.forks:
+            return self.each(lambda uid, training: JOBS[job](uid, training, self._whole, argument))
+        self._share()
+        if self._processes is None:
+            self._processes = RowProcesses(len(self.shared), self._part_of_job)
+        with native.torch_threads(1):  # every worker has a core
+            found = parts_together(self._processes.run(job, argument), self.num_nodes)
+        self.release()
+        return found
+
+    def _share(self) -> None:
+        """Let what forks change or look at lie where they see it. Rules give new tensors: a copy is 2 % of a round of
+        GN-LeNet, and rules may keep what they gave, which so nobody changes."""
+        if not self._everybodys:
+            own = self.rows, self.buffers, self._whole, *self.counts
+            self._everybodys = tuple(map(shared_like, own))
+        else:
+            self._everybodys[0].copy_(self.rows)
+            self._everybodys[1].copy_(self.buffers)
+        self.rows, self.buffers, self._whole, *self.counts = self._everybodys
+
+    def _part_of_job(self, worker: int, job: str, argument: Any) -> list[Any]:
+        return self._part(worker, lambda uid, training: JOBS[job](uid, training, self._whole, argument))
+
+    def _part(self, worker: int, work: Callable[[int, Training], T]) -> list[T]:
+        """Returns what `work` gives for the nodes of a worker, one after the other."""
+        found = []
+        for uid in range(worker, self.num_nodes, len(self.shared)):
+            with self.bound(uid) as training:
+                try:
+                    found.append(work(uid, training))
+                except Exception as error:
+                    error.__dict__.setdefault("uid", uid)
+                    raise
+        return found
+
+    def each(self, work: Callable[[int, Training], T]) -> list[T]:
+        """Calls `work` with every node's uid and training while the node is bound, on as many threads as there are
+        workers, and returns its results by uid. An exception gets the node's uid as an attribute."""
+        workers = len(self.shared)
+        if workers == 1:
+            parts = [self._part(0, work)]
+        else:
+            self._pool = self._pool or ThreadPoolExecutor(workers, "simulate")
+            with native.torch_threads(1):  # every worker has a core
+                parts = [done.result() for done in
+                         [self._pool.submit(self._part, worker, work) for worker in range(workers)]]  # fmt: skip
+        self.release()
+        return parts_together(parts, self.num_nodes)
+
+    def close(self) -> None:
+        """End the threads and processes. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        if self._processes is not None:
+            self._processes.close()
+
+    @contextlib.contextmanager
+    def holding(self, whole: Tensor) -> Iterator[None]:
+        """In this block the modules of all workers hold one model [P + B]: parameters, then float buffers."""
+        self.release()
+        for shared in self.shared:
+            shared.model.parameters.copy_(whole[: self.num_parameters])
+            shared.model.buffers.copy_(whole[self.num_parameters :])
+        yield
+
+    @contextlib.contextmanager
+    def bound(self, uid: int) -> Iterator[Training]:
+        """In this block the module of the node's worker holds the node's model, and what changes it changes the row.
+        One node per worker at a time."""
+        training = self.trainings[uid]
+        model = training.model
+        model.rebind(self.rows[uid, : self.num_parameters])
+        counts = [b for b in model.module.buffers() if not b.dtype.is_floating_point] if self.counts else []
+        if model.buffers.numel():
+            model.buffers.copy_(self.buffers[uid])
+        for own, kept in zip(counts, self.counts, strict=True):
+            own.copy_(kept[uid])
+        try:
+            yield training
+        finally:
+            if model.buffers.numel():
+                self.buffers[uid].copy_(model.buffers)
+            for own, kept in zip(counts, self.counts, strict=True):
+                kept[uid].copy_(own)
