@@ -41,6 +41,7 @@ COMMANDS: dict[str, str] = {
     "graph": "Make, inspect, draw and convert graphs.",
     "convert": "Translate a config file of decentralizepy into an experiment.",
     "evaluate": "Evaluate the models that a run has left, on its test data or on other data.",
+    "collect": "Bring what the machines of a run have of it into one folder.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
     "sweep": "Run an experiment with many values of some keys, and tabulate what they make of it.",
     "plan": "Predict time, bytes and consensus of graphs, rules and codecs on given links, and choose.",

@@ -27,7 +27,7 @@ EVALUATION = {"kind": "evaluation", "round": 5}
 
 def fake_node(uid: int = 1, members: tuple[int, ...] = (0, 1), waiting: Any = None) -> Any:
     training = Quadratic(uid, 3, buffers=2)
-    communication = SimpleNamespace(waiting=waiting, counters=Counters())
+    communication = SimpleNamespace(waiting=waiting, counters=Counters(), run_id=bytes(8))
     return SimpleNamespace(
         uid=uid, round=4, config=SimpleNamespace(rounds=9, on_partition="majority"), doing="exchange",
         training=training, merged=None, averages=None, rounds=SimpleNamespace(dumps=None),
@@ -87,6 +87,9 @@ def test_a_snapshot_names_whom_a_node_waits_for_and_the_edges_that_carried_somet
     assert (found["round"], found["rounds"], found["doing"]) == (4, 9, "exchange")
     assert found["edges"] == {"3": {"sent": 0, "received": 0, "chunks": 2, "resends": 1, "wait_seconds": 1.235}}
     assert found["faults"] == {"stale_round": 1}
+    assert "run" not in found
+    node.communication.run_id = bytes(range(8))
+    assert snapshot(node)["run"] == "0001020304050607"
     idle = snapshot(fake_node(), "finished")
     assert (idle["waiting_for"], idle["waiting_seconds"], idle["doing"]) == ([], 0.0, "finished")
 

@@ -91,7 +91,9 @@ def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
     communication = node.communication
     waiting = communication.waiting
     whom, since = waiting if waiting is not None else ((), 0.0)
+    run = communication.run_id
     return {
+        **({"run": run.hex()} if any(run) else {}),  # once it is agreed on, by which the machines of a run are told
         "uid": node.uid, "pid": os.getpid(), "time": clock.wall(), "round": node.round, "rounds": node.config.rounds,
         "doing": doing or node.doing, "waiting_for": list(whom),
         "waiting_seconds": round(clock.now() - since, 1) if whom else 0.0,

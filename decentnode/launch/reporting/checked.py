@@ -40,8 +40,8 @@ def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
     how many generations of members there were; or under `violation` the first record that contradicts another; or under
     `unchecked` why nothing can be said. Blocking: a million records take some seconds."""
     if len(facts.machines) > 1:
-        return {"unchecked": "the records lie on several machines: copy their folders nodes/<uid> beside each other, "
-                             "and decentnode replay --check"}  # fmt: skip
+        return {"unchecked": "the records lie on several machines: decentnode collect brings them together, and "
+                             "decentnode replay --check looks"}  # fmt: skip
     try:
         lives = read_lives(run_dir, facts.num_nodes)
         if any("total" in event.fields for _, event in every_event(lives)):

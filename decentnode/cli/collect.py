@@ -1,0 +1,42 @@
+"""`decentnode collect`: the shares of a run that machines have, in one folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from decentnode.cli.run_names import run_names
+
+
+@click.command()
+@click.argument("run", metavar="RUN", shell_complete=run_names)
+@click.argument("others", nargs=-1, required=True, metavar="OTHER...", type=click.Path(path_type=Path))
+def command(run: str, others: tuple[Path, ...]) -> None:
+    """Copy what other machines have of RUN into its folder: records, models and checkpoints of their nodes. plot,
+    report, compare, trace and dashboard then show all of them.
+
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. OTHER is a folder of
+    the same run that was copied from another machine or lies on a disk that they share, or a folder above some. What
+    is there already is kept; of a run that goes on, the command may be repeated.
+    """
+    from decentnode.launch.collect import collect
+    from decentnode.launch.run_dir import resolve
+    from decentnode.report.run_status import ENDS, read
+    from decentnode.words import names, plural, size
+
+    found = collect(resolve(run), others)
+    for each in found.taken:
+        parts = [f"node {names(each.uids)}"] if each.uids else []
+        parts += each.whole
+        new = f"{', '.join(parts)}; {size(each.size)}" if parts else "nothing new"
+        click.echo(f"{each.folder}: {new}")
+    for line in found.left_out:
+        click.echo(f"left out: {line}", err=True)
+    going = [uid for uid, status in read(found.run).items() if status.get("doing") not in ENDS]
+    if going:
+        click.echo(f"node {names(going)} had not ended when it was copied: collect again to have the rest")
+    for machine, uids in sorted(found.missing.items()):
+        click.echo(f"missing: node {names(uids)}, of machine {machine}")
+    have = sorted(path.name for path in (found.run / "nodes").iterdir() if path.name.isdigit() and any(path.iterdir()))
+    click.echo(f"{found.run} has {plural(len(have), 'node')}")

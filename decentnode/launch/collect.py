@@ -1,0 +1,448 @@
+"""Brings the shares of a run, which each of its machines has in a folder of its own, into one folder.
+
+What the other folders hold is not trusted: no link in them is followed, only regular files are read, and names are
+those that a run gives its files. Nothing here imports torch unless there are checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from decentnode import entropy
+from decentnode.errors import CheckpointError, EnvironmentFault, UsageError
+from decentnode.launch import supervisor_file
+from decentnode.metrics.run_folder import node_dir
+
+Parts = tuple[str, ...]
+"""A path below a folder."""
+
+RECORDS = ("metrics.jsonl", "events.jsonl")
+"""Files of a node to which only is added: of two copies, one has to begin with the whole of the other."""
+STATUS = "status.json"
+OF_ALL = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more in ((), ("ema",))
+                               for name in ("merged", "adapters", "folded")))  # fmt: skip
+"""Files of the whole run, which one of its machines writes."""
+UID, RUN_ID, CUT = re.compile(r"\d{3}|[1-9]\d{3,5}"), re.compile(r"[0-9a-f]{16}"), re.compile(r"\d{8,12}-[0-9a-f]{12}")
+MAX_DEPTH = 6
+"""How far below a folder the folders of runs are looked for, and a node's files below its own."""
+MAX_STATUS_BYTES = 1 << 24
+BLOCK = 1 << 20
+
+
+class Share:
+    """A folder with what one machine keeps of a run, in which no link is followed. Holds a descriptor until `close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self.left_out: set[str] = set()
+        """What is neither a regular file nor a folder, or lies too deep."""
+        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._root)
+
+    @contextlib.contextmanager
+    def _folder(self, parts: Parts) -> Iterator[int]:
+        """Yields a descriptor. Raises OSError, as for a link on the way."""
+        found = os.dup(self._root)
+        try:
+            for part in parts:
+                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=found)
+                os.close(found)
+                found = below
+            yield found
+        finally:
+            os.close(found)
+
+    def names(self, *parts: str) -> list[str]:
+        """Returns what a folder holds, sorted; nothing where there is none."""
+        try:
+            with self._folder(parts) as folder:
+                return sorted(os.listdir(folder))
+        except OSError:
+            return []
+
+    def files(self, *parts: str, depth: int = MAX_DEPTH) -> Iterator[Parts]:
+        """Yields the regular files below a folder."""
+        for name in self.names(*parts):
+            below = (*parts, name)
+            try:
+                with self._folder(parts) as folder:
+                    mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+            except OSError:  # it was there a moment ago
+                continue
+            if stat.S_ISREG(mode):
+                yield below
+            elif stat.S_ISDIR(mode) and depth:
+                yield from self.files(*below, depth=depth - 1)
+            else:
+                self.left_out.add("/".join(below))
+
+    @contextlib.contextmanager
+    def open(self, parts: Parts) -> Iterator[BinaryIO]:
+        """Yields a regular file. Raises OSError for anything else."""
+        with self._folder(parts[:-1]) as folder:
+            number = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        with os.fdopen(number, "rb") as file:
+            if not stat.S_ISREG(os.fstat(number).st_mode):
+                raise OSError(f"{'/'.join(parts)} is no regular file")
+            yield file
+
+    def has(self, parts: Parts) -> bool:
+        try:
+            with self.open(parts):
+                return True
+        except OSError:
+            return False
+
+    @property
+    def uids(self) -> list[int]:
+        """Of the nodes with a file in their folder."""
+        return [int(name) for name in self.names("nodes")
+                if UID.fullmatch(name) and next(self.files("nodes", name), None) is not None]  # fmt: skip
+
+    def status(self, uid: int) -> dict[str, Any]:
+        """Returns what a node's status.json says; nothing where it cannot be read."""
+        try:
+            with self.open(("nodes", f"{uid:03d}", STATUS)) as file:
+                found = json.loads(file.read(MAX_STATUS_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def runs(self) -> set[str]:
+        """Returns the ids that its nodes' status.json have of the run, on which all machines agreed at the start."""
+        told = (self.status(uid).get("run") for uid in self.uids)
+        return {each for each in told if isinstance(each, str) and RUN_ID.fullmatch(each)}
+
+
+@dataclass
+class Taken:
+    """What was copied out of one folder."""
+
+    folder: Path
+    uids: list[int] = field(default_factory=list)
+    """Nodes of which something was copied."""
+    size: int = 0
+    """Bytes."""
+    whole: list[str] = field(default_factory=list)
+    """Files of the whole run."""
+
+
+@dataclass
+class Collected:
+    """What `collect` did, and what a run's folder has now."""
+
+    run: Path
+    taken: list[Taken]
+    """Of every folder of the run that was found, also where nothing was new."""
+    missing: dict[int, list[int]]
+    """By machine, the nodes of the mapping of which there is nothing."""
+    left_out: list[str]
+    """Reasons for what was not copied."""
+
+
+def collect(run: Path, others: Sequence[Path]) -> Collected:
+    """Copies the records, models and checkpoints of the nodes that other folders of the same run have into `run`.
+
+    others: folders of the run that were copied from other machines, or folders below which there are such; those of
+    other runs below a folder are passed over. What is there is kept, but for what a run that went on has added to.
+    Before anything is copied, all records are compared. A node's folder appears at once; a command that was cut short
+    may be repeated. Blocking while files are read and copied.
+
+    Raises UsageError for a folder that is of another run, or of which nothing tells the run, and for other records of
+    a node than those that are there; EnvironmentFault where the disk refuses.
+    """
+    run = run.resolve()
+    with contextlib.ExitStack() as stack:
+        own = _opened(run, stack)
+        wanted = _run_of(own)
+        found: dict[Path, Share] = {}
+        for given in others:
+            for share in _shares(given, run, wanted, stack):
+                found.setdefault(share.path, share)
+        shares = list(found.values())
+        _refuse_conflicts(run, own, shares)
+        with _temporary(run) as place:
+            copy = _Copy(run, own, place)
+            try:
+                taken = [copy.take(share, wanted) for share in shares]
+            except OSError as error:
+                raise EnvironmentFault(f"cannot copy into {run}: {error.strerror or error}") from error
+        left_out = [f"{share.path / name}: no regular file" for share in shares for name in sorted(share.left_out)]
+        return Collected(run, taken, _missing(run, own.uids), [*left_out, *copy.problems])
+
+
+# -- what is of the run -------------------------------------------------------------------------------------------
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> Share:
+    try:
+        share = Share(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    stack.callback(share.close)
+    return share
+
+
+def _run_of(share: Share) -> str:
+    """Returns the id of a folder's run. Raises UsageError where its nodes tell none, or several."""
+    found = share.runs()
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise UsageError(f"{share.path} must hold one run, got the nodes of {', '.join(sorted(found))}")
+    raise UsageError(f"no status.json in {share.path / 'nodes'} tells the run's id: its nodes never joined, or an "
+                     "earlier version wrote it, or a script (decentnode.parallel) did")  # fmt: skip
+
+
+def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) -> list[Share]:
+    """Returns the folders of the run that a user names by one of them, or by a folder above. Raises UsageError."""
+    top = given.resolve()
+    if top == run:
+        return []
+    if (top / "nodes").is_dir():
+        share = _opened(top, stack)
+        if (other := _run_of(share)) != wanted:
+            raise UsageError(f"{given} is of another run than {run}: run {other}, not {wanted}")
+        return [share]
+    found, passed = [], 0
+    for folder in _with_nodes(top):
+        if folder == run:
+            continue
+        with contextlib.suppress(UsageError):
+            share = _opened(folder, stack)
+            if share.runs() == {wanted}:
+                found.append(share)
+                continue
+        passed += 1
+    if not found:
+        there = f", but {passed} of other runs" if passed else ""
+        raise UsageError(f"{given} holds no other folder of the run {run}{there}")
+    return found
+
+
+def _with_nodes(top: Path) -> Iterator[Path]:
+    """Yields the folders below `top` that have a folder `nodes`. Raises UsageError where there is no folder."""
+    if not top.is_dir():
+        raise UsageError(f"there is no folder {top}")
+    for folder, below, _ in os.walk(top):
+        depth = len(Path(folder).relative_to(top).parts)
+        if "nodes" in below:
+            yield Path(folder)
+        if "nodes" in below or depth >= MAX_DEPTH:
+            below.clear()
+        below.sort()
+
+
+def _missing(run: Path, there: Sequence[int]) -> dict[int, list[int]]:
+    """Returns by machine the nodes of the run's mapping that are not there; nothing where no mapping can be read."""
+    found: dict[int, list[int]] = {}
+    try:
+        for place in yaml.safe_load((run / "mapping.yaml").read_text(encoding="utf-8")):
+            if place["uid"] not in there:
+                found.setdefault(int(place["machine"]), []).append(int(place["uid"]))
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return {}
+    return found
+
+
+# -- what is new --------------------------------------------------------------------------------------------------
+
+
+def _order(own: BinaryIO, other: BinaryIO) -> int | None:
+    """Returns 0 for files with the same bytes, 1 where the other one goes on after the end of the own, -1 where it ends
+    earlier; None where their bytes differ."""
+    sizes = [os.fstat(file.fileno()).st_size for file in (own, other)]
+    left = min(sizes)
+    while left:
+        mine, theirs = (file.read(min(BLOCK, left)) for file in (own, other))
+        if mine != theirs:
+            return None
+        if not mine:  # both were cut short meanwhile
+            break
+        left -= len(mine)
+    return (sizes[1] > sizes[0]) - (sizes[1] < sizes[0])
+
+
+def _compared(own: Share, other: Share, parts: Parts) -> int | None:
+    """As `_order`; 1 where there is no own file, and -1 where the other one is gone."""
+    if not other.has(parts):
+        return -1
+    if not own.has(parts):
+        return 1
+    with own.open(parts) as mine, other.open(parts) as theirs:
+        return _order(mine, theirs)
+
+
+def _models(uid: int) -> list[Parts]:
+    return [("models", f"{uid:03d}.safetensors"), ("models", "ema", f"{uid:03d}.safetensors")]
+
+
+def _time(share: Share, uid: int) -> float:
+    """Returns when a node's status was written."""
+    found = share.status(uid).get("time")
+    return float(found) if isinstance(found, int | float) else 0.0
+
+
+def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
+    """Raises UsageError, with a line each, for nodes of which two folders have different records or models."""
+    lines = []
+    known = [own]
+    for share in shares:
+        lines += [f"node {uid}: {'/'.join(parts)} in {share.path} is another one than in {before.path}"
+                  for uid in share.uids for before in known for parts in _conflicts(before, share, uid)]  # fmt: skip
+        known.append(share)
+    if lines:
+        raise UsageError("\n".join([
+            f"nothing was copied into {run}: of one node there can be one record alone, and these differ "
+            "(a machine that came back into the run wrote two; name the one that is to count)", *lines,
+        ]))  # fmt: skip
+
+
+def _conflicts(one: Share, other: Share, uid: int) -> Iterator[Parts]:
+    for name in RECORDS:
+        parts: Parts = ("nodes", f"{uid:03d}", name)
+        if _compared(one, other, parts) is None:
+            yield parts
+    if _time(one, uid) == _time(other, uid):
+        for parts in _models(uid):
+            if one.has(parts) and other.has(parts) and _compared(one, other, parts) != 0:
+                yield parts
+
+
+# -- copying ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _temporary(run: Path) -> Iterator[Path]:
+    """Yields a folder in the run's, from which files are moved to where they belong. Raises EnvironmentFault."""
+    place = run / f".collect-{os.getpid()}-{entropy.word(3)}"
+    try:
+        place.mkdir()
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write into {run}: {error.strerror}") from error
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+class _Copy:
+    """Copies what is new in shares into a run's folder."""
+
+    def __init__(self, run: Path, own: Share, place: Path) -> None:
+        """place: an empty folder on the same disk."""
+        self._run, self._own, self._place = run, own, place
+        self.problems: list[str] = []
+
+    def take(self, share: Share, run_id: str) -> Taken:
+        """Copy what a share has. Raises OSError."""
+        taken = Taken(share.path)
+        for uid in share.uids:
+            # The node's own folder last: as long as it is not there, the node counts as missing.
+            newer = _time(share, uid) > _time(self._own, uid)
+            size = sum(self._file(share, parts) for parts in _models(uid) if self._is_new(share, parts, newer))
+            size += self._checkpoints(share, uid, run_id, newer)
+            size += self._records(share, uid, newer)
+            if size:
+                taken.uids.append(uid)
+            taken.size += size
+        for parts in OF_ALL:
+            if share.has(parts) and not self._own.has(parts):
+                taken.size += self._file(share, parts)
+                taken.whole.append("/".join(parts))
+        return taken
+
+    def _is_new(self, share: Share, parts: Parts, newer: bool) -> bool:
+        """Returns whether a file is to be copied that is replaced where the node's share is newer."""
+        if not share.has(parts):
+            return False
+        return not self._own.has(parts) or (newer and _compared(self._own, share, parts) != 0)
+
+    def _records(self, share: Share, uid: int, newer: bool) -> int:
+        """Copy a node's folder, or what is new in it. Returns the bytes."""
+        name = f"{uid:03d}"
+        files = [parts for parts in share.files("nodes", name)
+                 if not parts[-1].startswith(".") and parts[-1] != supervisor_file.FILE]  # fmt: skip
+        new = [parts for parts in files
+               if (_compared(self._own, share, parts) == 1 if parts[2:] in [(each,) for each in RECORDS]
+                   else self._is_new(share, parts, newer))]  # fmt: skip
+        new.sort(key=lambda parts: parts[-1] == STATUS)  # last: it says how new the rest is
+        folder = node_dir(self._run, uid)
+        if new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where it is empty
+        if folder.exists():
+            return sum(self._file(share, parts) for parts in new)
+        size = 0
+        for parts in new:
+            (target := self._place.joinpath(*parts[1:])).parent.mkdir(parents=True, exist_ok=True)
+            size += self._to(share, parts, target)
+        if new:
+            folder.parent.mkdir(exist_ok=True)
+            os.rename(self._place / name, folder)
+        return size
+
+    def _checkpoints(self, share: Share, uid: int, run_id: str, newer: bool) -> int:
+        """Copy a node's checkpoints that are whole and of this run. Returns the bytes."""
+        size = 0
+        for cut in share.names("checkpoints"):
+            parts: Parts = ("checkpoints", cut, f"{uid:03d}.json")
+            if CUT.fullmatch(cut) and share.has(parts) and not self._own.has(parts):
+                size += self._checkpoint(share, parts, run_id)
+        best: Parts = ("checkpoints", f"best-{uid:03d}.json")
+        return size + (self._file(share, best) if self._is_new(share, best, newer) else 0)
+
+    def _checkpoint(self, share: Share, parts: Parts, run_id: str) -> int:
+        from decentnode.checkpoint import store
+
+        tensors: Parts = (*parts[:-1], parts[-1].removesuffix(".json") + ".safetensors")
+        there = self._place / "checkpoint"
+        there.mkdir(exist_ok=True)
+        if not share.has(tensors):
+            self.problems.append(f"{share.path.joinpath(*tensors)} is not there: its checkpoint was left out")
+            return 0
+        size = sum(self._to(share, each, there / each[-1]) for each in (tensors, parts))
+        try:
+            found = store.read_manifest(there / parts[-1])
+        except CheckpointError as error:
+            self.problems.append(f"{share.path.joinpath(*parts)} was left out: {error}")
+            return 0
+        if (found.cut.run, found.cut.folder, found.uid) != (run_id, parts[1], int(parts[-1].removesuffix(".json"))):
+            self.problems.append(f"{share.path.joinpath(*parts)} was left out: it is of another run, moment or node")
+            return 0
+        target = self._run.joinpath(*parts[:-1])
+        target.mkdir(parents=True, exist_ok=True)
+        for each in (tensors, parts):  # the manifest last, as a checkpoint is whole with it
+            os.replace(there / each[-1], target / each[-1])
+        return size
+
+    def _file(self, share: Share, parts: Parts) -> int:
+        """Copy one file to its place, which has the old one or the new. Returns its bytes."""
+        target = self._run.joinpath(*parts)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        size = self._to(share, parts, self._place / "file")
+        os.replace(self._place / "file", target)
+        return size
+
+    def _to(self, share: Share, parts: Parts, target: Path) -> int:
+        """Copy as many bytes as a file has now. Returns how many."""
+        with share.open(parts) as source, open(target, "wb") as file:
+            left = size = os.fstat(source.fileno()).st_size
+            while left and (block := source.read(min(BLOCK, left))):
+                file.write(block)
+                left -= len(block)
+        return size - left
