@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -115,6 +115,8 @@ class TransportParts:
     """What payloads look like, by phase; the last one is that of averaged buffers."""
     digest: str
     """Of config and graph; nodes of another digest are refused."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """Digests (hex) of the config's sections by name, so that a refusal can name those that differ."""
     base_dir: Path = Path()
     """Folder that the config's paths are relative to."""
     run_id: bytes | None = None

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from decentnode.experiment.tree import Experiment, portable_text
+from decentnode.experiment.tree import EDGES, Experiment, portable_text
 from decentnode.sharing.compressed import make_sharing
 
 MAY_CHANGE = (
@@ -27,7 +27,7 @@ def identity(experiment: Experiment) -> dict[str, Any]:
     """
     content, *graphs = json.loads(portable_text(experiment))
     found = {key: value for key, value in _leaves(content, "") if not _may_change(key)}
-    found["graph (edges)"] = hashlib.blake2b(json.dumps(graphs).encode(), digest_size=8).hexdigest()
+    found[EDGES] = hashlib.blake2b(json.dumps(graphs).encode(), digest_size=8).hexdigest()
     machines = [list(uids) for uids in experiment.make_mapping().nodes_by_machine()]
     if make_sharing(experiment.sharing, machines).requirements.groups:
         groups = getattr(experiment.sharing, "groups", "machine")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -313,7 +314,31 @@ class Experiment(Settings):
     def digest(self) -> str:
         """16 hex digits that all machines of a run must share: the resolved values, the graph's edges and the content
         of `model.init`."""
-        return hashlib.blake2b(portable_text(self).encode(), digest_size=8).hexdigest()
+        return self.digests().whole
+
+    def digests(self) -> Digests:
+        """The same with digests of the sections, by which machines whose digests differ find out why."""
+        whole = portable_text(self)
+        content, *graphs = json.loads(whole)
+        parts = {name: content.get(name) for name in type(self).model_fields} | {EDGES: graphs}
+        return Digests(_digest(whole), {name: _digest(json.dumps(part)) for name, part in parts.items()})
+
+
+EDGES = "graph (edges)"
+"""What the edges that the graph came out with are called among an experiment's sections."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What the machines of a run must share, each as 16 hex digits."""
+
+    whole: str
+    sections: Mapping[str, str]
+    """By name, the same names for every experiment."""
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def portable_text(experiment: Experiment) -> str:

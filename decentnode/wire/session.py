@@ -10,7 +10,7 @@ One file: each message may change every part of the one state, and who reads wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from decentnode.errors import PeerFault
 from decentnode.wire.bounds import MAX_LONG_TEXT, fitting
@@ -38,6 +38,7 @@ from decentnode.wire.messages import (
     Welcome,
 )
 from decentnode.wire.orders import OrderTree
+from decentnode.wire.sections import differing, told
 from decentnode.wire.session_events import (
     Joined,
     NotAssembled,
@@ -70,10 +71,12 @@ class Session:
         software: str = "",
         describe: Callable[[int], str] = lambda uid: f"node {uid}",
         founders: int | None = None,
+        sections: Mapping[str, str] | None = None,
     ) -> None:
         """num_nodes: uids that there can be. founders: how many of them begin the run; all when None. digest: of
-        configuration and graph; nodes with another one are refused. run: the run's id where it is known beforehand; uid
-        0 must know it. describe: a node's name in reasons.
+        configuration and graph; nodes with another one are refused. sections: digests (hex) of the configuration's
+        parts by their names, so that a refusal can name those that differ; the same names in all nodes. run: the run's
+        id where it is known beforehand; uid 0 must know it. describe: a node's name in reasons.
 
         Raises ValueError when uid 0 does not know the run's id.
         """
@@ -96,7 +99,8 @@ class Session:
         self.refusals: dict[int, str] = {}
         self.stop_asked = False
         self.orders = OrderTree(self.send, lambda: self.tree)
-        self._software = software[:128]
+        self._sections = dict(sections or {})
+        self._software = f"{told(self._sections)}{software}"[:128]
         self.describe = describe
         self._welcomed = uid == 0
         self._next_hello = 0.0
@@ -267,7 +271,10 @@ class Session:
             return f"{who} has {hello.num_nodes} nodes in its graph, the run has {self.num_nodes}"
         if hello.digest != self.digest:
             where = "compare config.resolved.yaml and graph.edges in the run folders of both machines"
-            return f"{who} has another config or graph (digest {hello.digest}, the run has {self.digest}): {where}"
+            parts = differing(self._sections, hello.software)
+            which = f"; these differ: {', '.join(parts)}" if parts else ""
+            digests = f"digest {hello.digest}, the run has {self.digest}{which}"
+            return f"{who} has another config or graph ({digests}): {where}"
         if hello.run not in (NO_RUN, self.run) and self.run != NO_RUN:
             return f"{who} belongs to run {hello.run.hex()}, this is run {self.run.hex()}"
         return None

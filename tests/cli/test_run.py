@@ -173,6 +173,19 @@ def test_two_machines_on_two_addresses(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_machines_with_other_sections_hear_which(tmp_path: Path) -> None:
+    mapping = {"machines": 2, "nodes_per_machine": 2, "addresses": ["127.0.0.1", "127.0.0.2"],
+               "base_port": free_ports(8)}  # fmt: skip
+    config = write(tmp_path, mapping=mapping, communication={"name": "auto", "start_timeout_seconds": 30})
+    with started(tmp_path, "launch", config, "--machine", "0", "--plain") as zero:
+        code, out, err = run(tmp_path, "launch", config, "--machine", "1", "--plain", "--set", "node.rounds=9",
+                             "--set", "graph={name: complete, nodes: 4}")  # fmt: skip
+        assert code == 4 and "; these differ: graph, node, graph (edges)): compare config" in out + err, out + err
+        out, err = zero.communicate(timeout=200)
+        assert zero.returncode == 4 and "; these differ: graph, node, graph (edges)): compare config" in out + err
+
+
+@pytest.mark.slow
 def test_one_node_per_process(tmp_path: Path) -> None:
     port = free_ports(4)
     config = write(tmp_path, graph={"name": "ring", "nodes": 2}, mapping={"nodes_per_machine": 2, "base_port": port})

@@ -113,6 +113,20 @@ def test_digest(write):
         assert load(path, [change], {}).digest() != digest, change
 
 
+def test_digests_of_sections_tell_which_one_is_another(write):
+    path = write(BASE)
+    experiment = load(path, environ={})
+    sections = experiment.digests().sections
+    assert experiment.digests().whole == experiment.digest()
+    assert {"seed", "training", "faults", "graph (edges)"} < sections.keys()
+    assert load(path, ["run.dir=elsewhere", "mapping.base_port=9999"], {}).digests().sections == sections
+    for change, names in (("node.rounds=3", ["node"]), ("seed=2", ["seed"]), ("training.ema=0.9", ["training"]),
+                          ("graph={name: complete, nodes: 4}", ["graph", "graph (edges)"])):  # fmt: skip
+        other = load(path, [change], {}).digests().sections
+        assert [name for name in sections if other[name] != sections[name]] == names, change
+        assert [*other] == [*sections], "in one order"
+
+
 def test_keys_that_came_later_leave_digests_as_they_were(write):
     """Machines of two versions agree on a run that uses none of them, and its old checkpoints fit. Annotated with
     `ADDED`, a key is left out of the digest at its default."""

@@ -157,6 +157,29 @@ def test_stops_and_failures_reach_everybody_once() -> None:
         assert net.events[uid].count(PeerFailed(23, "out of memory")) == (uid != 23)
 
 
+def refusal(own: dict[str, str], other: dict[str, str], software: str = "decentnode 1") -> str:
+    """Why a root of sections `own` refuses a node of sections `other` and another digest."""
+    root = Session(0, 4, "same", RUN, sections=own)
+    stranger = Session(1, 4, "wrong", sections=other, software=software)
+    stranger.tick(0.0)
+    ((_, hello),) = stranger.outbox
+    ((_, reject),) = said(root, codec.decode(codec.encode(hello)))
+    assert isinstance(reject, Reject)
+    return reject.reason
+
+
+def test_a_refusal_names_the_sections_that_differ() -> None:
+    own = {"data": "0123456789abcdef", "graph (edges)": "abcdef0123456789", "training": "4444444444444444"}
+    for names in (["data"], ["graph (edges)"], ["data", "training"]):
+        reason = refusal(own, {**own, **dict.fromkeys(names, "fff0000000000000")}, "decentnode 1; " * 30)
+        assert f"(digest wrong, the run has same; these differ: {', '.join(names)}): compare" in reason
+    for unlike in ({}, {"data": "f" * 16}, {**own, "more": "f" * 16},
+                   {"training": "f" * 16, "graph (edges)": "f" * 16, "data": "f" * 16}):  # fmt: skip
+        assert "(digest wrong, the run has same): compare" in refusal(own, unlike), "another version's sections"
+        assert "(digest wrong, the run has same): compare" in refusal(unlike, own)
+    assert "these differ" not in refusal(own, own), "digests of a section are short"
+
+
 @pytest.mark.parametrize("length", [511, 512, 513, 5000])
 def test_of_a_long_reason_as_much_is_told_as_a_message_holds(length: int) -> None:
     reason = "".join(chr(0x3B1 + i % 17) for i in range(length - 1)) + "!"

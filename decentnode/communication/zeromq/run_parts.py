@@ -74,7 +74,7 @@ def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring |
     software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
     run_id = given.run_id or (entropy.draw(8) if given.uid == 0 else None)
     session = Session(given.uid, len(machine_of), given.digest, run_id, software=software,
-                      describe=addresses.describe, founders=given.founders)  # fmt: skip
+                      describe=addresses.describe, founders=given.founders, sections=given.sections)  # fmt: skip
     security = None if keyring is None else Security(keyring, config.bulk_security)
     sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
     driven = session, counters, sizes, security, given.process

@@ -26,7 +26,7 @@ from decentnode.communication.parts import BindPlan, Growth, LinkFaults, Schema,
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import load_class
 from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost, UsageError
-from decentnode.experiment import Experiment
+from decentnode.experiment import Digests, Experiment
 from decentnode.faults import OnLinks
 from decentnode.launch.children.messages import (
     Bound,
@@ -165,10 +165,11 @@ def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence
 
 
 def transport_maker(
-    experiment: Experiment, task: Task, uid: int, process: SharedProcess | None = None, digest: str = "",
+    experiment: Experiment, task: Task, uid: int, process: SharedProcess | None = None,
+    digests: Digests | None = None,
 ) -> Callable[[tuple[Schema, ...]], Communication]:
     """Returns a function that makes the node's transport from the schemas of its sharing rule. process: what it shares
-    with others of this process. digest: the experiment's, where it is known: to find it takes milliseconds."""
+    with others of this process. digests: the experiment's, where they are known: to find them takes milliseconds."""
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: type[Communication] = load_class(config.name, COMMUNICATIONS, "communication")
@@ -177,8 +178,10 @@ def transport_maker(
         torch.cuda.set_device(device)
 
     def make(schemas: tuple[Schema, ...]) -> Communication:
+        found = digests or experiment.digests()
         return transport.make(config, TransportParts(
-            uid=uid, schemas=schemas, digest=digest or experiment.digest(), base_dir=experiment.base_dir, device=device,
+            uid=uid, schemas=schemas, digest=found.whole, sections=found.sections, base_dir=experiment.base_dir,
+            device=device,
             machine_of={u: mapping.place(u).machine if u < mapping.num_nodes else machine_of(u, mapping)
                         for u in range(mapping.num_nodes + experiment.node.newcomers)},
             run_id=bytes.fromhex(task.run_id) if task.run_id and uid == 0 else None,

@@ -109,12 +109,12 @@ class _SeveralNodes:
         return experiment
 
     def _build(self, experiment: Experiment) -> None:
-        task, digest = self._task, experiment.digest()
+        task, digests = self._task, experiment.digests()
         progress_seconds = task.progress_seconds * max(1.0, len(task.uids) / REPORTING)
         for uid in task.uids:
             folder = node_dir(task.run_dir, uid) if task.run_dir else None
             reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, self._send, progress_seconds)
-            make = transport_maker(experiment, task, uid, self._process, digest)
+            make = transport_maker(experiment, task, uid, self._process, digests)
             with logs.of_node(uid), blamed_on(uid):
                 self._hosted[uid] = _Hosted(build(experiment, uid, make, reporter.record), reporter)
         experiment.forget_data()
