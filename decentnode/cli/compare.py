@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from decentnode.report.reading.reached import best_columns, target_columns
 TABLES = {".txt": compare.text_table, ".csv": compare.csv_table, ".json": compare.as_json,
           ".tex": compare.latex_table, ".md": compare.markdown_table}  # fmt: skip
 FOR_PAPERS = (".tex", ".md")
+PIPED_COLUMNS = 100
+"""Width of the table where no terminal has another one."""
 TICK_SECONDS = 1.0
 """Between two looks at the clock while a run goes on."""
 
@@ -75,7 +78,9 @@ def command(
         output.parent.mkdir(parents=True, exist_ok=True)
         text = TABLES[output.suffix](rows, test if paired or output.suffix in FOR_PAPERS else None)
         output.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
-    click.echo((compare.as_json if as_json else compare.text_table)(rows, test if paired else None))
+    test = test if paired else None
+    width = shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
+    click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))
 
 
 def _all(what: Sequence[str], seeds: int, overrides: tuple[str, ...], run_dir: Path) -> list[repeats.Ran]:

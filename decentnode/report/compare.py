@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from decentnode.metrics.figures import Figure
 from decentnode.report.latex import tabular
 from decentnode.report.reading.measured import BEFORE, columns
 from decentnode.report.reading.reached import Extra
-from decentnode.report.reading.repeats import Ran, labels
+from decentnode.report.reading.repeats import Label, Ran, labels_of, short_labels
 from decentnode.report.reading.significance import Paired, holm, paired
 
 PER_NODE = {"bytes_sent_per_node": "bytes_sent_total", "bytes_metadata_per_node": "bytes_metadata_total"}
@@ -22,8 +23,8 @@ NOT_FOR_PAPERS = ("consensus_rms", "consensus_distance", "bytes_metadata_per_nod
 """Columns of comparisons that tables for papers leave out."""
 ALPHA = 0.05
 """p below which a row counts as another than the best."""
-MAX_LABEL = 60
-"""Most characters of a row's name in the table for people."""
+MIN_LABEL = 32
+"""Characters that a row's name may have in a table that is too wide without it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class ComparedRow:
     values: Mapping[str, Sequence[float]]
     columns: Sequence[Figure]
     """The figures, in the order in which tables show them; the same for all rows of a table."""
+    label: Label | None = None
+    """What `name` is made of; None where it is no list of keys."""
 
     def mean(self, name: str) -> float | None:
         return statistics.fmean(self.values[name]) if self.values[name] else None
@@ -75,10 +78,11 @@ def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[C
     """Returns a row per group of repeats. extra: columns behind those that all tables have."""
     shown = columns(dict.fromkeys(each.measured for group in groups for each in group))
     found = []
-    for label, group in zip(labels(groups), groups, strict=True):
-        made = row(label, [each.summary for each in group], shown)
+    for label, group in zip(labels_of(groups), groups, strict=True):
+        made = row(label.text, [each.summary for each in group], shown)
         more = {figure.name: [value for each in group if (value := of(each)) is not None] for figure, of in extra}
-        found.append(replace(made, values={**made.values, **more}, columns=(*shown, *(each for each, _ in extra))))
+        found.append(replace(made, values={**made.values, **more}, label=label,
+                             columns=(*shown, *(each for each, _ in extra))))  # fmt: skip
     return found
 
 
@@ -121,18 +125,14 @@ def against_best(groups: Sequence[Sequence[Ran]]) -> AgainstBest | None:
 
 
 def table_cells(
-    rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None, short: bool = True
+    rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None
 ) -> list[list[str]]:
-    """Returns headings and rows as text. short: whether long names are cut, where that leaves them apart."""
-    names = [each.name if len(each.name) <= MAX_LABEL or not short else f"{each.name[: MAX_LABEL - 4]} ..."
-             for each in rows]  # fmt: skip
-    if len(set(names)) < len(names):
-        names = [each.name for each in rows]
+    """Returns headings and rows as text."""
     tested = ["minus best", "p"] if test is not None else []
     cells = [["experiment", "runs", shown[0].title, *tested, *(figure.title for figure in shown[1:])]]
-    for index, (name, each) in enumerate(zip(names, rows, strict=True)):
+    for index, each in enumerate(rows):
         told = [] if test is None else [_difference(test, index), "" if (p := test.p[index]) is None else f"{p:.3f}"]
-        cells.append([name, str(each.runs), each.shown(shown[0]), *told, *map(each.shown, shown[1:])])
+        cells.append([each.name, str(each.runs), each.shown(shown[0]), *told, *map(each.shown, shown[1:])])
     return cells
 
 
@@ -144,10 +144,27 @@ def _difference(test: AgainstBest, index: int) -> str:
     return f"{each[0]} [{each[1]}, {each[2]}]"
 
 
-def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
+def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, width: int | None = None) -> str:
     """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one. test: adds each
-    row's difference from the best, its 95 % interval and p."""
-    return simple_table(table_cells(rows, rows[0].columns, test))
+    row's difference from the best, its 95 % interval and p. width: so many characters a line should have at most; then
+    headings may take two lines, and names have as many of their keys as fit, but MIN_LABEL characters in any case."""
+    cells = table_cells(rows, rows[0].columns, test)
+    if width is None or _width(cells) <= width:
+        return simple_table(cells)
+    cells[0] = [min((f"{heading[:at]}\n{heading[at + 1 :]}" for at, each in enumerate(heading) if each == " "),
+                    key=lambda lines: max(map(len, lines.split("\n"))), default=heading) for heading in cells[0]]
+    left = max(MIN_LABEL, width - _width([line[1:] for line in cells]) - 2)
+    names = short_labels([each.label or Label(each.name, {}) for each in rows], left)
+    return simple_table([cells[0], *([name, *line[1:]] for name, line in zip(names, cells[1:], strict=True))])
+
+
+def _width(cells: Sequence[Sequence[str]]) -> int:
+    """Returns how wide a simple table of these cells is."""
+    return sum(each + 2 for each in _widths(cells)) - 2
+
+
+def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(part) for line in cells for part in line[i].split("\n")) for i in range(len(cells[0]))]
 
 
 def _for_papers(rows: Sequence[ComparedRow]) -> list[Figure]:
@@ -162,12 +179,12 @@ def _bold(rows: Sequence[ComparedRow], test: AgainstBest | None) -> list[tuple[i
 def latex_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
     """Returns a tabular of LaTeX (package booktabs). The best row is bold, and so are those that the test does not tell
     from it."""
-    return tabular(table_cells(rows, _for_papers(rows), test, short=False), 1, _bold(rows, test))
+    return tabular(table_cells(rows, _for_papers(rows), test), 1, _bold(rows, test))
 
 
 def markdown_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:
     """Returns the same as a table of Markdown."""
-    cells, bold = table_cells(rows, _for_papers(rows), test, short=False), _bold(rows, test)
+    cells, bold = table_cells(rows, _for_papers(rows), test), _bold(rows, test)
     lines = ["| " + " | ".join(cells[0]) + " |", "|" + "|".join([" :-- ", *(" --: " for _ in cells[0][1:])]) + "|"]
     for row, line in enumerate(cells[1:]):
         shown = [f"**{cell}**" if (row, column) in bold else cell.replace("|", "\\|")
@@ -178,8 +195,10 @@ def markdown_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None)
 
 def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
     """Returns a simple table of reStructuredText. cells: the headings, then the rows, equally many each. left: how many
-    of the first columns are flush left; the others are flush right."""
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    of the first columns are flush left; the others are flush right. Headings may have several lines, the first of the
+    first column's is its only one."""
+    widths = _widths(cells)
+    headings = itertools.zip_longest(*(heading.split("\n") for heading in cells[0]), fillvalue="")
     rule = "  ".join("=" * width for width in widths)
 
     def line(values: Sequence[str]) -> str:
@@ -187,7 +206,7 @@ def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
                  for index, (value, width) in enumerate(zip(values, widths, strict=True)))  # fmt: skip
         return "  ".join(found).rstrip()
 
-    return "\n".join([rule, line(cells[0]), rule, *(line(values) for values in cells[1:]), rule])
+    return "\n".join([rule, *map(line, headings), rule, *(line(values) for values in cells[1:]), rule])
 
 
 def csv_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:

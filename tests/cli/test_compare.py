@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from decentnode.cli import main
 from decentnode.report import compare
 from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.repeats import Label, short_labels
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "compare"
 QUICK = ["--set", "node.rounds=3", "--set", "data={name: digits, partition: {name: iid}}"]
@@ -142,6 +143,51 @@ def test_rows_are_labelled_by_what_differs_and_not_by_what_follows_from_it(tmp_p
     for number, edges in enumerate(("0 1", "1 0")):
         finished(tmp_path / f"g{number}", number, 0.5, edges=edges, graph={"file": "g"})
     assert len(compared(*sorted(tmp_path.glob("g*")), runs=tmp_path)[0]) == 2, "one file name, two graphs"
+
+
+def table(folder: Path, columns: int | None = None) -> list[str]:
+    """The lines of the table for a terminal of so many columns, or for a pipe."""
+    environment = {"COLUMNS": None if columns is None else str(columns)}
+    result = CliRunner().invoke(main, ["compare", str(folder)], env=environment)
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def named(lines: list[str]) -> list[str]:
+    """The names of the rows."""
+    width = lines[0].index(" ")
+    return [line[:width].rstrip() for line in lines[lines.index(lines[0], 1) + 1 : -1]]
+
+
+def test_rows_are_named_by_as_many_keys_as_fit(tmp_path: Path) -> None:
+    for number in range(4):
+        finished(tmp_path / f"exp/{number}", 1, 0.5, graph={"degree": 4 + number // 2}, model={"hidden": [64] * 40},
+                 training={"lr": 0.1 * number, "batch_size": 16 * (1 + number % 2), "momentum": 0.9 * (number % 2)},
+                 sharing={"values": [0.25 * number] * 40})  # fmt: skip
+    full = list(compared(*sorted((tmp_path / "exp").iterdir()), runs=tmp_path)[0])
+    assert max(map(len, full)) > 250
+    piped = named(table(tmp_path / "exp"))
+    assert piped == [f"exp training.lr={0.1 * number} and 4 more" if number != 3 else
+                     "exp training.lr=0.30000000000000004 and 4 more" for number in range(4)]  # fmt: skip
+    assert named(table(tmp_path / "exp", 80)) == piped
+    for columns in (140, 160, 180, 200, 220):
+        lines = table(tmp_path / "exp", columns)
+        names = named(lines)
+        assert max(map(len, lines)) <= columns and len({*names}) == 4
+        keys = [[part.partition("=")[0] for part in name.split() if "=" in part] for name in names]
+        assert all(each == keys[0] for each in keys) and (columns < 160 or len(keys[0]) > 1)
+        assert all(name.endswith(f" and {5 - len(keys[0])} more") or len(keys[0]) == 5 for name in names)
+    assert named(table(tmp_path / "exp", 500)) == full
+    assert f"{max(map(len, full)) * '='}  " in table(tmp_path / "exp", 500)[0]
+
+
+def test_names_that_one_key_does_not_tell_apart_have_several() -> None:
+    labels = [Label("exp", {"a": str(number % 2), "b": "x" * 100 + str(number // 2), "c": "1"}) for number in range(4)]
+    short = short_labels([*labels, Label("other", {})], 20)
+    assert len({*short}) == 5 and short[4] == "other", "as long as it takes"
+    assert short[0] == f"exp a=0 b={'x' * 100}0 and 1 more", "a value is not cut where it tells rows apart"
+    assert short_labels([Label("exp", {"a": str(number), "b": "y" * 100}) for number in range(2)], 40) == [
+        "exp a=0 b=yyyyyyyyyyyyyyyyyyyy ...", "exp a=1 b=yyyyyyyyyyyyyyyyyyyy ..."]  # fmt: skip
 
 
 def test_wrong_input(tmp_path: Path) -> None:

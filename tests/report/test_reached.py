@@ -56,7 +56,7 @@ def runs(tmp_path: Path) -> list[str]:
 
 def written(runs: list[str], path: Path, *more: str) -> tuple[str, str]:
     """(file, what was printed) of `decentnode compare -o`."""
-    result = CliRunner().invoke(main, ["compare", *runs, "-o", str(path), *more])
+    result = CliRunner().invoke(main, ["compare", *runs, "-o", str(path), *more], env={"COLUMNS": None})
     assert result.exit_code == 0, result.output
     return path.read_text(), result.stdout
 
@@ -66,9 +66,10 @@ def test_tables_have_the_best_round_and_what_a_target_cost(runs: list[str], tmp_
     rows: dict[str, Any] = {row["experiment"]: row for row in csv.DictReader(io.StringIO(text))}
     assert rows["c"]["rounds_to_target"] == "6" and rows["a"]["rounds_to_target"] == ""
     assert float(rows["c"]["best"]) == pytest.approx(0.79) and rows["c"]["best_round"] == "6"
-    _, printed = written(runs, tmp_path / "t.txt", "--target", "accuracy=0.795", "--best")
-    head, row = printed.splitlines()[1], printed.splitlines()[5]
+    text, printed = written(runs, tmp_path / "t.txt", "--target", "accuracy=0.795", "--best")
+    head, row = text.splitlines()[1], text.splitlines()[5]
     assert "rounds to 79.5 %" in head and "MB/node to 79.5 %" in head and "best round" in head
+    assert "to 79.5 %" in printed.splitlines()[2], "headings of two lines"
     assert "6 (1 of 3)" in row, "a mean over some of the runs says so"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,86 @@ def pooled(found: Sequence[Ran]) -> tuple[list[list[Ran]], list[str]]:
     return kept, said
 
 
+@dataclass(frozen=True)
+class Label:
+    """What tells a group of repeats from the others."""
+
+    name: str
+    """Of its runs."""
+    told: Mapping[str, str]
+    """The keys in which groups of this name differ, and the values here."""
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.told.items())])
+
+
+def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
+    """Returns the label of every group."""
+    by_name: dict[str, list[Mapping[str, str]]] = {}
+    for group in groups:
+        by_name.setdefault(group[0].name, []).append(group[0].config)
+    keys = {name: telling(configs) for name, configs in by_name.items()}
+    return [Label(group[0].name, {key: group[0].config[key] for key in keys[group[0].name] if key in group[0].config})
+            for group in groups]  # fmt: skip
+
+
 def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
     """Returns the name of every group; groups of one name get the keys in which they differ."""
-    found = []
-    for group in groups:
-        name, config = group[0].name, group[0].config
-        others = [other[0].config for other in groups if other[0].name == name]
-        told = [f"{key}={config[key]}" for key in telling(others) if key in config]
-        found.append(" ".join([name, *told]))
-    return found
+    return [label.text for label in labels_of(groups)]
+
+
+def short_labels(found: Sequence[Label], width: int) -> list[str]:
+    """Returns texts for labels that have at most `width` characters each: with as many keys, the same of all, as fit,
+    those first that tell most of them apart, and with the number of the others. Where the keys that it takes to tell
+    all of them apart do not fit, the texts are longer."""
+    if all(len(label.text) <= width for label in found):
+        return [label.text for label in found]
+    needed = _apart_by(found)
+    more = [key for key in dict.fromkeys(key for label in found for key in label.told) if key not in needed]
+    best = _shortened(found, needed)
+    for count in range(1, len(more) + 1):
+        texts = _shortened(found, [*needed, *more[:count]])
+        if max(map(len, texts)) > width:
+            break
+        best = texts
+    return best
+
+
+MAX_VALUE = 24
+"""Most characters of a value in a short label."""
+
+
+def _shortened(found: Sequence[Label], keys: Collection[str]) -> list[str]:
+    """Returns the texts with these keys alone; long values are cut where that leaves the texts as far apart."""
+
+    def text(label: Label, most: int) -> str:
+        parts = [f"{key}={value if len(value) <= most else f'{value[: most - 4]} ...'}"
+                 for key, value in label.told.items() if key in keys]  # fmt: skip
+        others = len(label.told) - len(parts)
+        return " ".join([label.name, *parts, *([f"and {others} more"] if others else [])])
+
+    whole = [text(label, max(map(len, label.told.values()), default=0)) for label in found]
+    cut = [text(label, MAX_VALUE) for label in found]
+    return cut if len({*cut}) == len({*whole}) else whole
+
+
+def _apart_by(found: Sequence[Label]) -> list[str]:
+    """Returns few keys that tell labels apart as well as all keys do: in turn the one that adds most, of equal ones the
+    one with the shortest values."""
+
+    def kinds(keys: Sequence[str]) -> int:
+        return len({(label.name, *(label.told.get(key) for key in keys)) for label in found})
+
+    left = list(dict.fromkeys(key for label in found for key in label.told))
+    longest = {key: max(len(label.told.get(key, "")) for label in found) + len(key) for key in left}
+    chosen: list[str] = []
+    while kinds(chosen) < kinds([*chosen, *left]):
+        best = max(left, key=lambda key: (kinds([*chosen, key]), -longest[key]))
+        left.remove(best)
+        chosen.append(best)
+    return chosen
 
 
 def telling(configs: Sequence[Mapping[str, str]]) -> list[str]:
