@@ -25,10 +25,8 @@ def command(
     CONFIG is an experiment's file, or the folder of a run, which is run again into a new folder beside it.
     """
     chosen = start.all_overrides(overrides, run_dir, name, seed)
-    if dry_run:
-        chosen.append("node.rounds=1")
     config, resume = start.resumed(config, resume)
     file, variables = start.config_of(config or start.default_config(), start.environ())
-    request = Request(file, chosen, variables, in_process=dry_run, resume=resume)
+    request = Request(file, chosen, variables, in_process=dry_run, one_round=dry_run, resume=resume)
     ctx.exit(start.start(request, plain=plain, quiet=quiet, as_json=as_json, dry_run=dry_run,
                          page=start.page_of(dashboard, dashboard_port)))  # fmt: skip

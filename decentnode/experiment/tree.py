@@ -144,6 +144,10 @@ class Experiment(Settings):
         """Warnings of `load`: what is written and may be meant, each with its place."""
         return self._doubts
 
+    def take_doubts(self, checked: Experiment) -> None:
+        """Have the doubts of another experiment, which was checked in this one's place."""
+        self._doubts = checked.doubts
+
     @property
     def base_dir(self) -> Path:
         """Folder of the file, absolute: relative paths of the sections refer to it."""

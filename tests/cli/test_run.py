@@ -67,11 +67,30 @@ def test_json_stands_alone_on_stdout(tmp_path: Path) -> None:
     assert yaml.safe_load(resolved)["seed"] == 3
 
 
+def test_a_dry_run_checks_what_it_replaces(tmp_path: Path) -> None:
+    rounds = {"rounds": "ten"}
+    for more in ([write(tmp_path), "--set", "node.rounds=abc"], [write(tmp_path, node=rounds)]):
+        code, out, err = run(tmp_path, "run", *more, "--dry-run")
+        assert code == 2 and "node.rounds" in err and "round=" not in out, out + err
+        if more[1:]:
+            assert "--set" in err and "'abc'" in err
+
+
+@pytest.mark.slow
+def test_what_is_to_happen_in_a_later_round_is_nothing_wrong_in_a_dry_run(tmp_path: Path) -> None:
+    faults = [{"do": "kill", "nodes": [1], "at_round": 5}, {"do": "kill", "nodes": [1], "at_round": 9}]
+    config = write(tmp_path, run={"profile": {"uid": 0, "round": 5}}, faults=faults, node={"rounds": 8})
+    code, out, err = run(tmp_path, "run", config, "--dry-run")
+    assert code == 0 and "round=1/1" in out, out + err
+    assert (warned := [line for line in out.splitlines() if "does not come about" in line]) and "got 9" in warned[0]
+    assert len(warned) == 1 and "node.rounds, 8" in warned[0], "of the run that there will be"
+
+
 @pytest.mark.slow
 def test_a_dry_run_leaves_nothing(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "run", write(tmp_path), "--dry-run")
     assert code == 0, err
-    assert "nothing is written" in out and [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+    assert "nothing is written" in out and "round=1/1" in out and [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ class Request:
     machine: int | str | None = None
     """Number of this machine, "auto" to find it by its addresses, None when all nodes must be on one."""
     in_process: bool = False
+    one_round: bool = False
+    """Whether the experiment, once it is found right as it is, is to do one round, however many it says."""
     simulate: bool = False
     """With `in_process`: whether the section `simulate` of the experiment says how the nodes are computed."""
     join: bool = False
