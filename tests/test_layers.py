@@ -139,7 +139,7 @@ INSIDE: dict[str, list[list[str]]] = {
     "launch": [
         ["children", "doctor"],
         ["files", "loading"],
-        ["nodes", "evaluate", "reporting"],
+        ["nodes", "evaluate", "reporting", "collecting"],
         ["one_process"],
         ["supervising"],
         ["supervisor", "here"],

@@ -20,9 +20,9 @@ def command(run: str, others: tuple[Path, ...]) -> None:
     the same run that was copied from another machine or lies on a disk that they share, or a folder above some. What
     is there already is kept; of a run that goes on, the command may be repeated.
     """
-    from decentnode.launch.collect import collect
-    from decentnode.launch.run_dir import resolve
-    from decentnode.report.run_status import ENDS, read
+    from decentnode.launch.collecting.collect import collect
+    from decentnode.launch.files.run_dir import resolve
+    from decentnode.report.reading.run_status import ENDS, read
     from decentnode.words import names, plural, size
 
     found = collect(resolve(run), others)

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 from matplotlib import pyplot
 
 from decentnode.cli import main
-from decentnode.launch.collect import Share
-from decentnode.launch.run_dir import has_checkpoint
-from decentnode.report import plots
-from decentnode.report.runs import lines
+from decentnode.launch.collecting.collect import Share
+from decentnode.launch.files.run_dir import has_checkpoint
+from decentnode.report.pictures import plots
+from decentnode.report.reading.runs import lines
 from tests.commands import run, started
 from tests.conftest import free_ports
 from tests.launch.faults import experiment

@@ -11,8 +11,8 @@ import torch
 from decentnode.checkpoint import store
 from decentnode.checkpoint.store import Cut, Snapshot
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.launch import collect as module
-from decentnode.launch.collect import Collected, collect
+from decentnode.launch.collecting import collect as module
+from decentnode.launch.collecting.collect import Collected, collect
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 PLACES = [{"uid": uid, "machine": uid // 2} for uid in range(6)]

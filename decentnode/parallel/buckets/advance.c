@@ -28,6 +28,7 @@ static void digest(const unsigned char *at, size_t size, const u64 *restrict key
     size_t i = 0, words = size / 8;
 #if defined(__AVX512F__)
     __m512i a = _mm512_setzero_si512(), b = a;
+    u64 lanes[2][8];  /* _mm512_reduce_add_epi64 adds signed numbers, which must not overflow */
     for (; i + 8 <= words; i += 8) {
         __m512i word = _mm512_loadu_si512(at + 8 * i);
         __m512i x = _mm512_add_epi32(word, _mm512_loadu_si512(keys + i));
@@ -35,8 +36,6 @@ static void digest(const unsigned char *at, size_t size, const u64 *restrict key
         a = _mm512_add_epi64(a, _mm512_mul_epu32(x, _mm512_srli_epi64(x, 32)));
         b = _mm512_add_epi64(b, _mm512_mul_epu32(y, _mm512_srli_epi64(y, 32)));
     }
-    first = (u64)_mm512_reduce_add_epi64(a);
-    second = (u64)_mm512_reduce_add_epi64(b);
 #elif defined(__AVX2__)
     __m256i a = _mm256_setzero_si256(), b = a;
     u64 lanes[2][4];
@@ -47,9 +46,11 @@ static void digest(const unsigned char *at, size_t size, const u64 *restrict key
         a = _mm256_add_epi64(a, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
         b = _mm256_add_epi64(b, _mm256_mul_epu32(y, _mm256_srli_epi64(y, 32)));
     }
+#endif
+#if defined(__x86_64__)
     memcpy(lanes[0], &a, sizeof a);
     memcpy(lanes[1], &b, sizeof b);
-    for (int j = 0; j < 4; j++) {
+    for (size_t j = 0; j < sizeof lanes[0] / 8; j++) {
         first += lanes[0][j];
         second += lanes[1][j];
     }

@@ -1,0 +1,1 @@
+"""What the machines of a run have of it, brought into one folder."""
