@@ -115,8 +115,6 @@ class TransportParts:
     """What payloads look like, by phase; the last one is that of averaged buffers."""
     digest: str
     """Of config and graph; nodes of another digest are refused."""
-    sections: Mapping[str, str] = field(default_factory=dict)
-    """Digests (hex) of the config's sections by name, so that a refusal can name those that differ."""
     base_dir: Path = Path()
     """Folder that the config's paths are relative to."""
     run_id: bytes | None = None
@@ -135,6 +133,8 @@ class TransportParts:
     """Where nodes that are not in the mapping may be admitted; None where none is."""
     relayed: Collection[int] = ()
     """Nodes of the mapping to which no other machine can connect: relays pass on what is sent to them."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """Digests (hex) of the config's sections by name, so that a refusal can name those that differ."""
 
     @property
     def founders(self) -> int:
