@@ -27,11 +27,11 @@ MULTIPROCESSORS = 132
 """Of an H100 or H200."""
 COSTS = {
     "nccl": CallCosts(8.4e-6, 0.0, 3.4e-6, 14e-6, MAX_CTAS / MULTIPROCESSORS, trees=True),
-    "gloo": CallCosts(1e-4, 0.0, 3e-5, 3e-5),
+    "gloo": CallCosts(5e-5, 0.0, 1.35e-4, 1.35e-4),
 }
 """What is taken for a backend. nccl: the latencies by which NCCL 2.30 chooses its algorithms (src/graph/tuning.cc,
 ncclTunerConstantsDefaults: protocol Simple, rings, NVLink within a machine, a network between machines); no run of
-decentnode has measured them. gloo: of two to four processes on one machine (docs/benchmarks.rst)."""
+decentnode has measured them. gloo: of two processes on two cores (docs/benchmarks.rst, "Costs of calls")."""
 
 
 def costs_of(backend: str, config: CallCostsConfig) -> CallCosts:
