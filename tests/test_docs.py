@@ -22,7 +22,7 @@ import yaml
 import decentnode
 from decentnode.cli import main
 from decentnode.describe import KINDS, describe, names
-from decentnode.experiment import load
+from decentnode.experiment import Experiment, load
 from decentnode.launch.one_process.in_process import run_in_process
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import FIGURES
@@ -53,6 +53,14 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
                     text.append(each[3:])
             found.append((match[1], name, "\n".join(text).strip() + "\n"))
     return found
+
+
+def test_keys_that_pages_name_with_a_value_are_there() -> None:
+    schema = (ROOT / "configs" / "schema.json").read_text()
+    known, sections = set(re.findall(r'"(\w+)": ', schema)), "|".join(Experiment.model_fields)
+    named = {(path.name, key) for path in DOCS.rglob("*.rst")
+             for key in re.findall(rf"``((?:{sections})\.[a-z_.]+): [^`]*``", path.read_text())}  # fmt: skip
+    assert len(named) > 10 and not {each for each in named if set(each[1].split(".")) - known}
 
 
 def shortened(words: list[str]) -> list[str]:

@@ -176,6 +176,8 @@ def again(request: Request, outcome: Outcome) -> list[str]:
         going_on = [command, shown(outcome.run_dir), "--resume"] if kept else []
     if outcome.exit_code:
         return going_on
+    if request.one_round:  # a dry run: then the run itself
+        return [command, *([] if request.config == default_config() else [request.config]), *arguments(request)]
     rounds = max(1, 2 * max(outcome.summary["rounds_planned"], outcome.summary.get("rounds") or 0))
     if going_on and outcome.summary.get("ended") != "early_stop":
         return [*going_on, "--set", f"node.rounds={rounds}"]

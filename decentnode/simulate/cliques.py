@@ -56,11 +56,12 @@ def gpus_of(experiment: Experiment) -> dict[int, int]:
 
 
 def backend_of(experiment: Experiment, members: Sequence[int]) -> str:
-    """Returns which backend a clique of these nodes takes."""
+    """Returns which backend a clique of these nodes takes: NCCL, where that is left open, if each has its own GPU."""
     wanted = str(getattr(experiment.communication, "backend", "auto"))
     if wanted != "auto":
         return wanted
-    return "nccl" if set(members) <= gpus_of(experiment).keys() else "gloo"
+    gpus = gpus_of(experiment)
+    return "nccl" if len({gpus[uid] for uid in members if uid in gpus}) == len(members) else "gloo"
 
 
 def calls_of(experiment: Experiment, network: Network, members: Sequence[int], chunk_bytes: float) -> Calls:
@@ -81,11 +82,12 @@ class CliqueTransfers:
         self._cliques = [joined for clique in self.routing.cliques if (joined := self.routing.joined(clique))]
         self._backends = [backend_of(experiment, clique) for clique in self._cliques]
         self._calls = [calls_of(experiment, network, clique, communication.chunk_bytes) for clique in self._cliques]
-        may = communication.use_collectives and experiment.node.missing == "fail"
-        self._may_call = [may and len(clique) > 2 and all(self.routing.path(a, b) == "collective"
-                                                          for a, b in combinations(clique, 2))
-                          for clique in self._cliques]  # fmt: skip
-        """Of each clique: whether it may do at once what all of its members want."""
+        compute = experiment.simulate.compute
+        skips = compute is not None and compute.when_away == "skip" and bool(compute.availability or compute.churn)
+        self._may_call = communication.use_collectives and experiment.node.missing == "fail" and not skips
+        """Whether a clique may do at once what all of its members want; not where rounds pass without some."""
+        self._whole: dict[int, bool] = {}
+        """Of cliques: whether all of their edges are theirs."""
         self._clique_at = {uid: at for at, clique in enumerate(self._cliques) for uid in clique}
         self._known: dict[int, tuple[tuple[Transfers, ...], tuple[Transfers, ...]]] = {}
 
@@ -137,11 +139,14 @@ class CliqueTransfers:
         """Returns the call by which a clique exchanges all fragments that are due; None where payloads go point to
         point, as those of some fragment do."""
         clique = self._cliques[at]
-        if not due or not self._may_call[at]:
+        if not due or not self._may_call or len(clique) < 3:
             return None
         kinds = {self._kind_of(each, number, clique, round, phase, self._backends[at] == "nccl")
                  for each, number in due}  # fmt: skip
-        return kinds.pop() if len(kinds) == 1 else None
+        kind = kinds.pop() if len(kinds) == 1 else None
+        if kind is not None and at not in self._whole:
+            self._whole[at] = all(self.routing.path(a, b) == "collective" for a, b in combinations(clique, 2))
+        return kind if kind is None or self._whole[at] else None
 
     def _kind_of(
         self, each: Exchanged, number: int, clique: tuple[int, ...], round: int, phase: int, scatters: bool

@@ -152,6 +152,15 @@ def test_an_exchange_takes_its_share_of_the_compute_beside_it() -> None:
     assert waits.computed[0].tolist() == [1.0, 1.0] and waits.end[0].tolist() == pytest.approx([1.5, 1.5])
 
 
+def test_an_exchange_takes_nothing_of_nodes_that_are_not_in_it() -> None:
+    made = network([0, 1, 2, 3], between_machines={"mbit_per_second": 8})
+    phase = Phase()
+    phase.add([(0, 1), (1, 0)], [0.5e6] * 2, [BATCH] * 2, [0.0] * 2, busy_share=0.2)
+    phase.add([(2, 3), (3, 2)], [0.5e6] * 2, [MEETING] * 2, [0.0] * 2)
+    found = clock(made, phase.transfers(), seconds=[1.0] * 4, overlapped=True)
+    assert found.computed[0].tolist() == pytest.approx([1.1, 1.1, 1.0, 1.0])
+
+
 # -- which payloads are which operations
 
 
@@ -184,6 +193,8 @@ KINDS = {
     "looked at one by one": ([CLIQUE, "communication.non_finite=reject"], [{MEETING}]),
     "three phases by NCCL": (["communication={name: collective, backend: nccl}",
                               "sharing={name: hierarchical, groups: [[0, 1, 2, 3]]}"], [{0}, {MESSAGE}, {0}]),
+    "rounds that skip who is away": ([CLIQUE, "simulate.compute={step_seconds: 1, when_away: skip, "
+                                     "churn: {up_seconds: 9, away_seconds: 9}}"], [{MEETING}]),
     "no clique": (["communication=auto"], [{MESSAGE}]),
 }  # fmt: skip
 
@@ -212,6 +223,8 @@ def test_the_backend_is_that_of_the_devices() -> None:
     assert gpus_of(mixed).keys() == {0, 2}
     assert [backend_of(mixed, members) for members in ([0, 2], [0, 1])] == ["nccl", "gloo"]
     assert backend_of(experiment(CLIQUE, "mapping.device=cuda"), [0, 1]) == "gloo"
+    shared = experiment("mapping.device=cuda:0", "communication=collective", nodes=4, machines=2)
+    assert [backend_of(shared, members) for members in ([0, 2], [0, 1])] == ["nccl", "gloo"], "NCCL takes one per GPU"
     given = costs_of("nccl", CallCostsConfig.model_validate({"call_seconds": 1e-3, "busy_share": 0}))
     assert (given.call_seconds, given.busy_share) == (1e-3, 0) and given.hop_seconds == COSTS["nccl"].hop_seconds
 
@@ -271,9 +284,16 @@ def test_more_neighbors_and_smaller_chunks_take_longer() -> None:
     assert seconds(2, 1 << 17) == pytest.approx(5 * times[0]), "600 kB in chunks of 128 KiB"
 
 
-def test_without_a_call_a_plan_says_nothing_beside_servers() -> None:
-    found = CliRunner().invoke(main, ["plan", str(QUICKSTART), "--graph", "own", "--step-seconds", "0.01"])
-    assert "all-reduce of gradients in every step (PyTorch DDP): " in found.stdout
+def test_all_reduce_stands_beside_rounds_of_given_steps() -> None:
+    def said(*words: str) -> str:
+        words = ("plan", str(QUICKSTART), "--graph", "own", "--step-seconds", "0.01", *words)
+        found = CliRunner().invoke(main, words)
+        assert found.exit_code == 0, found.output
+        return found.stdout
+
+    beside = "all-reduce of gradients in every step (PyTorch DDP): "
+    assert beside in said()
+    assert beside not in said("--set", "training={name: supervised, batch_size: 16, local_epochs: 1, optimizer: sgd}")
 
 
 @pytest.mark.slow

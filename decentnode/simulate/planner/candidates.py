@@ -116,8 +116,9 @@ class Plan:
 
     def all_reduce(self) -> AllReduce | None:
         """Returns the prediction of data-parallel training with all nodes and the config's batch; None where nodes are
-        servers and clients, or in rounds of their own."""
-        if self.experiment.servers() or SCHEDULES[self.experiment.node.schedule].asynchronous:
+        servers and clients, or in rounds of their own, or where the data say how many steps a round has."""
+        own = self.experiment
+        if own.servers() or SCHEDULES[own.node.schedule].asynchronous or getattr(own.training, "local_epochs", None):
             return None
         return predict_all_reduce(self.experiment, links=self._links, step_seconds=self._step(self.experiment),
                                   module=self._module)  # fmt: skip

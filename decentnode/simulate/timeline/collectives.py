@@ -92,7 +92,7 @@ class Calls:
     def _alone(self, flows: Flows) -> float:
         source, target, sizes = zip(*flows.edges, strict=True)
         count = len(source)
-        joining = Joining(np.zeros(count, int), np.full(count, flows.seconds), np.zeros(count))
+        joining = Joining(np.zeros(count, int), np.full(count, flows.seconds), np.zeros(count), np.zeros(count))
         return self._network.quiet_seconds(Transfers.of(source, target, sizes, joining=joining))
 
     def _machines(self, group: Sequence[int]) -> dict[int, list[int]]:
@@ -141,7 +141,7 @@ class Phase:
         self._joins: list[int] = []
         self._seconds: list[float] = []
         self._mixed: list[float] = []
-        self._busy_share = 0.0
+        self._busy: list[float] = []
         self._calls = 0
 
     def add(
@@ -154,7 +154,7 @@ class Phase:
         self._mixed += sizes
         self._joins += joins
         self._seconds += seconds
-        self._busy_share = max(self._busy_share, busy_share)
+        self._busy += [busy_share] * len(edges)
 
     def add_call(self, flows: Flows, mixed: float, busy_share: float = 0.0) -> None:
         """mixed: bytes that each member mixes in the end."""
@@ -164,14 +164,15 @@ class Phase:
         self._mixed += [mixed / receivers.count(j) for j in receivers]
         self._joins += [self._calls] * len(receivers)
         self._seconds += [flows.seconds] * len(receivers)
-        self._busy_share = max(self._busy_share, busy_share)
+        self._busy += [busy_share] * len(receivers)
         self._calls += 1
 
     def transfers(self) -> Transfers:
         if not self._edges:
             return NOBODY
         source, target = zip(*self._edges, strict=True)
-        joining = Joining(np.array(self._joins, int), np.array(self._seconds), np.array(self._mixed), self._busy_share)
+        joining = Joining(np.array(self._joins, int), np.array(self._seconds), np.array(self._mixed),
+                          np.array(self._busy))  # fmt: skip
         return Transfers.of(source, target, self._sizes, joining=joining)
 
 

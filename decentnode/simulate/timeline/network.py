@@ -32,8 +32,8 @@ class Joining:
     """[F] that a transfer takes beside those of its bytes; of a collective call with all latencies of its steps."""
     mixed: np.ndarray
     """[F] bytes that the receiver mixes of what comes."""
-    busy_share: float = 0.0
-    """Share of a node's compute that is not there for local steps while transfers that join are under way."""
+    busy_share: np.ndarray
+    """[F] share of the compute of both ends that is not there for local steps while a transfer is under way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,8 @@ class Transfers:
         order = np.argsort(np.array(target, int), kind="stable")
         every = np.broadcast_to(np.array(sizes, float), (len(source),))
         if joining is not None:
-            joining = Joining(joining.joins[order], joining.seconds[order], joining.mixed[order], joining.busy_share)
+            joining = Joining(joining.joins[order], joining.seconds[order], joining.mixed[order],
+                              joining.busy_share[order])  # fmt: skip
         return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order], joining)
 
     @property
@@ -108,15 +109,16 @@ class Transfers:
             found[members & (self.target != late)] = late
         return found
 
-    def busy_until(self, arrived: np.ndarray, num_nodes: int) -> np.ndarray:
-        """Returns when the last transfer that joins others and takes a node's compute is over [N]; minus infinity where
-        there is none. arrived: [F], as `ends` returned it."""
-        last = np.full(num_nodes, -np.inf)
+    def busy(self, arrived: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (until when transfers take of each node's compute, minus infinity where none does; which share of
+        it), each [N]. arrived: [F], as `ends` returned it."""
+        until, share = np.full(num_nodes, -np.inf), np.zeros(num_nodes)
         if self.joining is not None:
-            there = (self.joining.joins != MESSAGE) & np.isfinite(arrived)
+            there = (self.joining.busy_share > 0) & np.isfinite(arrived)
             for end in (self.source, self.target):
-                np.maximum.at(last, end[there], arrived[there])
-        return last
+                np.maximum.at(until, end[there], arrived[there])
+                np.maximum.at(share, end[there], self.joining.busy_share[there])
+        return until, share
 
     @cached_property
     def receivers(self) -> tuple[np.ndarray, np.ndarray]:

@@ -179,12 +179,11 @@ class Clock:
     def _slowed(computed: np.ndarray, ready: np.ndarray, transfers: Transfers, arrived: np.ndarray) -> np.ndarray:
         """Returns when local steps are done [N] beside an exchange that takes a share of each node's compute from
         `ready` [N] until it is over. computed: [N] when they would be done without it."""
-        share = 0.0 if transfers.joining is None else transfers.joining.busy_share
-        left = computed - ready
-        if not share or not (left > 0).any():
+        if transfers.joining is None or not transfers.joining.busy_share.any():
             return computed
-        beside = np.maximum(transfers.busy_until(arrived, computed.size) - ready, 0.0)
-        return np.where(left > 0, computed + share * np.minimum(beside, left / (1 - share)), computed)
+        left = np.maximum(computed - ready, 0.0)
+        until, share = transfers.busy(arrived, computed.size)
+        return computed + share * np.minimum(np.maximum(until - ready, 0.0), left / (1 - share))
 
     def _mixed(
         self, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray, sent: np.ndarray
