@@ -84,7 +84,7 @@ def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) ->
     for uid in (0, 1, 3, 4):
         (told,) = generations(outcome, uid)
         assert (told["generation"], told["left"], told["members"]) == (1, [2], [0, 1, 3, 4])
-        assert 4 <= told["round"] <= 7
+        assert 3 <= told["round"] <= 7, "3 where its machine's word comes before the others have begun that round"
     assert any("generation 1: 4 of 5 nodes go on" in text for text in listener.notices)
 
 
