@@ -318,7 +318,7 @@ class Experiment(Settings):
     def digest(self) -> str:
         """16 hex digits that all machines of a run must share: the resolved values, the graph's edges and the content
         of `model.init`."""
-        return self.digests().whole
+        return _digest(portable_text(self))
 
     def digests(self) -> Digests:
         """The same with digests of the sections, by which machines whose digests differ find out why."""

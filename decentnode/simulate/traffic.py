@@ -149,11 +149,6 @@ class Traffic:
             found += [(uid, j) for j in rule.plan(replace(view, phase=phase)).neighbors]
         return found
 
-    def bytes_per_node(self, rounds: int) -> float:
-        """Returns the mean bytes that a node sends in one of the first `rounds` rounds."""
-        sent = sum(float(each.sizes.sum()) for r in range(rounds) for each in self(r))
-        return sent / rounds / self.num_nodes
-
 
 def _plans(rule: Sharing) -> bool:
     """Whether a rule sends to others than the graph's neighbors, or not to all of them."""

@@ -21,9 +21,10 @@ PUBLISHED = {
 }
 OFF = {
     ("A100", 32): "the published graph time stops falling at 43.7 ms, as something beside links and compute bounds it",
+    ("A40", 16): "the published graph time is below what the model's bytes take on its link, 80.6 ms",
     ("A40", 8): "the published all-reduce over two machines takes longer than one exchange of the model",
 }
-"""Where the prediction is more than 6 percentage points off, and why."""
+"""Where the prediction is more than 5 percentage points off, and why."""
 CASES = [(name, nodes) for name, (_, _, rows) in PUBLISHED.items() for nodes in rows]
 
 
@@ -50,7 +51,7 @@ def changes() -> dict[tuple[str, int], tuple[float, float]]:
 @pytest.mark.slow
 def test_the_published_change(case: tuple[str, int], changes: dict[tuple[str, int], tuple[float, float]]) -> None:
     predicted, published = changes[case]
-    assert predicted == pytest.approx(published, abs=0.06)
+    assert predicted == pytest.approx(published, abs=0.05)
 
 
 @pytest.mark.parametrize("case", OFF, ids=lambda case: f"{case[0]}-{case[1]}")
@@ -59,7 +60,7 @@ def test_where_links_do_not_explain_it(
     case: tuple[str, int], changes: dict[tuple[str, int], tuple[float, float]]
 ) -> None:
     predicted, published = changes[case]
-    assert predicted < 0 and 0.06 < abs(predicted - published) < 0.2
+    assert predicted < 0 and 0.05 < abs(predicted - published) < 0.2
 
 
 @pytest.mark.slow

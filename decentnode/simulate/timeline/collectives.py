@@ -159,9 +159,10 @@ class Phase:
     def add_call(self, flows: Flows, mixed: float, busy_share: float = 0.0) -> None:
         """mixed: bytes that each member mixes in the end."""
         receivers = [j for _, j, _ in flows.edges]
+        ways = Counter(receivers)
         self._edges += [(i, j) for i, j, _ in flows.edges]
         self._sizes += [size for _, _, size in flows.edges]
-        self._mixed += [mixed / receivers.count(j) for j in receivers]
+        self._mixed += [mixed / ways[j] for j in receivers]
         self._joins += [self._calls] * len(receivers)
         self._seconds += [flows.seconds] * len(receivers)
         self._busy += [busy_share] * len(receivers)

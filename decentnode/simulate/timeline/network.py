@@ -20,7 +20,7 @@ MESSAGE, MEETING, BATCH = -3, -2, -1
 """How a transfer depends on others (`Transfers.joins`)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Joining:
     """How the transfers of one phase depend on each other, and what they cost beside the bytes on the links."""
 
@@ -34,6 +34,15 @@ class Joining:
     """[F] bytes that the receiver mixes of what comes."""
     busy_share: np.ndarray
     """[F] share of the compute of both ends that is not there for local steps while a transfer is under way."""
+
+    @cached_property
+    def calls(self) -> list[np.ndarray]:
+        """Of every collective call, which transfers are its own: bool [F]."""
+        return [self.joins == call for call in np.unique(self.joins[self.joins >= 0])]
+
+    def among(self, order: np.ndarray) -> Joining:
+        """Returns the same of the transfers in another order."""
+        return Joining(self.joins[order], self.seconds[order], self.mixed[order], self.busy_share[order])
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +65,8 @@ class Transfers:
         """Transfers in any order, in which those of `joining` are, too; one size stands for all."""
         order = np.argsort(np.array(target, int), kind="stable")
         every = np.broadcast_to(np.array(sizes, float), (len(source),))
-        if joining is not None:
-            joining = Joining(joining.joins[order], joining.seconds[order], joining.mixed[order],
-                              joining.busy_share[order])  # fmt: skip
-        return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order], joining)
+        return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order],
+                         None if joining is None else joining.among(order))  # fmt: skip
 
     @property
     def mixed(self) -> np.ndarray:
@@ -72,11 +79,9 @@ class Transfers:
         begins: np.ndarray = ready[self.source]
         if self.joining is None:
             return begins
-        joins = self.joining.joins
-        begins = np.where(joins == MESSAGE, begins, np.maximum(begins, ready[self.target]))
-        for call in np.unique(joins[joins >= 0]):
-            members = joins == call
-            begins[members] = begins[members].max()
+        begins = np.where(self.joining.joins == MESSAGE, begins, np.maximum(begins, ready[self.target]))
+        for call in self.joining.calls:
+            begins[call] = begins[call].max()
         return begins
 
     def ends(self, arrived: np.ndarray) -> np.ndarray:
@@ -84,16 +89,14 @@ class Transfers:
         for transfers that do not take place."""
         if self.joining is None:
             return arrived
-        joins, found = self.joining.joins, arrived.copy()
-        there = np.isfinite(arrived)
-        if (batch := (joins == BATCH) & there).any():
+        found, there = arrived.copy(), np.isfinite(arrived)
+        if (batch := (self.joining.joins == BATCH) & there).any():
             last = np.full(int(max(self.source.max(), self.target.max())) + 1, -np.inf)
             for end in (self.source, self.target):
                 np.maximum.at(last, end[batch], arrived[batch])
             found[batch] = last[self.target[batch]]
-        for call in np.unique(joins[joins >= 0]):
-            members = (joins == call) & there
-            found[members] = arrived[members].max(initial=-np.inf)
+        for call in self.joining.calls:
+            found[call & there] = arrived[call & there].max(initial=-np.inf)
         return found
 
     def held_up_by(self, ready: np.ndarray) -> np.ndarray:
@@ -101,12 +104,11 @@ class Transfers:
         was ready last, unless this is the receiver itself."""
         if self.joining is None:
             return self.source
-        joins, found = self.joining.joins, self.source.copy()
-        for call in np.unique(joins[joins >= 0]):
-            members = joins == call
-            uids = np.unique(np.append(self.source[members], self.target[members]))
+        found = self.source.copy()
+        for call in self.joining.calls:
+            uids = np.unique(np.append(self.source[call], self.target[call]))
             late = uids[np.argmax(ready[uids])]
-            found[members & (self.target != late)] = late
+            found[call & (self.target != late)] = late
         return found
 
     def busy(self, arrived: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
