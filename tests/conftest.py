@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import random
 import socket
 import time
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests share two cores with the processes they start
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before these: tests share two cores with the processes they start
+import numpy as np
 import torch
 
 from tests import products
@@ -33,12 +34,21 @@ settings.register_profile("decentnode", deadline=None, derandomize=not scale(0, 
 settings.load_profile("decentnode")
 
 
+# pytest gives every logger that does not propagate a handler, six times in each test, and torch has 40 of these.
+for _logger in logging.root.manager.loggerDict.values():
+    if isinstance(_logger, logging.Logger) and _logger.name.partition(".")[0] == "torch":
+        _logger.propagate = True
+
+
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws without a seed of its own is the same in every run."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # Where CUDA is not in use, torch.manual_seed takes a millisecond to keep it for later, for each kind of device.
+    marked = {mark.name for mark in request.node.iter_markers()}
+    on_gpus = torch.cuda.is_initialized() or marked & {"gpu", "multigpu"}
+    (torch.manual_seed if on_gpus else torch.default_generator.manual_seed)(0)
 
 
 def wait_until(condition: Callable[[], object], what: object = "it did not come about", seconds: float = 60) -> None:
