@@ -25,6 +25,7 @@ highlight_language = "text"
 exclude_patterns = ["_build"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True  # else the page shows the environment of whoever builds it, where that is a default
 autoclass_content = "both"
 nitpicky = False
 copybutton_prompt_text = "$ "
