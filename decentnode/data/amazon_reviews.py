@@ -14,11 +14,12 @@ from pydantic import Field, model_validator
 
 from decentnode import rng
 from decentnode.config.component import Config
-from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
+from decentnode.data.base import CachedConfig, checked_indices, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.sources import remedy
 from decentnode.data.token_rows import TokenRows, TokenRowsWriter
 from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
+from decentnode.data.user_data import UserDataset
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec, Samples
 
@@ -65,7 +66,7 @@ class AmazonReviewsConfig(CachedConfig):
         return self
 
 
-class AmazonReviews(Dataset):
+class AmazonReviews(UserDataset):
     """Inputs are the tokens of a review, rows of unequal length with padding behind their end; the target is its stars,
     0 to 4 for one to five. The key of a sample is its user: the column or key `reviewerID` or `user_id`, else the name
     of the file."""
@@ -100,21 +101,6 @@ class AmazonReviews(Dataset):
         if self.config.vocabulary is None and self.config.tokenizer is None:
             raise DataError("data.vocabulary or data.tokenizer must be given where each node has private files: the "
                             "words of one need not be those of the others")  # fmt: skip
-
-    def train_targets(self) -> np.ndarray:
-        return np.array(self.index["train_y"])
-
-    def test_labels(self) -> np.ndarray:
-        return np.array(self.index["test_y"])
-
-    def train_keys(self) -> np.ndarray:
-        return np.array(self.index["train_user"])
-
-    def test_keys(self) -> np.ndarray:
-        return np.array(self.index["test_user"])
-
-    def num_test(self) -> int:
-        return len(self.index["test_y"])
 
     def train(self, indices: np.ndarray) -> Samples:
         return self._rows["train"].samples(checked_indices(indices, len(self.index["train_y"])))

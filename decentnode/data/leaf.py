@@ -17,10 +17,11 @@ import numpy as np
 import pydantic
 
 from decentnode.config.component import Config
-from decentnode.data.base import CachedConfig, Dataset, Samples, checked_indices, checked_targets
-from decentnode.data.cache import Index, Writer, indexed
+from decentnode.data.base import CachedConfig, Samples, checked_indices, checked_targets
+from decentnode.data.cache import Writer, indexed
 from decentnode.data.images import read_image
 from decentnode.data.sources import remedy
+from decentnode.data.user_data import UserDataset
 from decentnode.errors import DataError
 
 CHUNK = 1 << 20
@@ -46,7 +47,7 @@ class LeafConfig(CachedConfig):
         return self
 
 
-class Leaf(Dataset):
+class Leaf(UserDataset):
     """Users' samples in the order of the files. The key of a sample is its user, for `partition: by_key`."""
 
     def __init__(self, config: LeafConfig, base_dir: Path) -> None:
@@ -55,8 +56,8 @@ class Leaf(Dataset):
         sources = [*(path for paths in self.files.values() for path in paths), *self.sources()]
         options = {"dataset": self.config.name, **self.options()}
         counts = {split: len(paths) for split, paths in self.files.items()}
-        self.index: Index = indexed(config.name, sources, {**options, **counts}, self.build,
-                                    config.cache_folder(base_dir))  # fmt: skip
+        self.index = indexed(config.name, sources, {**options, **counts}, self.build,
+                             config.cache_folder(base_dir))  # fmt: skip
 
     def sources(self) -> list[Path]:
         """Further files that the converted samples are made of."""
@@ -69,26 +70,6 @@ class Leaf(Dataset):
     @abc.abstractmethod
     def encode(self, samples: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns inputs and targets of one user. Raises DataError that begins with `where`."""
-
-    @property
-    def users(self) -> list[str]:
-        """Names of the users of the training files: `train_keys` numbers them."""
-        return list(self.index.notes["users"])
-
-    def train_targets(self) -> np.ndarray:
-        return np.array(self.index["train_y"])
-
-    def train_keys(self) -> np.ndarray:
-        return np.array(self.index["train_user"])
-
-    def test_keys(self) -> np.ndarray:
-        return np.array(self.index["test_user"])
-
-    def test_labels(self) -> np.ndarray:
-        return np.array(self.index["test_y"])
-
-    def num_test(self) -> int:
-        return len(self.index["test_y"])
 
     def train(self, indices: np.ndarray) -> Samples:
         indices = checked_indices(indices, len(self.index["train_y"]))

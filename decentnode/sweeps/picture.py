@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES
+from decentnode.errors import UsageError
+from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, empty, save
 from decentnode.sweeps.results import ALPHA, Results, Row
 from decentnode.sweeps.space import Settings, short_names
 
@@ -25,22 +25,17 @@ def draw(results: Results) -> Figure:
     """Returns a figure that none of pyplot's is. Over a numeric key: means with bars of one standard deviation over
     seeds; without one: a row per combination, best first, with a dot per seed. Raises UsageError where nothing has
     finished."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [each for each in results.rows if each.mean is not None]
     if not rows:
         raise UsageError("nothing to draw: no point has finished")
     rows = [each for each in rows if each.rounds == rows[0].rounds]
     key = numeric_key([each.settings for each in rows])
     if key is None:
-        figure = Figure(figsize=(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS)), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = empty(7.0, 1.4 + 0.32 * min(len(rows), MOST_ROWS))
         _rows(figure.subplots(), results, rows[:MOST_ROWS])
         _title(figure, results, rows, any(each.worse for each in rows[:MOST_ROWS]))
     else:
-        figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = empty(7.0, 4.2)
         _lines(figure, results, rows, key)
         _title(figure, results, rows, False)
     return figure
@@ -50,11 +45,7 @@ def plot(results: Results, path: Path) -> None:
     """Write the figure. Raises UsageError as `draw` and for another suffix, EnvironmentFault."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"the picture's name must end in {', '.join(SUFFIXES)}, got {path.name}")
-    figure = draw(results)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    save(draw(results), path)
 
 
 def numeric_key(settings: Sequence[Settings]) -> str | None:

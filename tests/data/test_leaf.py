@@ -29,7 +29,7 @@ def test_femnist_is_read_in_the_order_of_the_files(tmp_path: Path) -> None:
     assert np.array_equal(data.train_targets(), labels)
     keys = data.train_keys()
     assert keys is not None and np.bincount(keys).tolist() == [2, 4, 6, 3, 5]
-    assert data.users == ["f0000_00", "f0002_02", "f0004_04", "f0001_01", "f0003_03"]  # type: ignore[attr-defined]
+    assert data.index.notes["users"] == ["f0000_00", "f0002_02", "f0004_04", "f0001_01", "f0003_03"]  # type: ignore[attr-defined]
     chosen = np.array([19, 0, 7])
     some = data.train(chosen)
     assert np.array_equal(some.inputs, pixels[chosen]) and some.inputs.dtype == np.uint8

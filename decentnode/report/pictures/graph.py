@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault
 from decentnode.graph.topology import Topology
+from decentnode.report.pictures.plots import empty
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,17 +43,12 @@ def draw_graph(graph: Topology, path: Path) -> None:
 
 def figure_of(graph: Topology) -> Figure:
     """Returns a picture of a graph, a panel per round of its period, that is none of pyplot's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = min(graph.period or MAX_PANELS, MAX_PANELS)
     columns = min(panels, 4)
     rows = math.ceil(panels / columns)
     largest = LARGEST_PANEL if panels == 1 else LARGEST_OF_SEVERAL
     side = min(max(SMALLEST_PANEL, INCHES_PER_NODE * graph.num_nodes), largest)
-    size = (side * columns, side * rows + 0.5)
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty(side * columns, side * rows + 0.5)
     axes = figure.subplots(rows, columns, squeeze=False)
     places = _places(graph)
     for index, axis in enumerate(axes.flat):

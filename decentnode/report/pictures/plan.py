@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from decentnode.errors import EnvironmentFault
-from decentnode.report.pictures.plots import COLORS
+from decentnode.report.pictures.plots import COLORS, empty, save
 
 MOST_NAMES = 12
 """Candidates that are named beside the picture, best ranked first, and all that nothing beats."""
@@ -15,11 +14,7 @@ MOST_NAMES = 12
 def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, path: Path) -> None:
     """Draws candidates as (name, samples per second, seconds to consensus or None for never, whether nothing beats it),
     in the order of their ranks. Raises EnvironmentFault when the file cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty(11, 4.8)
     panel = figure.subplots()
     reached = [slow for _, _, slow, _ in rows if slow is not None]
     never = 3 * max(reached, default=1.0)
@@ -46,8 +41,4 @@ def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, p
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", fontsize=7, frameon=False, handlelength=0, title="* beaten by none",
                   title_fontsize=7)  # fmt: skip
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    save(figure, path)

@@ -76,12 +76,17 @@ def write(drawn: Callable[[], Figure], path: Path, paper: bool = False) -> None:
 
     style: Any = PAPER if paper else {}
     with matplotlib.rc_context(style):
-        figure = drawn()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise EnvironmentFault(f"cannot write {path}: {error.strerror}; choose another place with -o") from error
+        save(drawn(), path, "; choose another place with -o")
+
+
+def save(figure: Figure, path: Path, remedy: str = "") -> None:
+    """Write a figure in the format of the path's suffix. Raises EnvironmentFault, which says the `remedy`, when the
+    file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror}{remedy}") from error
 
 
 def empty(width: float, height: float) -> Figure:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from decentnode.errors import EnvironmentFault
-from decentnode.report.pictures.plots import COLORS
+from decentnode.report.pictures.plots import COLORS, empty, save
 
 MOST_NODES, MOST_ROUNDS = 32, 12
 """What one picture shows: the first nodes and rounds."""
@@ -16,12 +15,8 @@ MOST_NODES, MOST_ROUNDS = 32, 12
 def plot(begin: np.ndarray, computed: np.ndarray, end: np.ndarray, path: Path) -> None:
     """Draws the first rounds of the first nodes. Arrays are [rounds, N] seconds. Raises EnvironmentFault when the file
     cannot be written."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rounds, nodes = min(MOST_ROUNDS, begin.shape[0]), min(MOST_NODES, begin.shape[1])
-    figure = Figure(figsize=(9, 1.2 + 0.26 * nodes), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty(9, 1.2 + 0.26 * nodes)
     panel = figure.subplots()
     for kind, (a, b, color) in {
         "local steps": (begin, computed, COLORS[0]), "transfers, waiting, mixing": (computed, end, COLORS[4]),
@@ -35,8 +30,4 @@ def plot(begin: np.ndarray, computed: np.ndarray, end: np.ndarray, path: Path) -
     panel.set_ylabel("node")
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror}") from error
+    save(figure, path)
