@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,21 +52,12 @@ def command(
     from decentnode.report.reading.runs import axes_of, curves_of, lines, overview
 
     if dumps:
-        from decentnode.report.pictures.dumps import plot as plot_dumps
-
-        if len(runs) > 1:
-            raise click.UsageError(f"--dumps draws one run, got {len(runs)}")
-        target = output or resolve(runs[0]) / "plots" / "dumps.png"
-        plot_dumps(resolve(runs[0]), target)
-        click.echo(str(target))
+        _tell([], _dumps(runs, output))
         return
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     drawn, said = lines(paths, labels, seeds_once=all_runs)
     if preset != "curves":
-        target = _preset(preset, drawn, metric, axes, paper, output, paths[0])
-        for line in said:
-            click.echo(line, err=True)
-        click.echo(str(target))
+        _tell(said, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
         return
     if paper:
         metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
@@ -77,9 +69,7 @@ def command(
         if metric == "all":
             metrics = [*curves_of(drawn)]
         write_atomic(output, csv_of(drawn, metrics))
-        for line in said:
-            click.echo(line, err=True)
-        click.echo(str(output))
+        _tell(said, output)
         return
     name = "_".join(["overview" if metric == "all" else metric, *([] if axes == "all" else ["by", axes])])
     if len(paths) > 1:
@@ -87,9 +77,26 @@ def command(
     target = output or paths[0] / "plots" / (f"{name}_paper.pdf" if paper else f"{name}.png")
     said += [f"nothing to draw of {label}" for label in
              plot(drawn, metrics, axes_of(drawn) if axes == "all" else [axes], target, paper)]  # fmt: skip
+    _tell(said, target)
+
+
+def _tell(said: Sequence[str], target: Path) -> None:
+    """Prints what the reader has to know, on stderr, and which file was written."""
     for line in said:
         click.echo(line, err=True)
     click.echo(str(target))
+
+
+def _dumps(runs: Sequence[str], output: Path | None) -> Path:
+    """Draws the dumps of one run. Returns the file."""
+    from decentnode.launch.files.run_dir import resolve
+    from decentnode.report.pictures.dumps import plot
+
+    if len(runs) > 1:
+        raise click.UsageError(f"--dumps draws one run, got {len(runs)}")
+    target = output or resolve(runs[0]) / "plots" / "dumps.png"
+    plot(resolve(runs[0]), target)
+    return target
 
 
 def _preset(

@@ -80,7 +80,6 @@ class Node:
         self.communication.goes_on = config.missing == "return_weight"
         if config.quorum is not None:
             self.communication.quorum = Quorum(config.quorum.share, config.quorum.grace_seconds)
-        self.seed = seed
         self.record = record
         self.generation = Generation(0, tuple(range(self.graph.num_nodes)))
         whole = Fragment(0, self.training.model.num_parameters, self.graph)
@@ -207,18 +206,7 @@ class Node:
     def _work(self, first: Steps[None] | None = None) -> Steps[None]:
         """The steps of all remaining rounds and the end of the run; `first` before them."""
         yield from first or ()
-        generation = self.communication.generation
-        if generation is not None and generation.name != self.generation.name:
-            yield from self.generations.take_part(generation)
-        if self.uid not in self.generation.members:  # a newcomer, which is in no generation yet
-            self.communication.enter(self.round)
-        if self.training.members is None:
-            deal_samples(self, 0)
-        if self.checkpoints is not None and self.checkpoints.resuming:
-            yield from self.checkpoints.resume()
-        if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._orders.stopping():
-            yield from self.evaluate_between()
-        self.communication.orders_apart = self.schedule.asynchronous
+        yield from self._begin()
         while not self.makes_no_more():
             yield from self._orders.obey()
             if self.makes_no_more():
@@ -235,6 +223,25 @@ class Node:
             every = self.config.evaluate_every
             if every and self.round % every == 0 and self.round < self.config.rounds and not self._orders.stopping():
                 yield from self.evaluate_between()
+        yield from self._end()
+
+    def _begin(self) -> Steps[None]:
+        """What comes before the next round: the generation, its samples, a resumed checkpoint, the first evaluation."""
+        generation = self.communication.generation
+        if generation is not None and generation.name != self.generation.name:
+            yield from self.generations.take_part(generation)
+        if self.uid not in self.generation.members:  # a newcomer, which is in no generation yet
+            self.communication.enter(self.round)
+        if self.training.members is None:
+            deal_samples(self, 0)
+        if self.checkpoints is not None and self.checkpoints.resuming:
+            yield from self.checkpoints.resume()
+        if self.round == 0 < self.config.rounds and self.config.evaluate_every and not self._orders.stopping():
+            yield from self.evaluate_between()
+        self.communication.orders_apart = self.schedule.asynchronous
+
+    def _end(self) -> Steps[None]:
+        """What comes after the last round: nodes stop together, evaluate, and tell their closing figures."""
         if self.schedule.asynchronous:
             yield from self._end_together()
         if self._orders.stopping():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,49 +57,70 @@ def write(run: Path, target: Path, first: int = 0, last: int | None = None, node
 def _of_node(uid: int, folder: Path, first: int, last: int | None) -> tuple[list[Event], bool]:
     """Returns (the events of one node, whether all of its rounds were traced)."""
 
-    def wanted(round: int) -> bool:
-        return first <= round and (last is None or round <= last)
+    def wanted(round: object) -> bool:
+        return isinstance(round, int) and first <= round and (last is None or round <= last)
 
-    found: list[Event] = [
-        {"ph": "M", "pid": uid, "name": "process_name", "args": {"name": f"node {uid}"}},
-        {"ph": "M", "pid": uid, "name": "process_sort_index", "args": {"sort_index": uid}},
-    ]
+    found, traced, evaluated = _traced(uid, folder, wanted)
+    records, exact = _recorded(uid, folder, wanted, traced, evaluated)
+    return [*_named_rows(uid), *found, *records, *_happened(uid, folder)], exact
+
+
+def _named_rows(uid: int) -> Iterator[Event]:
+    """The names of a node and of its rows, and their order."""
+    yield {"ph": "M", "pid": uid, "name": "process_name", "args": {"name": f"node {uid}"}}
+    yield {"ph": "M", "pid": uid, "name": "process_sort_index", "args": {"sort_index": uid}}
     for row, name in enumerate(ROWS):
-        found.append({"ph": "M", "pid": uid, "tid": row, "name": "thread_name", "args": {"name": name}})
-        found.append({"ph": "M", "pid": uid, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}})
-    traced: set[int] = set()
-    evaluated = False
+        yield {"ph": "M", "pid": uid, "tid": row, "name": "thread_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": uid, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+
+
+def _traced(uid: int, folder: Path, wanted: Callable[[object], bool]) -> tuple[list[Event], set[int], bool]:
+    """Returns (the spans of trace.jsonl, the rounds that it has, whether it has an evaluation)."""
+    found, rounds, evaluated = list[Event](), set[int](), False
     for record in _records(folder / "trace.jsonl"):
         spans = record.get("spans")
-        if isinstance(spans, list) and isinstance(record.get("round"), int) and wanted(record["round"]):
-            of_evaluation = all(span[0] == "evaluate" for span in spans)
-            evaluated = evaluated or of_evaluation
-            if not of_evaluation:
-                traced.add(record["round"])
+        if isinstance(spans, list) and wanted(record.get("round")):
+            if all(span[0] == "evaluate" for span in spans):
+                evaluated = True
+            else:
+                rounds.add(record["round"])
             found += [_span(uid, name, at, seconds, record["round"]) for name, at, seconds in spans if name in ROWS]
-    exact, ended = True, 0.0
+    return found, rounds, evaluated
+
+
+def _recorded(
+    uid: int, folder: Path, wanted: Callable[[object], bool], traced: Collection[int], evaluated: bool
+) -> tuple[list[Event], bool]:
+    """Returns (the rounds and generations of metrics.jsonl, whether all of these rounds are among the `traced`). Where
+    trace.jsonl has no evaluation, one is taken to last since the record before it."""
+    found, exact, ended = list[Event](), True, 0.0
     for record in _records(folder / "metrics.jsonl"):
-        kind, time = record.get("kind"), _time(record)
+        kind, time, round = record.get("kind"), _time(record), record.get("round")
         if kind == "generation" and time is not None:
             members = {"members": record.get("members")}
             found.append(_instant(uid, f"generation {record.get('generation')}", time, members))
-        if time is None or not isinstance(record.get("round"), int):
+        if time is None or not isinstance(round, int):
             continue
-        if kind == "evaluation" and not evaluated and ended and wanted(record["round"]):
-            found.append(_span(uid, "evaluate", ended, time - ended, record["round"]))
-        if kind == "round" and wanted(record["round"]):
+        if kind == "evaluation" and not evaluated and ended and wanted(round):
+            found.append(_span(uid, "evaluate", ended, time - ended, round))
+        if kind == "round" and wanted(round):
             seconds = float(record.get("seconds") or 0.0)
             told = {key: record[key] for key in TOLD if key in record}
-            found.append(_span(uid, "rounds", time - seconds, seconds, record["round"], told))
-            if record["round"] not in traced:
+            found.append(_span(uid, "rounds", time - seconds, seconds, round, told))
+            if round not in traced:
                 exact = False
                 found += _usual(uid, record, time - seconds)
-        ended = time if kind in ("round", "evaluation") else ended
+        if kind in ("round", "evaluation"):
+            ended = time
+    return found, exact
+
+
+def _happened(uid: int, folder: Path) -> Iterator[Event]:
+    """What events.jsonl tells, but for the history that a run is repeated from."""
     for event in _records(folder / "events.jsonl"):
         if event.get("kind") not in HISTORY and (time := _time(event)) is not None:
             told = {key: event[key] for key in ("peer", "detail", "count") if event.get(key) is not None}
-            found.append(_instant(uid, str(event.get("kind")).replace("_", " "), time, told))
-    return found, exact
+            yield _instant(uid, str(event.get("kind")).replace("_", " "), time, told)
 
 
 def _usual(uid: int, record: dict[str, Any], at: float) -> Iterator[Event]:

@@ -314,24 +314,12 @@ def summary(
         "task": facts.task,
         **summaries.combine(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.bytes_beside()),
     }
-    lost, left = ledger.gone_elsewhere(facts)
-    if lost or left:
-        found["elsewhere"] = sorted({*lost, *left})
-    lost |= {uid: failed.title for uid, failed in ledger.lost.items()}
-    left |= {uid: int(each.figures.get("rounds", 0) or 0) for uid, each in ledger.left.items()}
-    if lost or left or ledger.members:
-        gone = {*lost, *left}
-        members = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in gone]
-        found["lost"] = {str(uid): title for uid, title in sorted(lost.items())}
-        found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
-        found["members"] = members
+    found |= _members(facts, ledger)
     if ledger.apart:
         sides = summaries.of_sides(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.apart)
         for side in sides["sides"]:
             side |= _best({uid: each for uid, each in ledger.figures().items() if uid in side["nodes"]})
         found = {**{key: value for key, value in found.items() if key != "best"}, **sides, "apart": ledger.apart}
-    if left:
-        found["left"] = {str(uid): after for uid, after in sorted(left.items())}
     if newcomers := ledger.newcomers(facts.num_nodes):
         found["newcomers"] = {str(uid): stays for uid, stays in newcomers.items()}
     if samples := ledger.samples():
@@ -344,4 +332,21 @@ def summary(
                             "without": record.get("without", []), "rule": record.get("rule")}  # fmt: skip
     if failure is not None:
         found["failure"] = {"node": failure.uid, "title": failure.title, "exit_code": failure.exit_code}
+    return found
+
+
+def _members(facts: Facts, ledger: Ledger) -> dict[str, Any]:
+    """Returns which nodes were members in the end, which were lost and which left before it; empty where all nodes of
+    the mapping were there throughout."""
+    lost, left = ledger.gone_elsewhere(facts)
+    found: dict[str, Any] = {"elsewhere": sorted({*lost, *left})} if lost or left else {}
+    lost |= {uid: failed.title for uid, failed in ledger.lost.items()}
+    left |= {uid: int(each.figures.get("rounds", 0) or 0) for uid, each in ledger.left.items()}
+    if lost or left or ledger.members:
+        gone = {*lost, *left}
+        found["lost"] = {str(uid): title for uid, title in sorted(lost.items())}
+        found["restarts"] = {str(uid): count for uid, count in sorted(ledger.restarts.items())}
+        found["members"] = ledger.members or [uid for uid in range(facts.num_nodes) if uid not in gone]
+    if left:
+        found["left"] = {str(uid): after for uid, after in sorted(left.items())}
     return found

@@ -99,16 +99,33 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
     return machine
 
 
+def _check_request(experiment: Experiment, request: Request, struck: bool) -> None:
+    """Raises UsageError for what is asked of an experiment that cannot do it. struck: faults are simulated."""
+    if request.join and experiment.node.missing != "regroup":
+        raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
+    if struck and (why := refused(experiment, request.resume is not None)):
+        raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]'")
+
+
+def _resumed_runs(experiment: Experiment, request: Request, num_machines: int) -> resume.Found | None:
+    """Returns the runs to go on from, if that is asked for. Raises CheckpointError where there are none; of several
+    machines another one may have them."""
+    if request.resume is None:
+        return None
+    found = resume.find(experiment, request.resume)
+    if found is None and num_machines == 1:
+        raise CheckpointError(f"{request.shown}: no checkpoint of a run named {experiment.name} in "
+                              f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
+    return found
+
+
 def facts(experiment: Experiment, request: Request) -> Facts:
     """Returns what the supervisor must know of the experiment. Raises UsageError, MappingError, EnvironmentFault where
     it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
     machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
-    if request.join and experiment.node.missing != "regroup":
-        raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
     struck = request.simulate and bool(experiment.faults)
-    if struck and (why := refused(experiment, request.resume is not None)):
-        raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]'")
+    _check_request(experiment, request, struck)
     machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
@@ -117,10 +134,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machine, machines = 0, [list(range(graph.num_nodes))]
     elif unreachable_here := unreachable(mapping, machine)[0]:
         raise EnvironmentFault(f"{request.shown}: {unreachable_here}")
-    found = None if request.resume is None else resume.find(experiment, request.resume)
-    if request.resume is not None and found is None and len(machines) == 1:
-        raise CheckpointError(f"{request.shown}: no checkpoint of a run named {experiment.name} in "
-                              f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
+    found = _resumed_runs(experiment, request, len(machines))
     if not request.simulate:
         devices_of(mapping, machines[machine])
     check_memory(experiment, machines[machine])
