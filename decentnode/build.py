@@ -256,7 +256,11 @@ def build_in_process(
     experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
     hub: Hub | None = None,
 ) -> list[Node]:
-    """All nodes of a run in this process, sharing one hub; one of their own when not given."""
+    """Returns all nodes of a run, made in this process, in the order of their uids.
+
+    record: called with the uid and every record of a node. hub: what their transports (inproc) exchange payloads
+    through; one of their own when not given. Reads the data; raises UsageError, DataError.
+    """
     hub = hub or Hub(experiment.make_graph().num_nodes)
     config = experiment.communication
     if not isinstance(config, InprocConfig):
@@ -275,9 +279,10 @@ def build_in_process(
 
 
 def step_all(nodes: list[Node], rounds: int | None = None) -> None:
-    """Run nodes of one process to their end, each one yield at a time in uid order.
+    """Run nodes of `build_in_process` to their end, each until its next yield, in the order of their uids. Blocking.
+    Raises what a node raises.
 
-    rounds: stop all after so many rounds.
+    rounds: ask for a stop after so many rounds.
     """
     runs = [node.steps() for node in nodes]
     while runs:

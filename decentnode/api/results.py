@@ -121,7 +121,7 @@ class Run:
         return draw(drawn, overview(drawn) if metric == "all" else [metric], axes_of(drawn) if x == "all" else [x])[0]
 
     def models(self) -> Models:
-        """The models that the run left, by node and "merged"."""
+        """The models that the run left, by node and "merged"; empty where it left none."""
         return Models(self)
 
     def __repr__(self) -> str:
@@ -178,11 +178,11 @@ class Models(Mapping[int | str, "nn.Module"]):
 
     @property
     def merged(self) -> nn.Module:
-        """The mean of all models: `models["merged"]`."""
+        """The mean of all models: `models["merged"]`. Raises KeyError, UsageError as that does."""
         return self[MERGED]
 
     def state_dict(self, key: int | str) -> dict[str, Tensor]:
-        """The tensors of a model by their names. Raises KeyError."""
+        """The tensors of a model by their names, on the CPU. Raises KeyError for one that the run did not leave."""
         from safetensors.torch import load_file
 
         return load_file(self._path(key))

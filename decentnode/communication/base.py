@@ -157,7 +157,8 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:
-        """Join the run: returns when every node has, or raises AssemblyError naming who is missing."""
+        """Join the run. Blocking until every node has. After the time-out raises AssemblyError, naming who is
+        missing."""
 
     @abc.abstractmethod
     def exchange(
@@ -190,7 +191,8 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
 
     @abc.abstractmethod
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        """Blocking until every node called it with the same name. Raises PeerLost naming who is missing."""
+        """Blocking until every node called it with the same name. Raises PeerLost naming who is missing after the
+        time-out, or who failed."""
 
     @abc.abstractmethod
     def report(self, figures: Mapping[str, float | int | str]) -> None:
@@ -198,7 +200,8 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
 
     @abc.abstractmethod
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
-        """On the lowest uid: the figures of every node that reported in time, by uid. Empty elsewhere."""
+        """On the lowest uid: the figures of every node that reported in time, by uid; empty elsewhere. Blocking for
+        at most the time-out, until those have come that pass through this node: on the lowest uid all."""
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
         """As `reports`."""
@@ -215,12 +218,13 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
 
     @abc.abstractmethod
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:
-        """Tell `neighbors` that this node sent payloads of rounds below `rounds` and sends none after."""
+        """Tell `neighbors` that this node sent payloads of rounds below `rounds` and sends none after. Not blocking."""
 
     @abc.abstractmethod
     def fail(self, uid: int, reason: str) -> None:
-        """Tell every node that `uid` failed: their waits raise PeerLost."""
+        """Any thread: tell every node that `uid` failed; their waits raise PeerLost. Not blocking."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release everything; idempotent. Bytes already accepted for sending still leave, within seconds."""
+        """Release everything. Blocking for seconds at most, in which bytes already accepted for sending still leave.
+        Idempotent."""

@@ -351,8 +351,8 @@ class Pong(Message):
 @dataclass(frozen=True)
 class Current(Message):
     """To a node of another generation, or of none: the sender's generation, which this message names, and its members
-    (a bitmap). steady: it is in force, as far as the sender knows. about: the generation that the answered message
-    named."""
+    (a bitmap). steady: it is in force, as far as the sender knows. about_generation, about_origin: the generation that
+    the answered message named."""
 
     TYPE: ClassVar[int] = 31
     members: bytes = blob(MAX_NODES // 8)

@@ -110,7 +110,7 @@ class BatchedPath(CliquePath):
         self, communicator: Communicator, node: NodeSide, *, peers: frozenset[int] | None = None,
         start_seconds: float | None = None,
     ) -> None:
-        """Blocking until every member's warm-up has met ours. parts: CliquePath's.
+        """Blocking until every member's warm-up has met ours. node: as `CliquePath` takes it.
 
         peers: others than all members but this node; a node of a world of one may be its own peer. start_seconds:
         longest wait for the warm-up. Raises RuntimeError after it.

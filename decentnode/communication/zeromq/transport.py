@@ -398,7 +398,6 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._driver.call(lambda: self._protocol.depart(rounds, neighbors, clock.now()))
 
     def fail(self, uid: int, reason: str) -> None:
-        """Any thread."""
         if self._generations is not None and self._generations.reconfiguration.active:
             if uid == self.uid:
                 self._generations.fail()
