@@ -78,11 +78,11 @@ def into(path: Path, who: str) -> Iterator[None]:
         handler.close()
 
 
-def set_up(who: str, path: Path | None = None, level: int = logging.INFO) -> None:
-    """Send the log of the `decentnode` tree to `path` (appended, line by line) or to stderr, in UTC."""
-    handler: logging.Handler = logging.FileHandler(path, encoding="utf-8") if path else logging.StreamHandler()
+def set_up(who: str, path: Path) -> None:
+    """Send the log of the `decentnode` tree to `path` (appended, line by line), in UTC."""
+    handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_Formatter(FORMAT.format(who=who)))
-    _take(handler, level)
+    _take(handler)
 
 
 def set_up_nodes(paths: Mapping[int, Path]) -> None:
@@ -92,14 +92,14 @@ def set_up_nodes(paths: Mapping[int, Path]) -> None:
     for uid, path in paths.items():
         handlers[uid] = logging.FileHandler(path, encoding="utf-8")
         handlers[uid].setFormatter(_Formatter(FORMAT.format(who=f"node {uid:03d}")))
-    _take(_ByNode(handlers), logging.INFO)
+    _take(_ByNode(handlers))
 
 
-def _take(handler: logging.Handler, level: int) -> None:
+def _take(handler: logging.Handler) -> None:
     root = logging.getLogger("decentnode")
     for old in root.handlers[:]:
         root.removeHandler(old)
         old.close()
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     root.propagate = False

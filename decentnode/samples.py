@@ -79,10 +79,6 @@ class Rows:
         """As of the array in which all rows are as long as the longest."""
         return (len(self), self.longest, *self.values.shape[1:])
 
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape))
-
     def padded(self) -> np.ndarray:
         """All rows as one array [N, longest, ...], a copy."""
         places = self.starts[:, None] + np.arange(self.longest)

@@ -195,10 +195,9 @@ class FlatModel:
             offset += b.numel()
         return flat
 
-    def gradients(self, out: Tensor | None = None) -> Tensor:
-        """Returns a copy [P] of the gradients in the order of `parameters`, in `out` where given; zero where a
-        parameter has none."""
-        flat = torch.zeros_like(self.parameters) if out is None else out.zero_()
+    def gradients(self) -> Tensor:
+        """Returns a copy [P] of the gradients in the order of `parameters`; zero where a parameter has none."""
+        flat = torch.zeros_like(self.parameters)
         offset = 0
         for p in self._trainable:
             if p.grad is not None:

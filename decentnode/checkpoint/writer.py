@@ -34,9 +34,9 @@ class Writer:
     """At most one snapshot is written while the training goes on; `give` waits for the one before. All methods belong
     to the training thread."""
 
-    def __init__(self, folder: Path, uid: int) -> None:
+    def __init__(self, folder: Path) -> None:
         """folder: checkpoints/ of the run; made by the first snapshot."""
-        self._folder, self._uid = folder, uid
+        self._folder = folder
         self._given: queue.SimpleQueue[Snapshot | Callable[[], None] | None] = queue.SimpleQueue()
         self._done: deque[Written] = deque()
         self._idle = threading.Event()

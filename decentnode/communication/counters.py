@@ -47,10 +47,6 @@ class EdgeCounters:
     """Of protocol: those of these frames."""
 
     @property
-    def protocol_bytes_sent(self) -> int:
-        return self.announced_bytes_sent + self.framing_bytes_sent
-
-    @property
     def payload_bytes_sent(self) -> int:
         """Data and metadata."""
         return self.data_bytes_sent + self.metadata_bytes_sent

@@ -59,8 +59,6 @@ class PathContext:
     uid: int
     machine_of: Mapping[int, int]
     """The machine of every uid of the run."""
-    members: tuple[int, ...]
-    """The uids of this generation, ascending, this node's among them."""
     config: CommunicationConfig
     schemas: tuple[Schema, ...]
     """What payloads look like, by phase; the inbox has the plans of their chunks."""

@@ -46,13 +46,6 @@ class _Refused(Exception):
     pass
 
 
-class _Mark:
-    """Where the items of a tuple, list or dict begin on the stack."""
-
-
-_MARK = _Mark()
-
-
 @dataclass(frozen=True)
 class _Global:
     name: str

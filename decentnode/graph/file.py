@@ -40,7 +40,7 @@ class FileGraph(Topology):
         return self._static
 
 
-def read(path: Path, connected: bool = True) -> Lists:
+def read(path: Path) -> Lists:
     """Neighbor lists. Raises GraphError with every line that is wrong."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -59,7 +59,7 @@ def read(path: Path, connected: bool = True) -> Lists:
         more = [f"... and {len(problems) - TOLD_LINES} more"] if len(problems) > TOLD_LINES else []
         raise GraphError("\n".join([*(f"{path}:{each}" for each in problems[:TOLD_LINES]), *more]))
     parts = components(lists)
-    if connected and len(parts) > 1:
+    if len(parts) > 1:
         raise GraphError(
             f"{path}: the graph is not connected: it falls into {len(parts)} parts; node {parts[1][0]} "
             f"cannot be reached from node 0"

@@ -35,10 +35,10 @@ class GroupSchedule(Topology):
         return {j: 1.0 / (len(group) + 1) for j in (uid, *group)}
 
 
-def power_of_two(n: int, name: str, instead: str) -> int:
+def power_of_two(n: int, name: str) -> int:
     """log2 n. Raises GraphError when n is no power of two."""
     if n & (n - 1):
-        raise GraphError(f"{name} needs a power of two, got {n} nodes; {instead} serves every number")
+        raise GraphError(f"{name} needs a power of two, got {n} nodes; graph base_k_plus_1 serves every number")
     return n.bit_length() - 1
 
 
@@ -49,7 +49,7 @@ class OnePeerExponential(GroupSchedule):
 
     def _set_up(self) -> None:
         self.num_nodes = self.config.nodes
-        self.period = max(1, power_of_two(self.num_nodes, "one_peer_exponential", "graph base_k_plus_1"))
+        self.period = max(1, power_of_two(self.num_nodes, "one_peer_exponential"))
 
     def _groups(self, phase: int) -> list[list[int]]:
         return [[i, i ^ 1 << phase] for i in range(self.num_nodes) if i < i ^ 1 << phase < self.num_nodes]
@@ -116,7 +116,7 @@ class AlternatingExponentialRing(GroupSchedule):
                 f"alternating_exponential_ring needs two machines or more of {per_machine} nodes, "
                 f"got {n} nodes; one machine is graph complete"
             )
-        self._steps = power_of_two(machines, "alternating_exponential_ring (number of machines)", "graph base_k_plus_1")
+        self._steps = power_of_two(machines, "alternating_exponential_ring (number of machines)")
         self.period = 2 * self._steps
 
     def _groups(self, phase: int) -> list[list[int]]:

@@ -58,18 +58,18 @@ def unheard(rule: Sharing, graph: Graph, seed: int = 0, fragment: int = 0) -> tu
             for phase in range(rule.requirements.phases):
                 planned = rule.plan(replace(seen, phase=phase) if phase else seen)
                 hears[uid].update(j for j in planned.sources if own_weights or planned.weights[j] > 0)
-        if _unreached(hears, 0) is None and _unreached(_reversed(hears), 0) is None:
+        if _unreached(hears) is None and _unreached(_reversed(hears)) is None:
             return None
-    far = _unreached(hears, 0)
+    far = _unreached(hears)
     if far is not None:
         return 0, far
-    far = _unreached(_reversed(hears), 0)
+    far = _unreached(_reversed(hears))
     return None if far is None else (far, 0)
 
 
-def _unreached(edges: list[set[int]], start: int) -> int | None:
-    """Returns the lowest node to which no path from `start` leads; None where all are reached."""
-    found, edge = {start}, {start}
+def _unreached(edges: list[set[int]]) -> int | None:
+    """Returns the lowest node to which no path from node 0 leads; None where all are reached."""
+    found, edge = {0}, {0}
     while edge:
         edge = {j for i in edge for j in edges[i]} - found
         found |= edge

@@ -79,7 +79,6 @@ class Results:
 
     name: str
     metric: Figure
-    sign: int
     rows: tuple[Row, ...]
     partial: bool
     """Whether the sweep was cut off."""
@@ -100,7 +99,7 @@ def results_of(state: State) -> Results:
         groups.setdefault(each.point.settings, []).append(each)
     found = [_row(settings, group, shown, sweep.rounds) for settings, group in groups.items()]
     found.sort(key=lambda each: (-each.rounds, each.mean is None, sweep.sign * (each.mean or 0.0)))
-    return Results(sweep.name, metric, sweep.sign, tuple(_compared(found)), state.exit_code > 128)
+    return Results(sweep.name, metric, tuple(_compared(found)), state.exit_code > 128)
 
 
 def _row(settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], rounds: int) -> Row:

@@ -76,7 +76,6 @@ class LearningRateSchedule:
     """Sets the learning rates of an optimizer. The number of ticks is its whole state."""
 
     def __init__(self, config: ScheduleConfig, optimizer: torch.optim.Optimizer) -> None:
-        self.every = config.every
         self.ticks = 0
         self._config = config
         self._optimizer = optimizer

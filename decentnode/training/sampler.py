@@ -33,10 +33,6 @@ class Sampler:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.usable // self.batch)
-
-    @property
     def upcoming(self) -> int:
         """The epoch of the next step."""
         return self.epoch + (self.cursor >= self.usable)

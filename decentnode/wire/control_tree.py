@@ -13,7 +13,6 @@ FAN_OUT = 8
 class ControlTree:
     """The parent and the children of one uid in the control tree."""
 
-    uid: int
     parent: int | None
     children: tuple[int, ...]
     below: int = 0
@@ -30,14 +29,14 @@ class ControlTree:
         below, lowest = 0, first  # levels are filled from their lowest uid on
         while lowest < num_nodes:
             below, lowest = below + 1, lowest * fan_out + 1
-        return cls(uid, (uid - 1) // fan_out if uid else None, children, below, around)
+        return cls((uid - 1) // fan_out if uid else None, children, below, around)
 
     @classmethod
     def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
         """The tree over `members`, ascending, the lowest of which is the root."""
         place = cls.of(members.index(uid), len(members), fan_out)
         parent = None if place.parent is None else members[place.parent]
-        return cls(uid, parent, tuple(members[child] for child in place.children), place.below, place.around)
+        return cls(parent, tuple(members[child] for child in place.children), place.below, place.around)
 
     @property
     def links(self) -> tuple[int, ...]:

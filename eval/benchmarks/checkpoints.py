@@ -44,7 +44,7 @@ def main(hidden: int = 2048, checkpoints: int = 8) -> None:
     cut = Cut("", node.round, 0, "", node.generation.members)
     copies, captures, cpu, writing, rounds = [], [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        writer = Writer(Path(folder), node.uid)
+        writer = Writer(Path(folder))
         for number in range(checkpoints):
             began = clock.now()
             snapshot = capture(node, cut, {})

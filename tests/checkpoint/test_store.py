@@ -110,7 +110,7 @@ def test_keys_that_differ_are_named() -> None:
 
 
 def test_the_writer_writes_in_its_turn(tmp_path: Path) -> None:
-    writer = Writer(tmp_path, 0)
+    writer = Writer(tmp_path)
     for round in (10, 20, 30):
         assert writer.wait(10)
         writer.give(snapshot(0, cut(round), round))
@@ -126,7 +126,7 @@ def test_the_writer_writes_in_its_turn(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_is_told_and_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    writer = Writer(tmp_path / "file", 0)
+    writer = Writer(tmp_path / "file")
     writer.give(snapshot(0, cut(10)))
     assert writer.wait(10) and writer.close(10)
     (written,) = writer.results()

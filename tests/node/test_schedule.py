@@ -144,8 +144,8 @@ def test_the_rule_is_told_whom_its_payload_did_not_reach(kind: type[Schedule]) -
     exchange = Exchange([arrival({1: 3.0, 3: 3.0})])
     exchange.undelivered = frozenset({3})
     plan = made(kind, exchange, Telling(Full.Config()))
-    outcome = one_round(plan)
-    assert outcome.undelivered == {3} and [uid for uid, _ in told] == [3]
+    one_round(plan)
+    assert [uid for uid, _ in told] == [3]
     assert told[0][1] is plan.communication.sent[0][1][3]  # type: ignore[attr-defined]
 
 

@@ -57,7 +57,6 @@ def test_series_join_nodes_by_round(tmp_path: Path) -> None:
     assert run.series("loss", "rounds").x == [1, 2, 3, 4, 5, 6]
     assert run.series("accuracy", "bytes").x == [0, 3 * 2020, 3 * 4040, 3 * 6060]
     assert run.series("accuracy", "seconds").x == pytest.approx([0.02, 2.02, 4.02, 6.02])
-    assert run.label == "exp"
 
 
 def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:
             if count is not None:
                 records[uid].append({"kind": "round", "round": r, "time": 1.0, "data_bytes_sent": count})
         records[0].append({"kind": "evaluation", "round": r + 1, "time": 1.0, "accuracy": 0.5})
-    run = RecordedRun("x", tmp_path, records)
+    run = RecordedRun(tmp_path, records)
     assert run.series("accuracy", "bytes").x == [30, 50, 65, 85]
 
 
@@ -88,7 +87,7 @@ def apart() -> dict[int, list[dict[str, Any]]]:
 
 def test_nodes_that_are_in_rounds_of_their_own_are_joined_by_time(tmp_path: Path) -> None:
     """By their own rounds the slow node's last evaluation was that of the others' second round, and time went back."""
-    run = RecordedRun("x", tmp_path, apart())
+    run = RecordedRun(tmp_path, apart())
     for axis, positions in {"rounds": [0, 2, 4, 6, 8], "seconds": [0, 2, 4, 6, 8], "bytes": [0, 20, 50, 70, 100],
                             "virtual_seconds": [0, 4, 8, 12, 16]}.items():  # fmt: skip
         found = run.series("accuracy", axis)
@@ -116,7 +115,7 @@ def test_records_without_a_time_are_drawn(tmp_path: Path) -> None:
     records = apart()
     records[0].append({"kind": "round", "round": 8, "loss": 1.0})
     records[0].append({"kind": "evaluation", "round": 9, "accuracy": 1.0})
-    assert RecordedRun("x", tmp_path, records).series("accuracy", "rounds").mean
+    assert RecordedRun(tmp_path, records).series("accuracy", "rounds").mean
 
 
 def test_repeats_are_one_line_of_their_mean_and_deviation(tmp_path: Path) -> None:

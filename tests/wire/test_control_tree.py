@@ -25,7 +25,7 @@ def test_a_node_knows_how_many_links_lie_before_a_mean(n: int) -> None:
 def test_a_tree_among_members_has_the_lowest_as_its_root() -> None:
     members = (3, 4, 7, 11, 12, 20)
     trees = {uid: ControlTree.among(uid, members, fan_out=2) for uid in members}
-    assert trees[3] == ControlTree(3, None, (4, 7), 2, 2)
-    assert trees[4] == ControlTree(4, 3, (11, 12), 1, 3)
+    assert trees[3] == ControlTree(None, (4, 7), 2, 2)
+    assert trees[4] == ControlTree(3, (11, 12), 1, 3)
     assert trees[20].links == (7,)
     assert all(uid in trees[tree.parent].children for uid, tree in trees.items() if tree.parent is not None)

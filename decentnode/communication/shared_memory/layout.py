@@ -21,7 +21,7 @@ class Layout:
 
     def __init__(self, schemas: tuple[Schema, ...], num_nodes: int, lent: bool = False) -> None:
         """lent: the slots lie in memory of another kind (device_slots.py); the file has an offer in their place."""
-        self.schemas, self.lent = schemas, lent
+        self.schemas = schemas
         self.num_nodes = num_nodes
         self.phases = len(schemas)
         self.header_bytes = rounded(8 * self.words, PAGE)

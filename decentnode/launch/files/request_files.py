@@ -96,8 +96,8 @@ class Requests:
             with contextlib.suppress(OSError):
                 write_atomic(self._run / f"{self._kind}-{key}.answer", json.dumps(content) + "\n")
 
-    def refuse_the_rest(self, why: str) -> None:
-        """Refuse what was asked and nobody takes any more."""
+    def refuse_the_rest(self) -> None:
+        """Refuse what was asked and nobody takes any more, now that the run is over."""
         while asked := self.taken(self._next):
             for key, _ in asked:
-                self.answer(key, {"refusal": why})
+                self.answer(key, {"refusal": "the run is over"})

@@ -128,12 +128,12 @@ class Trackers:
             for text in each.listen():
                 self._notice(text)
 
-    def close(self, impatient: Callable[[], bool] = lambda: False, timeout_seconds: float = CLOSE_SECONDS) -> None:
-        """Let them write what is left, and end them. Blocking for at most `timeout_seconds`, and not once `impatient`
-        says so; who has not ended by then is killed and named. Idempotent."""
+    def close(self, impatient: Callable[[], bool]) -> None:
+        """Let them write what is left, and end them. Blocking for at most CLOSE_SECONDS, and not once `impatient` says
+        so; who has not ended by then is killed and named. Idempotent."""
         for each in self._trackers:
             each.let_go()
-        until = clock.now() + timeout_seconds
+        until = clock.now() + CLOSE_SECONDS
         self._listen()
         while any(not each.ended for each in self._trackers) and clock.now() < until and not impatient():
             for each in self._trackers:
@@ -147,6 +147,6 @@ class Trackers:
                 each.kill()
                 each.failed = True
                 self._listen()
-                self._notice(f"tracker {each.name} did not end within {timeout_seconds:.0f} s and was killed; "
+                self._notice(f"tracker {each.name} did not end within {CLOSE_SECONDS:.0f} s and was killed; "
                              f"decentnode track tells it again")  # fmt: skip
         self._trackers.clear()

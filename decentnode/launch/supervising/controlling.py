@@ -116,7 +116,7 @@ class Controlling:
 
     def close(self) -> None:
         """The run is over: refuse what nobody takes any more, and leave no file."""
-        self._requests.refuse_the_rest("the run is over")
+        self._requests.refuse_the_rest()
 
 
 assert {*get_args(Action)} < ACTIONS.keys()

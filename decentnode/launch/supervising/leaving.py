@@ -47,7 +47,7 @@ class Requests:
 
     def clear(self) -> None:
         """The run is over: refuse what nobody takes any more."""
-        self._files.refuse_the_rest("the run is over")
+        self._files.refuse_the_rest()
 
 
 class LeavingRun(Protocol):

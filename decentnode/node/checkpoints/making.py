@@ -89,7 +89,7 @@ class Checkpoints:
         self.figures = CheckpointFigures()
         self.resuming = resume is not None
         self._folder, self._identity, self._resume, self._resumed = folder, identity, resume, resumed
-        self._writer = Writer(folder, node.uid)
+        self._writer = Writer(folder)
         found, _ = store.scan([folder], node.uid)
         self._cuts = [manifest.cut for manifest in found]
         """Of this node, on the disk or being written."""

@@ -54,8 +54,6 @@ class Mixed:
     """Sources of which nothing came, or nothing that could be read."""
     departed: frozenset[int]
     """Those among them that had said that they send no more, or whose payload was refused."""
-    undelivered: frozenset[int]
-    """Neighbors that did not take this node's payload."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +289,7 @@ class FragmentExchange:
         if self._record is not None:
             self._record.over(exchange.missing, exchange.departed, exchange.undelivered, refused)
             self._record = None
-        return Mixed(exchange.missing | refused, exchange.departed | refused, exchange.undelivered)
+        return Mixed(exchange.missing | refused, exchange.departed | refused)
 
 
 def channel_of(phase: int, fragment: int, num_fragments: int) -> int:

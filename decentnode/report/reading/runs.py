@@ -47,7 +47,6 @@ class Series:
 class RecordedRun:
     """The records of a run by uid, in order."""
 
-    label: str
     path: Path
     nodes: dict[int, list[dict[str, Any]]]
     measured: TaskMetrics = BEFORE
@@ -189,13 +188,13 @@ class Line:
         )  # fmt: skip
 
 
-def load(path: Path, label: str = "") -> RecordedRun:
+def load(path: Path) -> RecordedRun:
     """Read a run. Raises UsageError when the directory holds no metrics."""
     files = sorted(path.glob("nodes/*/metrics.jsonl"))
     nodes = {int(file.parent.name): list(read(file)) for file in files if file.parent.name.isdigit()}
     if not any(nodes.values()):
         raise UsageError(f"{path} holds no metrics: nodes/*/metrics.jsonl must have records")
-    return RecordedRun(label or path.parent.name, path, nodes, measured_by(path))
+    return RecordedRun(path, nodes, measured_by(path))
 
 
 def curves_of(drawn: Sequence[Line]) -> dict[str, Curve]:

@@ -225,7 +225,7 @@ def test_bytes_are_counted_exactly() -> None:
             for edge in node.counters.edges.values():
                 assert edge.data_bytes_sent == edge.payload_bytes_received == 2 * 4 * elements
                 assert edge.frames_sent == edge.frames_received == 2 * 4
-                assert edge.metadata_bytes_sent == 0 < edge.protocol_bytes_sent
+                assert edge.metadata_bytes_sent == 0 < edge.announced_bytes_sent + edge.framing_bytes_sent
 
 
 @pytest.mark.parametrize("elementwise", [True, False])

@@ -52,7 +52,7 @@ class End:
 
         machine_of = dict.fromkeys(range(n), 0)
         return PathContext(
-            uid=self.uid, machine_of=machine_of, members=tuple(range(n)),
+            uid=self.uid, machine_of=machine_of,
             config=ZeroMQConfig.model_validate({"name": "shared_memory"}), schemas=schemas,
             routing=Routing(machine_of, memory=True), partners=None, run_id=RUN, generation=FIRST, folder=self.folder,
             inbox=self.inbox, state=self.status, counters=self.counters, leases=self.leases,

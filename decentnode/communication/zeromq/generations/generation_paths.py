@@ -104,7 +104,7 @@ class GenerationPaths:
 
         run, session = self._run, self._run.session
         return PathContext(
-            uid=run.uid, machine_of=run.machine_of, members=tuple(session.members), config=run.config,
+            uid=run.uid, machine_of=run.machine_of, config=run.config,
             schemas=run.schemas, routing=routing, partners=partners, run_id=session.run, generation=session.name,
             folder=run.folder, inbox=run.inbox, state=run.state, counters=run.counters, leases=leases,
             lease_of=lease_of, barrier=self._collectives.barrier, gather=self._gather,

@@ -79,7 +79,7 @@ class Asynchronous(Schedule):
         with torch.no_grad():
             self.fragment.finish_turn(self.model.parameters)
         nobody = frozenset[int]()
-        return [Mixed(nobody, nobody, nobody)]
+        return [Mixed(nobody, nobody)]
 
     @abc.abstractmethod
     def _mix_round(self, round: int) -> Steps[None]:
