@@ -38,6 +38,7 @@ from decentnode.launch.reporting.observer import Observer, engine_notice, resume
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, finished_before, summary
 from decentnode.launch.reporting.trackers import Trackers
 from decentnode.launch.supervising.prepare import facts, resumed
+from decentnode.training.cudnn import cudnn_kept
 
 PROGRESS_SECONDS = 0.25
 """Least time between two reports of a node's rounds."""
@@ -57,7 +58,7 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
     """Run all nodes in this process to the end. Blocking.
 
     As `supervise`; a failure's own exception is `Outcome.error`. Torch's generators are afterwards what they were
-    before.
+    before, and so are its settings for cuDNN.
     """
     started = clock.now() if started is None else started
     with TwoStepSignals() as signals:
@@ -78,7 +79,7 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
         beside = Path(request.config or "x").absolute().parent
         run.trackers = Trackers(found.trackers, records.directory, found.machine, beside, observer.notice)
         log = node_dir(records.directory, found.local[0]) / "log.txt"
-        with logs.into(log, f"node {found.local[0]:03d}"), generators_kept():
+        with logs.into(log, f"node {found.local[0]:03d}"), generators_kept(), cudnn_kept():
             run.run(request, lambda task: run_nodes(task, experiment, run.on_message, run.begin, run.tick))
         return run.conclude()
 

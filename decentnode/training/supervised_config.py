@@ -99,6 +99,10 @@ class SupervisedConfig(Config):
     channels_last: Annotated[bool, ADDED] = False
     """Whether images and convolutions lie in memory with their channels last (NHWC), which tensor cores and 16-bit
     kernels want. All nodes' parameters then lie so, and rules that choose by position see another order."""
+    cudnn_deterministic: Annotated[bool, ADDED] = False
+    """Whether convolutions and recurrent layers on a GPU take only those kernels of cuDNN that add in one order, so
+    that a run repeats to the bit: `torch.backends.cudnn.deterministic` in the processes that nodes train in. Kernels
+    that are not cuDNN's stay as they are."""
 
     ema: Annotated[EMAConfig | None, ADDED, pydantic.BeforeValidator(_decay)] = None
     """Exponential moving average of the node's models, by its decay alone or a section. Evaluations measure it as

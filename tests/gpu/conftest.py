@@ -1,8 +1,9 @@
 """Tests that need CUDA: skipped by name where there is none. What they cost is measured by eval/gpu.sh.
 
 They compare models with those of the CPU, and bits of one run with those of another. By default a GPU rounds the
-inputs of convolutions to ten bits, and cuDNN may take convolutions that add in an order of the moment: neither is so
-here, nor in the processes that the tests start.
+inputs of convolutions to ten bits, and cuDNN may take convolutions that add in an order of the moment. The first is so
+neither here nor in the processes that the tests start, the second not here; nodes with processes of their own are asked
+for it (`training.cudnn_deterministic`), and ranks of scripts set it.
 """
 
 from __future__ import annotations

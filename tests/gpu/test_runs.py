@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 BASE: dict[str, Any] = {
     "name": "on_a_gpu", "graph": {"name": "ring", "nodes": 4}, "mapping": {"nodes_per_machine": 4, "device": "cuda:0"},
     "data": {"name": "digits"}, "model": {"name": "mlp", "hidden": [8]},
-    "training": {"batch_size": 16, "local_steps": 2, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
+    "training": {"batch_size": 16, "local_steps": 2, "cudnn_deterministic": True,
+                 "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}},
     "communication": {"name": "inproc"}, "node": {"rounds": 6, "evaluate_every": 3},
 }  # fmt: skip
 RESNET: dict[str, Any] = {
@@ -96,3 +97,7 @@ def test_nodes_on_a_gpu_and_on_the_cpu_are_one_run(more: dict[str, Any]) -> None
 def test_every_transport_gives_the_bits_of_one_process(transport: dict[str, Any]) -> None:
     rule = {"sharing": {"name": "choco", "compression": {"name": "int8"}}}
     alike(run(rule), run(rule, {"communication": transport}, processes=True))
+
+
+def test_convolutions_in_processes_of_their_own_give_the_bits_of_one_process() -> None:
+    alike(run(RESNET), run(RESNET, {"communication": {"name": "auto"}}, processes=True))

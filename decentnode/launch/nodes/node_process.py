@@ -56,6 +56,7 @@ from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.tensors import keep_freed_memory
+from decentnode.training.cudnn import take_cudnn
 from decentnode.wire.messages import MAX_CONFIG_BYTES
 from decentnode.wire.orders import Action
 
@@ -261,6 +262,7 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
         if newcomer is not None:
             experiment.seat(newcomer)
         logs.set_level(experiment.run.log_level)
+        take_cudnn(experiment.training)
         folder = node_dir(task.run_dir, uid) if task.run_dir else None
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)

@@ -32,6 +32,7 @@ from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.engines.choice import choose
 from decentnode.simulate.own_rounds import OwnRounds, check_schedule
 from decentnode.simulate.virtual import VirtualTime, is_described, make_clock
+from decentnode.training.cudnn import take_cudnn
 from decentnode.wire.orders import Action
 
 
@@ -131,6 +132,7 @@ def run_nodes(
     """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
     logs.set_level(experiment.run.log_level)
+    take_cudnn(experiment.training)
     if task.request.simulate and experiment.faults:
         torch.set_num_threads(task.threads)
         return run_struck(task, experiment, send, ready, tick)
