@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # bash eval/gpu.sh [--tiny] [--wheels FOLDER] [--out FOLDER] [--seconds N] [CASE...]: everything that needs a GPU, in
-# under 8 minutes, or in N seconds: the environment, the GPU tests, and the figures of eval/benchmarks/gpu.py with the
-# machine's ceilings beside them, as one table and one JSON (FOLDER, by default runs/gpu), both written line by line: what
-# matters most comes first, and a run that is cut off leaves what it has measured. It needs no network, no pip, and builds
-# no environment: python3 (or $PYTHON) must have torch and numpy; what else is missing, and Python's headers, is taken
-# from what `bash eval/gpu_wheels.sh` gathered (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where
-# the same code runs on the CPU; .venv is used where python3 has no torch.
+# under 8 minutes, or in N seconds: the environment, the GPU tests, the figures of eval/benchmarks/gpu.py with the
+# machine's ceilings beside them, and profiles of what missed its target. It leaves four files in FOLDER (by default
+# runs/gpu): gpu.txt, all that is printed, gpu.json, profiles.txt, and tests.txt, what pytest said; they are written
+# line by line, what matters most comes first, and a run that is cut off leaves what it has measured. What is printed
+# last, within 12,000 characters, is the whole table in short. It needs no network, no pip, and builds no environment:
+# python3 (or $PYTHON) must have torch and numpy; what else is missing, and Python's headers, is taken from what `bash
+# eval/gpu_wheels.sh` gathered (.gpu_wheels/). With --tiny sizes are tiny, as they are without CUDA, where the same
+# code runs on the CPU; .venv is used where python3 has no torch.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 wheels=$root/.gpu_wheels out=$root/runs/gpu seconds=465 tiny=() cases=()
@@ -67,11 +69,10 @@ if [ -z "${TRITON_LIBCUDA_PATH:-}" ] && ! /sbin/ldconfig -p 2>/dev/null | grep -
 fi
 export PYTHONPATH=$root${missing:+:$scratch/site}${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 out=$(mkdir -p "$out" && cd "$out" && pwd)
-rm -f "$out"/{gpu.json,gpu.txt,tests.txt}
+rm -f "$out"/{gpu.json,gpu.txt,tests.txt,profiles.txt}
 cd "$root"
 status=0
 # What came before counts: on a fresh machine the first import of torch alone may take a minute.
 GPU_TESTS_LOG=$out/tests.txt timeout --kill-after=10 $((seconds - SECONDS)) "$python" eval/benchmarks/gpu.py ${tiny[@]+"${tiny[@]}"} \
   --limit $((seconds - 15 - SECONDS)) --out "$out/gpu.json" ${cases[@]+"${cases[@]}"} | tee "$out/gpu.txt" || status=$?
-echo "written: $out/gpu.txt (the table), gpu.json, tests.txt (what pytest said)"
 exit "$status"

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +141,149 @@ def test_what_pytest_said_is_told_though_it_was_cut_off(
     rows = list(sys.modules["gpu_tests"].rows_of("test_x.py", text, ended, 3.0))
     assert [f"{row.what} {row.note if row.value is None else f'{row.value:.1f} of {row.asked[2:]}'}" for row in rows] \
         == expected  # fmt: skip
+
+
+def test_what_holds_a_pipe_after_its_case_holds_nothing_up(gpu: ModuleType) -> None:
+    """As processes do that began a session of their own."""
+    script = ("import subprocess, sys\nprint('row', flush=True)\n"
+              "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(40)'], start_new_session=True)\n")
+    said: list[str] = []
+    began = time.monotonic()
+    assert gpu._run([sys.executable, "-c", script], 30, said.append) == ""
+    assert said == ["row\n"] and time.monotonic() - began < 35
+
+
+@pytest.mark.parametrize(("value", "ceiling", "asked", "missed"), [
+    (80.0, 100.0, ">= .85", True), (86.0, 100.0, ">= .85", False), (1.03, None, "<= 1.02", True),
+    (1.0, None, "<= 1.02", False), (0.0, None, "0", False), (1e-9, None, "0", True), (3, None, "= 4", True),
+    (4, None, "= 4", False), (80.0, 100.0, "", False), (None, None, ">= .85", False),
+])  # fmt: skip
+def test_what_misses_its_target(
+    gpu: ModuleType, value: float | None, ceiling: float | None, asked: str, missed: bool
+) -> None:
+    assert gpu.Row("mixing", "x", value, "GB/s", ceiling, asked).missed == missed
+
+
+TRACE = [
+    {"cat": "user_annotation", "name": "one call of the work", "tid": 1, "ts": 0.0, "dur": 100.0},
+    {"cat": "user_annotation", "name": "one call of the work", "tid": 1, "ts": 100.0, "dur": 100.0},
+    {"cat": "cpu_op", "name": "aten::item", "tid": 1, "ts": 10.0, "dur": 50.0},
+    {"cat": "python_function", "name": "decentnode/node/rounds.py(7): step", "tid": 1, "ts": 8.0, "dur": 60.0},
+    {"cat": "python_function", "name": "torch/_tensor.py(9): wrapped", "tid": 1, "ts": 9.0, "dur": 55.0},
+    {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "tid": 1, "ts": 20.0, "dur": 30.0},
+    {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": 1, "ts": 5.0, "dur": 3.0},
+    {"cat": "cuda_driver", "name": "cuLaunchKernelEx", "tid": 1, "ts": 105.0, "dur": 3.0},
+    {"cat": "cuda_runtime", "name": "cudaMemcpyAsync", "tid": 1, "ts": 106.0, "dur": 3.0},
+    {"cat": "cuda_runtime", "name": "cudaDeviceSynchronize", "tid": 1, "ts": 300.0, "dur": 90.0},
+    {"cat": "kernel", "name": "_weighted_sum", "tid": 7, "ts": 10.0, "dur": 20.0, "args": {"registers per thread": 40}},
+    {"cat": "kernel", "name": "add", "tid": 8, "ts": 20.0, "dur": 20.0},
+    {"cat": "kernel", "name": "_weighted_sum", "tid": 7, "ts": 100.0, "dur": 40.0},
+    {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "tid": 7, "ts": 150.0, "dur": 10.0,
+     "args": {"bytes": 4_000_000}},
+]  # fmt: skip
+
+
+def test_a_profile_says_where_the_time_of_a_gpu_went(gpu: ModuleType) -> None:
+    profiles = sys.modules["gpu_profiles"]
+    found = profiles.told(TRACE, "mixing", "4 arrivals")
+    assert found.telling == [
+        "device: 75.0 us a call, idle for 46.7 % of it",
+        "30.0 us a call in 1 of 30.0 us: _weighted_sum (registers 40)",
+        "1 launches a call; the host waits 0.5 times a call, 15.0 us",
+    ]
+    text = "\n".join(found.lines)
+    for part in ("2 calls, 100.0 us each", "idle for 60.0 us between add and _weighted_sum",
+                 "idle for 10.0 us between _weighted_sum and Memcpy", "kernels: 1.5 a call, of 2 kinds",
+                 "copies: 0.5 a call, 2 MB, 5.0 us: Memcpy DtoH",
+                 "0.5 a call, 15.0 us: cudaStreamSynchronize in aten::item, decentnode/node/rounds.py(7): step"):
+        assert part in text, text
+
+
+def test_work_is_traced_and_told(gpu: ModuleType) -> None:
+    profiles = sys.modules["gpu_profiles"]
+    found = profiles.told(profiles.trace_of(lambda: torch.ones(3).sum().item(), stacks=True), "host", "x")
+    assert found.telling[-1].startswith("the host reads scalars 1 times a call")
+    assert any("aten::sum" in line for line in found.lines)
+    assert any("aten::item, " in line and "test_gpu_script.py(" in line for line in found.lines), found.lines
+
+
+NCU = """#!{python}
+import json, pathlib, sys
+pathlib.Path({told!r}).write_text(json.dumps(sys.argv[1:]))
+print("==PROF== Connected to process 7")
+print("    dram__throughput.avg.pct_of_peak_sustained_elapsed            %        91.92")
+print("    launch__registers_per_thread                    register/thread           40")
+"""
+
+
+def test_what_missed_is_profiled_the_worst_first_and_the_kernel_by_ncu(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ncu = tmp_path / "ncu"
+    ncu.write_text(NCU.format(python=sys.executable, told=str(tmp_path / "told")))
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    asked: list[list[str]] = []
+
+    def run(command: list[str], limit: float, take: Callable[[str], None], run: Any = gpu._run) -> str:
+        if command[0] == "ncu":
+            return run(command, limit, take)
+        asked.append(command[command.index("--profile") + 1 :])
+        take(gpu.PROFILE_MARK + json.dumps({"case": "mixing", "what": "w", "lines": ["a", "b"], "telling": ["b"]}))
+        return "stopped after 3 s"
+
+    monkeypatch.setattr(gpu, "_run", run)
+    report = gpu.Report(tmp_path / "gpu.json", [])
+    for case, what, value in (("mixing", "1 arrivals, 1000 M elements, float32", 80.0), ("host", "waits", 9.0),
+                              ("mixing", "2 arrivals, 25 M elements, float32", 50.0), ("mixing", "fine", 90.0)):
+        report.add(gpu.Row(case, what, value, "", 100.0 if case == "mixing" else None,
+                           ">= .85" if case == "mixing" else "<= 10"))  # fmt: skip
+    gpu.profile_all(SimpleNamespace(tiny=False, patience=1), report, time.monotonic() + 100)
+    assert asked == [["mixing", "2 arrivals, 25 M elements, float32", "1 arrivals, 1000 M elements, float32"]]
+    counted = json.loads((tmp_path / "told").read_text())
+    assert counted[-2:] == ["--launch", "2 arrivals, 25 M elements, float32"] and "regex:_weighted_sum" in counted
+    said = (tmp_path / "profiles.txt").read_text()
+    assert said.startswith("== mixing: w\na\nb\n\n== mixing: profiles\nstopped after 3 s\n")
+    table = report.table()
+    assert "launch__registers_per_thread register/thread 40" in table and "91.92" in said
+    assert table.index("mixing: w: b") < table.index("asked >= .85: MISSED")
+    gpu.profile_all(SimpleNamespace(tiny=False, patience=1), report, time.monotonic() + 1)
+    assert len(asked) == 1 and report.profiles[-1].telling == ["not profiled: no time left"]
+
+
+def test_the_kernel_that_ncu_counts_has_its_name(gpu: ModuleType) -> None:
+    kernel = Path(gpu.ROOT) / "decentnode" / "mixing" / "kernel.py"
+    assert f"def {gpu.KERNEL}(" in kernel.read_text()
+
+
+def test_rows_of_the_cases_that_are_profiled_are_found_again(gpu: ModuleType) -> None:
+    work = gpu.mix_named("2 arrivals, 0.001 M elements, bfloat16")
+    assert work is not None
+    work()
+    assert gpu.mix_named("Triton kernel by its interpreter, largest error") is None
+    assert gpu.CASES.keys() > gpu.PROFILES.keys()
+
+
+def test_the_table_at_the_end_fits_into_what_a_reader_sees(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    report = gpu.Report(None, ["an environment"] * 12)
+    for n in range(80):
+        report.add(gpu.Row("codecs", f"row {n} of a case with a name that is long", 0.5 * n, "GB/s", 100.0, ">= .85",
+                           "a note " * 40))  # fmt: skip
+    for n in range(25):
+        report.add(gpu.Row("tests", f"test_{n}.py: passed", 9, "", asked="= 9", note="12 s"))
+    report.add(gpu.Row("tests", "test_0.py::test_x", None, note=f"failed: {'RuntimeError ' * 40}"))
+    report.add_profile(gpu.Profile("mixing", "4 arrivals", ["all"], ["device: idle for 40 %" * 30]))
+    table = report.table()
+    assert len(table) < 12_000 and "test_0.py::test_x: failed: RuntimeError" in table and "idle for 40 %" in table
+    assert "tests: 225 of 225 passed, in 25 files" in table and "test_7.py" not in table
+    assert "row 79 of" in table and table.endswith("106 rows: 80 missed what is asked, 1 failed")
+    for n in range(120):
+        report.add(gpu.Row("mixing", f"row {n} of a case with a name that is long", 1.0, "GB/s", 100.0, ">= .85"))
+    table = report.table()
+    assert len(table) < 12_000 and "test_0.py::test_x: failed: RuntimeError" in table and "idle for 40 %" in table
+    end = "and more: 226 rows in all, of which 200 missed what is asked, 1 failed"
+    assert "row 110 of" not in table and table.endswith(end)
+    capsys.readouterr()
 
 
 def test_every_case_has_a_limit_and_every_file_of_tests_is_run(gpu: ModuleType) -> None:

@@ -3,10 +3,11 @@
 python eval/benchmarks/gpu.py [--tiny] [--out FILE.json] [--limit SECONDS] [CASE...]
 
 Every case is a process of its own with a deadline, so that a kernel that hangs or a fault of the driver costs one case.
-Rows are printed, and FILE.json is written, as each is known: a run that is killed leaves what was measured. With --tiny
-sizes are tiny, on the GPU where there is one. Without CUDA they are tiny, too, and on the CPU: Triton's interpreter
-(where Triton is installed) for the kernel, gloo for NCCL, shared memory for CUDA IPC. Tiny figures say that the code
-runs, nothing else.
+Rows are printed, and FILE.json is written, as each is known: a run that is killed leaves what was measured. What missed
+its target is profiled when all else is done, into profiles.txt beside FILE.json. At the end all rows are printed once
+more, shortened, behind what tells most of the profiles. With --tiny sizes are tiny, on the GPU where there is one.
+Without CUDA they are tiny, too, and on the CPU: Triton's interpreter (where Triton is installed) for the kernel, gloo
+for NCCL, shared memory for CUDA IPC. Tiny figures say that the code runs, nothing else.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpu_mixing import KERNEL, ipc, mix_named, mixing, profile_ipc, profile_mixing
 from gpu_nccl import nccl
-from gpu_rows import CONFIGS, ROOT, Row, failure, milliseconds, on_gpu, python_header, run_summary
-from gpu_steps import bare_milliseconds, training, wrapper
+from gpu_profiles import Profile
+from gpu_report import Report
+from gpu_rows import CONFIGS, ROOT, Row, milliseconds, on_gpu, python_header, run_summary
+from gpu_steps import bare_milliseconds, profile_wrapper, training, wrapper
 from gpu_tests import tests
-from gpu_waits import host
+from gpu_waits import host, profile_host
 
 sys.path.insert(0, str(ROOT))
-LIMITS = {"tests": 150, "bits": 150, "host": 60, "ceilings": 30, "mixing": 60, "ipc": 50, "codecs": 40, "rounds": 120,
+LIMITS = {"tests": 150, "bits": 150, "host": 140, "ceilings": 30, "mixing": 60, "ipc": 50, "codecs": 40, "rounds": 120,
           "wrapper": 90, "nccl": 60, "staging": 30, "simulator": 60, "training": 120}  # fmt: skip
 """Seconds that a case may take."""
 TOGETHER = frozenset({"tests", "bits", "host"})
@@ -63,63 +67,6 @@ def ceilings(tiny: bool) -> Iterator[Row]:
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     yield Row("ceilings", f"bfloat16 matrix product of side {side}",
               2e-9 * side**3 / milliseconds(lambda: a @ b, gpu, queued=True), "TFLOP/s")  # fmt: skip
-
-
-def mixing(tiny: bool) -> Iterator[Row]:
-    """x <- w x + sum_k w_k r_k with d arrivals, beside a copy of the same dtype and size in the same process."""
-    import torch
-
-    from decentnode.mixing import mix_into, passes
-
-    gpu = on_gpu()
-    yield from _launched() if gpu else _interpreted()
-    for elements in (100_000,) if tiny else (25_000_000, 1_000_000_000):
-        for dtype in (torch.float32, torch.bfloat16):
-            device, bytes_each = torch.device("cuda" if gpu else "cpu"), torch.empty(0, dtype=dtype).element_size()
-            x, y = torch.randn(elements, dtype=dtype, device=device), torch.empty(elements, dtype=dtype, device=device)
-            took = milliseconds(lambda: y.copy_(x), gpu, queued=True)  # noqa: B023
-            copy = 2e-6 * bytes_each * elements / took
-            for arrivals in (1, 2, 4, 8):
-                received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
-
-                def mix(x: Any = x, received: Any = received) -> None:
-                    mix_into(x, x, 1 / (len(received) + 1), received)
-
-                moved = bytes_each * elements * passes(arrivals, fused=True)
-                speed = 1e-6 * moved / milliseconds(mix, gpu, queued=True)
-                name = str(dtype).removeprefix("torch.")
-                yield Row("mixing", f"{arrivals} arrivals, {elements / 1e6:g} M elements, {name}", speed, "GB/s", copy,
-                          ">= .85")  # fmt: skip
-                del received, mix
-
-
-def _launched() -> Iterator[Row]:
-    """Why the kernel cannot be launched here, where it cannot: then figures of mixing are of several passes."""
-    import torch
-
-    try:
-        from decentnode.mixing.kernel import launch_once
-
-        launch_once(torch.device("cuda", torch.cuda.current_device()))
-        torch.cuda.synchronize()
-    except Exception as error:  # models are mixed without it
-        yield failure("mixing", "the Triton kernel is launched", error)
-
-
-def _interpreted() -> Iterator[Row]:
-    """The Triton kernel itself, where only its interpreter can run it."""
-    what = "Triton kernel by its interpreter, largest error"
-    if importlib.util.find_spec("triton") is None:
-        yield Row("mixing", what, None, note="absent: Triton is not installed")
-        return
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel's module is imported
-    import torch
-
-    from decentnode.mixing.kernel import launch
-
-    model, arrived, out = torch.randn(5000), torch.randn(5000), torch.empty(5000)
-    launch(out, model, 0.5, [(arrived, 0.25)])
-    yield Row("mixing", what, float((out - (0.5 * model + 0.25 * arrived)).abs().max()), "", asked="<= 1e-6")
 
 
 def bits(tiny: bool) -> Iterator[Row]:
@@ -259,50 +206,6 @@ def staging(tiny: bool) -> Iterator[Row]:
         yield Row("staging", f"{4e-6 * elements:.0f} MB {what}", speed(work), "GB/s", ceiling)
 
 
-def ipc(tiny: bool) -> Iterator[Row]:
-    """Mixing straight from the memory of other processes on the same GPU, beside a copy."""
-    if not on_gpu():
-        yield Row("ipc", "mixing from the neighbors' memory", None, note="needs a GPU")
-        return
-    from tests.gpu.processes import on_one_gpu
-
-    for n in (2,) if tiny else (2, 4):
-        what = f"mixing from the memory of {n - 1} neighbors"
-        try:
-            copy, mixed = on_one_gpu(n, 100_000 if tiny else 64_000_000, _mix_speed)[0]
-        except Exception as error:  # the next one may run
-            yield failure("ipc", what, error)
-        else:
-            yield Row("ipc", what, mixed, "GB/s", copy, ">= .80")
-
-
-def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
-    """(GB/s of a copy, GB/s of mixing all neighbors); node 0 alone measures."""
-    import torch
-
-    from decentnode.mixing import mix_into, passes
-    from decentnode.payload import Payload
-
-    others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
-    elements = node.schemas[0].elements
-    x = torch.randn(elements, device=device)
-    for arrival in node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):
-        assert not arrival.missing
-    node.barrier("written", 60)  # from here on only node 0 uses the GPU
-    if node.uid:
-        return 0.0, 0.0
-    from decentnode.communication.shared_memory.path import SharedMemoryPath
-
-    mapped = node.parts.paths.of(SharedMemoryPath)._mapped
-    if unread := set(others) - mapped.keys():
-        raise RuntimeError(f"no CUDA IPC here: the memory of {len(unread)} of {len(others)} neighbors cannot be mapped")
-    boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
-    y, weighted = torch.empty_like(x), [(tensor, 1 / (1 + len(others))) for tensor in boards]
-    copy = 8e-6 * elements / milliseconds(lambda: y.copy_(x), True, queued=True)
-    moved = 4e-6 * elements * passes(len(others), True)
-    return copy, moved / milliseconds(lambda: mix_into(x, x, 0.5, weighted), True, queued=True)
-
-
 def simulator(tiny: bool) -> Iterator[Row]:
     """Node-updates per second of the batched engine (one local step and one mixing of one node), beside bare
     steps of SGD of one node after the other, with no data to gather, nothing mixed and nothing recorded."""
@@ -314,7 +217,7 @@ def simulator(tiny: bool) -> Iterator[Row]:
 
     gpu = on_gpu()
     device, batch = torch.device("cuda" if gpu else "cpu"), 8
-    for nodes in (16,) if tiny else (1024, 64, 4096, 16, 256):
+    for nodes in (16,) if tiny else (64, 1024, 256, 16, 4096):
         experiment = load(None, [
             f"graph={{name: regular, nodes: {nodes}, degree: 4}}", "model=gn_lenet",
             f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {device.type}}}",
@@ -350,12 +253,25 @@ def _peak(gpu: bool) -> str:
 
 
 CASES: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "tests": tests, "bits": bits, "host": host, "ceilings": ceilings, "mixing": mixing, "ipc": ipc, "codecs": codecs,
-    "rounds": rounds, "wrapper": wrapper, "nccl": nccl, "staging": staging, "simulator": simulator,
-    "training": training,
+    "tests": tests, "bits": bits, "host": host, "ceilings": ceilings, "mixing": mixing, "ipc": ipc, "wrapper": wrapper,
+    "rounds": rounds, "codecs": codecs, "nccl": nccl, "staging": staging, "simulator": simulator, "training": training,
 }  # fmt: skip
 """In the order in which they run: what matters most first, as time may end."""
-MARK = "row: "
+PROFILES: dict[str, Callable[[Sequence[str], bool], Iterator[Profile]]] = {
+    "mixing": profile_mixing, "ipc": profile_ipc, "wrapper": profile_wrapper, "host": profile_host,
+}  # fmt: skip
+"""Of cases whose rows ask for a speed: what profiles the work of the rows named."""
+PROFILED = 4
+"""At most so many rows of a case."""
+PROFILE_SECONDS = 30.0
+"""Of a case, and of ncu."""
+NCU_METRICS = (
+    "gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed", "dram__bytes_read.sum",
+    "dram__bytes_write.sum", "sm__warps_active.avg.pct_of_peak_sustained_active", "launch__registers_per_thread",
+)  # fmt: skip
+MARK, PROFILE_MARK = "row: ", "profile: "
+END_SECONDS = 5.0
+"""Longest wait for the end of a process that was killed."""
 
 
 def environment() -> list[str]:
@@ -396,33 +312,6 @@ def environment() -> list[str]:
     return found
 
 
-class Report:
-    """Rows as they become known: printed, and written to a file that is valid JSON at any moment."""
-
-    def __init__(self, out: Path | None, about: list[str]) -> None:
-        self.rows: list[Row] = []
-        self._out, self._about, self._began = out, about, time.monotonic()
-        self._lock = threading.Lock()
-        self._write()
-
-    def add(self, row: Row) -> None:
-        if row.value is not None and not math.isfinite(row.value):  # which JSON does not have
-            row = replace(row, value=None, note=f"failed: {row.value}")
-        with self._lock:
-            self.rows.append(row)
-            print(row.text(), flush=True)
-            self._write()
-
-    def _write(self) -> None:
-        if self._out is None:
-            return
-        found = {"environment": self._about, "seconds": round(time.monotonic() - self._began, 1),
-                 "rows": [asdict(row) for row in self.rows]}  # fmt: skip
-        new = self._out.with_name(self._out.name + ".new")
-        new.write_text(json.dumps(found, indent=1) + "\n")
-        new.replace(self._out)
-
-
 _running: set[subprocess.Popen[str]] = set()
 
 
@@ -434,41 +323,66 @@ def _kill(process: subprocess.Popen[str]) -> None:
         return
 
 
-def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) -> None:
-    """One case in a process of its own, its rows as they come; a failure is a row that says why."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--case", name, *(["--tiny"] if tiny else [])]
+def _run(command: list[str], limit: float, take: Callable[[str], None]) -> str:
+    """Runs a command with all that it starts, for no longer than limit seconds, and hands each line that it prints to
+    take(). Returns why it did not end in order, else ""."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     known = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    began, stopped = time.monotonic(), threading.Event()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=known,
                                    start_new_session=True)  # fmt: skip
         _running.add(process)
-        clock = threading.Timer(limit, lambda: (stopped.set(), _kill(process)))
-        clock.start()
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MARK):
-                add(Row(**json.loads(line.removeprefix(MARK))))
-        process.wait()
-        clock.cancel()
-        _kill(process)  # what it left behind
+        lines = process.stdout
+        assert lines is not None
+
+        def read() -> None:
+            for line in lines:
+                take(line)
+
+        # In a thread: what it started and did not end may hold the other end of the pipe.
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        stopped = ""
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            stopped = f"stopped after {limit:.0f} s"
+        _kill(process)  # with what it left behind
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the driver does not let go of stays
+            process.wait(END_SECONDS)
+        reader.join(END_SECONDS)
         _running.discard(process)
-        if stopped.is_set():
-            add(Row(name, "the case", None, note=f"stopped after {limit:.0f} s"))
-        elif process.returncode:
-            errors.seek(0)
-            said = " ".join(errors.read().split())[-300:]
-            add(Row(name, "the case", None, note=f"failed: it ended with {process.returncode}: {said}"))
+        if stopped or not process.returncode:
+            return stopped
+        errors.seek(0)
+        return f"failed: it ended with {process.returncode}: {' '.join(errors.read().split())[-300:]}"
+
+
+def _this_script(*arguments: str, tiny: bool) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), *arguments, *(["--tiny"] if tiny else [])]
+
+
+def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) -> None:
+    """One case in a process of its own, its rows as they come; a failure is a row that says why."""
+    began = time.monotonic()
+
+    def take(line: str) -> None:
+        if line.startswith(MARK):
+            add(Row(**json.loads(line.removeprefix(MARK))))
+
+    if why := _run(_this_script("--case", name, tiny=tiny), limit, take):
+        add(Row(name, "the case", None, note=why))
     print(f"  {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
-def run_all(options: argparse.Namespace, report: Report) -> None:
-    """Cases one after the other, in the order of CASES, but those of TOGETHER at once; no more than options.limit s."""
-    until, names = time.monotonic() + options.limit, options.cases
+def run_all(options: argparse.Namespace, report: Report, until: float) -> None:
+    """Cases one after the other, in the order of CASES, but those of TOGETHER at once. until: of time.monotonic(); some
+    of the time before it is kept for the profiles of what has missed its target by then."""
+    names = options.cases
 
     def run(name: str) -> None:
-        left = until - time.monotonic()
+        kept = PROFILE_SECONDS * len({row.case for row in report.rows if row.missed and row.case in PROFILES})
+        left = until - time.monotonic() - kept
         if left < 5:
             report.add(Row(name, "the case", None, note="not measured: no time left"))
         else:
@@ -484,9 +398,56 @@ def run_all(options: argparse.Namespace, report: Report) -> None:
             run(name)
 
 
-def _terminated(_signal: int, _frame: object) -> None:
+def profile_all(options: argparse.Namespace, report: Report, until: float) -> None:
+    """Profiles what missed its target, of each case the worst, in a process per case. With tiny sizes, whose figures
+    say nothing, the first rows that have a target. until: of time.monotonic()."""
+    for case in PROFILES:
+        asked = [row for row in report.rows if row.case == case and row.asked and row.value is not None]
+        rows = asked if options.tiny else sorted((row for row in asked if row.missed), key=_share, reverse=True)
+        whats = [row.what for row in rows[:PROFILED]]
+        left = until - time.monotonic()
+        if not whats:
+            continue
+        if left < 5:
+            report.add_profile(Profile(case, f"{len(rows)} rows", ["no time left"], ["not profiled: no time left"]))
+            continue
+
+        def take(line: str) -> None:
+            if line.startswith(PROFILE_MARK):
+                report.add_profile(Profile(**json.loads(line.removeprefix(PROFILE_MARK))))
+
+        command = _this_script("--profile", case, *whats, tiny=options.tiny)
+        if why := _run(command, min(options.patience * PROFILE_SECONDS, left), take):
+            report.add_profile(Profile(case, "profiles", [why], [why]))
+        if case == "mixing" and shutil.which("ncu"):
+            report.add_profile(_counted_by_ncu(whats, min(PROFILE_SECONDS, until - time.monotonic())))
+
+
+def _share(row: Row) -> float:
+    """How many times what is asked a row missed it by."""
+    bound, reached = float(row.asked.strip("<>= ")), row.reached or 0.0
+    ends = (bound, reached) if row.asked.startswith(">") else (reached, bound)
+    return ends[0] / ends[1] if ends[1] else math.inf
+
+
+def _counted_by_ncu(whats: list[str], limit: float) -> Profile:
+    """What the hardware counts of one launch of the kernel, of the smallest of these rows: counting some things takes
+    several runs of it, between which the memory that it wrote is put back."""
+    what = min(whats, key=lambda what: float(what.split()[2]) if what[0].isdigit() else math.inf)
+    said: list[str] = []
+    command = ["ncu", "--clock-control", "none", "--kernel-name", f"regex:{KERNEL}", "--launch-skip", "2",
+               "--launch-count", "1", "--metrics", ",".join(NCU_METRICS),
+               *_this_script("--launch", what, tiny=False)]  # fmt: skip
+    why = _run(command, limit, said.append) if limit >= 5 else "no time left"
+    found = [" ".join(line.split()) for line in said if line.strip().startswith(NCU_METRICS)]
+    lines = [line.rstrip() for line in said[-40:]] + ([why] if why else [])
+    return Profile("mixing", f"ncu, {what}", lines, found or [why or "ncu counted nothing of the kernel"])
+
+
+def _terminated(report: Report) -> None:
     for process in list(_running):
         _kill(process)
+    os.write(1, f"\nstopped from outside\n{report.table()}\n".encode())  # print may be what was interrupted
     os._exit(143)
 
 
@@ -494,28 +455,49 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=list(CASES), help=f"any of {', '.join(CASES)}")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes")
-    parser.add_argument("--out", type=Path, help="where the rows go as JSON")
+    parser.add_argument("--out", type=Path, help="where the rows go as JSON, and profiles.txt beside it")
     parser.add_argument("--limit", type=float, default=420, help="seconds that all cases together may take")
     parser.add_argument("--patience", type=float, default=1, help="times which each case's own limit is: slow machines")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--profile", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--launch", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.cases) - CASES.keys():
         parser.error(f"no case {', '.join(sorted(unknown))}; there is: {', '.join(CASES)}")
-    if options.case:
-        for row in CASES[options.case](options.tiny or not on_gpu()):
-            print(MARK + json.dumps(asdict(row)), flush=True)
+    if options.case or options.profile or options.launch:
+        _of_another(options)
         return 0
-    signal.signal(signal.SIGTERM, _terminated)
+    began = time.monotonic()
     os.environ["GPU_PATIENCE"] = str(options.patience)  # for the limits within cases
     about = environment()
-    if options.tiny or not on_gpu():
+    options.tiny = options.tiny or not on_gpu()
+    if options.tiny:
         about.append("tiny sizes: no figure here counts")
     print(*about, sep="\n", flush=True)
     report = Report(options.out, about)
-    run_all(options, report)
+    signal.signal(signal.SIGTERM, lambda *_: _terminated(report))
+    run_all(options, report, began + options.limit)
     for what, why in ABSENT.items():
         report.add(Row("absent", what, None, note=why))
+    profile_all(options, report, began + options.limit)
+    print(report.table(), flush=True)
     return 1 if any(row.failed for row in report.rows) else 0
+
+
+def _of_another(options: argparse.Namespace) -> None:
+    """What the process does that `_this_script` starts."""
+    tiny = options.tiny or not on_gpu()
+    if options.case:
+        for row in CASES[options.case](tiny):
+            print(MARK + json.dumps(asdict(row)), flush=True)
+    elif options.profile:
+        case, *whats = options.profile
+        for profile in PROFILES[case](whats, tiny):
+            print(PROFILE_MARK + json.dumps(asdict(profile)), flush=True)
+    else:
+        work = mix_named(options.launch)
+        for _ in range(4 if work is not None else 0):
+            work()
 
 
 if __name__ == "__main__":

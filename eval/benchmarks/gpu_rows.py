@@ -39,6 +39,21 @@ class Row:
         return f"{self.case:9} {self.what:58} {self.value:10.4g} {self.unit:8} {ratio:18} {self.asked:8} {self.note}"
 
     @property
+    def reached(self) -> float | None:
+        """What `asked` bounds."""
+        return self.value / self.ceiling if self.value is not None and self.ceiling else self.value
+
+    @property
+    def missed(self) -> bool:
+        """Whether the figure is there and is not what is asked."""
+        if self.reached is None or not self.asked:
+            return False
+        bound = float(self.asked.strip("<>= "))
+        if self.asked.startswith(">="):
+            return self.reached < bound
+        return self.reached > bound if self.asked.startswith("<=") else self.reached != bound
+
+    @property
     def failed(self) -> bool:
         return self.note.startswith(("failed", "stopped"))
 

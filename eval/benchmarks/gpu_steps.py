@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+from gpu_profiles import Profile, told, trace_of
 from gpu_rows import Row, failure, milliseconds, on_gpu
 
 PRECISIONS = ("bfloat16 autocast", "float32", "float16, GradScaler")
@@ -70,22 +72,40 @@ def wrapper(tiny: bool) -> Iterator[Row]:
 
     gpu = on_gpu()
     initialize_dist(backend="nccl" if gpu and dist.is_nccl_available() else "gloo")
+    for what, make, precision in _wrapped_cases(tiny, gpu):
+        try:
+            yield _beside(make, precision, what, tiny, gpu)
+        except Exception as error:  # the other models' figures count
+            yield failure("wrapper", what, error)
+
+
+def _wrapped_cases(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]], str]]:
     models = list(_make_models(tiny, gpu))
     for precision in PRECISIONS:  # of all models the most usual one first
         for name, make in models:
-            what = f"{name}, {precision}, world of one / alone"
-            try:
-                yield _beside(make, precision, what, tiny, gpu)
-            except Exception as error:  # the other models' figures count
-                yield failure("wrapper", what, error)
+            yield f"{name}, {precision}, world of one / alone", make, precision
 
 
-def _beside(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str, tiny: bool, gpu: bool) -> Row:
+def profile_wrapper(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
+    """Of a step alone, and of the same step of the wrapper."""
+    import torch.distributed as dist
+
+    from decentnode.parallel import initialize_dist
+
+    gpu = on_gpu()
+    initialize_dist(backend="nccl" if gpu and dist.is_nccl_available() else "gloo")
+    for what, make, precision in _wrapped_cases(tiny, gpu):
+        if what in whats:
+            for way, step in _ways(make, precision, gpu).items():
+                yield told(trace_of(step), "wrapper", f"{what}: {way}")
+
+
+def _ways(make: Callable[[], tuple[Any, Any, Any]], precision: str, gpu: bool) -> dict[str, Callable[[], None]]:
+    """What makes a step alone, and the same step by the wrapper."""
     import torch
 
     from decentnode.parallel import DecentralizedDataParallel
 
-    steps, turns = (2, 2) if tiny else (5, 7)
     kind = "cuda" if gpu else "cpu"
     scalers = [torch.amp.GradScaler(kind) if "GradScaler" in precision else None for _ in range(2)]
     dtype = torch.float16 if "float16," in precision else torch.bfloat16
@@ -108,20 +128,27 @@ def _beside(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str,
         if optimizer is not None:
             optimizer.zero_grad()
 
-    ways = (("alone", alone, own, scalers[0]), ("wrapped", wrapped, None, scalers[1]))
-    times: dict[str, list[float]] = {"alone": [], "wrapped": []}
-    for turn in range(turns + 1):  # the first one is not counted
-        for way, *given in ways:
+    return {"alone": partial(step, alone, own, scalers[0]), "wrapped": partial(step, wrapped, None, scalers[1])}
 
-            def several(given: Any = given) -> None:
+
+def _beside(make: Callable[[], tuple[Any, Any, Any]], precision: str, what: str, tiny: bool, gpu: bool) -> Row:
+    import torch
+
+    steps, turns = (2, 2) if tiny else (5, 7)
+    ways = _ways(make, precision, gpu)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(turns + 1):  # the first one is not counted
+        for way, step in ways.items():
+
+            def several(step: Callable[[], None] = step) -> None:
                 for _ in range(steps):
-                    step(*given)
+                    step()
 
             times[way].append(milliseconds(several, gpu, 1, warm=0 if turn else 1) / steps)
     ratios = [b / a for a, b in zip(times["alone"][1:], times["wrapped"][1:], strict=True)]
     memory = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of both" if gpu else ""
     note = f"step alone {statistics.median(times['alone'][1:]):.2f} ms, least {min(ratios):.3f}, most {max(ratios):.3f}"
-    del alone, wrapped, own, ways
+    del ways, step, several
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -25,6 +25,8 @@ FIRST = (
     "test_recorded.py", "test_ranks.py", "test_staging.py", "test_devices.py",
 )  # fmt: skip
 """Begun first: what nothing but a GPU can show, and the files whose tests start processes."""
+KEPT = 200_000
+"""Characters of the beginning, and of the end, of what pytest said of one file."""
 _DONE = re.compile(r"^(\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 
 
@@ -47,7 +49,7 @@ def tests(_tiny: bool) -> Iterator[Row]:
                 continue
             if log := os.environ.get("GPU_TESTS_LOG"):
                 with Path(log).open("a") as file:
-                    file.write(text)
+                    file.write(text if len(text) <= 2 * KEPT else f"{text[:KEPT]}\n[...]\n{text[-KEPT:]}")
             yield from rows
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from gpu_profiles import Profile, told, trace_of
 from gpu_rows import Row, on_gpu
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml")
+NODES = 4
+WHAT = "waits of the host per node and round, "
 WAITS = {"full": 1, "choco": 7, "topk": 7}
 """What is counted of, and expected: one wait for the loss, two to code indices, two for those of each of two neighbors
 (docs/howto/gpus.rst)."""
@@ -15,27 +19,42 @@ WAITS = {"full": 1, "choco": 7, "topk": 7}
 
 def host(tiny: bool) -> Iterator[Row]:
     """Calls per node and round that make the host wait for the GPU, counted by torch's profiler."""
-    from decentnode.build import build_in_process, step_all
-    from decentnode.experiment import load
+    from decentnode.build import step_all
 
     gpu = on_gpu()
     for rule in ("full",) if tiny else WAITS:
         counts = []
         for length in (4, 8):
-            experiment = load(CONFIG, [
-                "graph={name: ring, nodes: 4}", f"mapping={{name: linear, nodes_per_machine: 4, device: "
-                f"{'cuda' if gpu else 'cpu'}}}", f"node.rounds={length}", "node.evaluate_every=0", f"sharing={rule}",
-                "communication=inproc", "training.local_steps=1",
-            ])  # fmt: skip
-            nodes = build_in_process(experiment)
+            nodes = _nodes(rule, length, gpu)
             counts.append(_waits(lambda nodes=nodes: step_all(nodes), gpu))  # type: ignore[misc]
-        what = f"waits of the host per node and round, {rule}"
+        what = WHAT + rule
         if not all(counts):
             yield Row("host", what, None, note="absent: torch's profiler sees no calls of CUDA here")
             continue
         # the difference of two lengths leaves out start and closing evaluation
-        yield Row("host", what, (counts[1] - counts[0]) / (4 * 4), "", asked=f"<= {WAITS[rule]}",
+        yield Row("host", what, (counts[1] - counts[0]) / (4 * NODES), "", asked=f"<= {WAITS[rule]}",
                   note="" if gpu else "on the CPU: reads of scalars")  # fmt: skip
+
+
+def _nodes(rule: str, rounds: int, gpu: bool) -> list[Any]:
+    from decentnode.build import build_in_process
+    from decentnode.experiment import load
+
+    return build_in_process(load(CONFIG, [
+        f"graph={{name: ring, nodes: {NODES}}}", f"mapping={{name: linear, nodes_per_machine: {NODES}, device: "
+        f"{'cuda' if gpu else 'cpu'}}}", f"node.rounds={rounds}", "node.evaluate_every=0", f"sharing={rule}",
+        "communication=inproc", "training.local_steps=1",
+    ]))  # fmt: skip
+
+
+def profile_host(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
+    """Of a run of 8 rounds, with its start and its closing evaluation: which lines wait."""
+    from decentnode.build import step_all
+
+    for what in whats:
+        nodes = _nodes(what.removeprefix(WHAT), 8, on_gpu())
+        trace = trace_of(lambda nodes=nodes: step_all(nodes), stacks=True, calls=1, warm=0)  # type: ignore[misc]
+        yield told(trace, "host", f"{what}: {NODES} nodes, 8 rounds")
 
 
 def _waits(work: Callable[[], object], gpu: bool) -> int:

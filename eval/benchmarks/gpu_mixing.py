@@ -1,0 +1,183 @@
+"""Cases of gpu.py about the memory's speed: mixing models, those of this process and those of others on the GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from gpu_profiles import Event, Profile, told, trace_of
+from gpu_rows import Row, failure, milliseconds, on_gpu
+
+ARRIVALS = (1, 2, 4, 8)
+KERNEL = "_weighted_sum"
+"""As decentnode/mixing/kernel.py names it."""
+
+
+def mixing(tiny: bool) -> Iterator[Row]:
+    """x <- w x + sum_k w_k r_k with d arrivals, beside a copy of the same dtype and size in the same process."""
+    import torch
+
+    from decentnode.mixing import passes
+
+    gpu = on_gpu()
+    yield from _launched() if gpu else _interpreted()
+    for elements in (100_000,) if tiny else (25_000_000, 1_000_000_000):
+        for dtype in (torch.float32, torch.bfloat16):
+            device, bytes_each = torch.device("cuda" if gpu else "cpu"), torch.empty(0, dtype=dtype).element_size()
+            x, y = torch.randn(elements, dtype=dtype, device=device), torch.empty(elements, dtype=dtype, device=device)
+            took = milliseconds(lambda: y.copy_(x), gpu, queued=True)  # noqa: B023
+            copy = 2e-6 * bytes_each * elements / took
+            for arrivals in ARRIVALS:
+                mix = _mix_of(x, arrivals)
+                moved = bytes_each * elements * passes(arrivals, fused=True)
+                speed = 1e-6 * moved / milliseconds(mix, gpu, queued=True)
+                name = str(dtype).removeprefix("torch.")
+                yield Row("mixing", f"{arrivals} arrivals, {elements / 1e6:g} M elements, {name}", speed, "GB/s", copy,
+                          ">= .85")  # fmt: skip
+                del mix
+
+
+def _mix_of(x: Any, arrivals: int) -> Callable[[], None]:
+    import torch
+
+    from decentnode.mixing import mix_into
+
+    received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
+
+    def mix() -> None:
+        mix_into(x, x, 1 / (arrivals + 1), received)
+
+    return mix
+
+
+def mix_named(what: str) -> Callable[[], None] | None:
+    """The work of a row of `mixing`; None where the row is of no models that were mixed."""
+    import torch
+
+    found = re.fullmatch(r"(\d+) arrivals, (\S+) M elements, (\w+)", what)
+    if found is None:
+        return None
+    elements, dtype = round(1e6 * float(found[2])), getattr(torch, found[3])
+    x = torch.randn(elements, dtype=dtype, device="cuda" if on_gpu() else "cpu")
+    return _mix_of(x, int(found[1]))
+
+
+def profile_mixing(whats: Sequence[str], _tiny: bool) -> Iterator[Profile]:
+    for what in whats:
+        work = mix_named(what)
+        if work is not None:
+            yield told(trace_of(work), "mixing", what)
+        del work  # before the next one takes as much memory
+
+
+def _launched() -> Iterator[Row]:
+    """Why the kernel cannot be launched here, where it cannot: then figures of mixing are of several passes."""
+    import torch
+
+    try:
+        from decentnode.mixing.kernel import launch_once
+
+        launch_once(torch.device("cuda", torch.cuda.current_device()))
+        torch.cuda.synchronize()
+    except Exception as error:  # models are mixed without it
+        yield failure("mixing", "the Triton kernel is launched", error)
+
+
+def _interpreted() -> Iterator[Row]:
+    """The Triton kernel itself, where only its interpreter can run it."""
+    what = "Triton kernel by its interpreter, largest error"
+    if importlib.util.find_spec("triton") is None:
+        yield Row("mixing", what, None, note="absent: Triton is not installed")
+        return
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel's module is imported
+    import torch
+
+    from decentnode.mixing.kernel import launch
+
+    model, arrived, out = torch.randn(5000), torch.randn(5000), torch.empty(5000)
+    launch(out, model, 0.5, [(arrived, 0.25)])
+    yield Row("mixing", what, float((out - (0.5 * model + 0.25 * arrived)).abs().max()), "", asked="<= 1e-6")
+
+
+def ipc(tiny: bool) -> Iterator[Row]:
+    """Mixing straight from the memory of other processes on the same GPU, beside a copy."""
+    if not on_gpu():
+        yield Row("ipc", "mixing from the neighbors' memory", None, note="needs a GPU")
+        return
+    from tests.gpu.processes import on_one_gpu
+
+    for n, what in _crowds(tiny):
+        try:
+            copy, mixed = on_one_gpu(n, _elements(tiny), _mix_speed)[0]
+        except Exception as error:  # the next one may run
+            yield failure("ipc", what, error)
+        else:
+            yield Row("ipc", what, mixed, "GB/s", copy, ">= .80")
+
+
+def _crowds(tiny: bool) -> list[tuple[int, str]]:
+    return [(n, f"mixing from the memory of {n - 1} neighbors") for n in ((2,) if tiny else (2, 4))]
+
+
+def _elements(tiny: bool) -> int:
+    return 100_000 if tiny else 64_000_000
+
+
+def profile_ipc(whats: Sequence[str], tiny: bool) -> Iterator[Profile]:
+    from tests.gpu.processes import on_one_gpu
+
+    for n, what in _crowds(tiny):
+        if what in whats:
+            yield told(on_one_gpu(n, _elements(tiny), _mix_trace)[0], "ipc", what)
+
+
+def _mix_speed(node: Any, device: Any) -> tuple[float, float]:
+    """(GB/s of a copy, GB/s of mixing all neighbors); node 0 alone measures."""
+    import torch
+
+    from decentnode.mixing import passes
+
+    found = _mapped(node, device)
+    if found is None:
+        return 0.0, 0.0
+    x, mix, others = found
+    y = torch.empty_like(x)
+    copy = 8e-6 * x.numel() / milliseconds(lambda: y.copy_(x), True, queued=True)
+    moved = 4e-6 * x.numel() * passes(others, True)
+    return copy, moved / milliseconds(mix, True, queued=True)
+
+
+def _mix_trace(node: Any, device: Any) -> list[Event]:
+    found = _mapped(node, device)
+    return [] if found is None else trace_of(found[1])
+
+
+def _mapped(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | None:
+    """Of node 0, when all have exchanged a model: (its model, what mixes it with all others' where these lie, how many
+    there are)."""
+    import torch
+
+    from decentnode.communication.shared_memory.path import SharedMemoryPath
+    from decentnode.mixing import mix_into
+    from decentnode.payload import Payload
+
+    others = tuple(uid for uid in range(len(node._run.machine_of)) if uid != node.uid)
+    x = torch.randn(node.schemas[0].elements, device=device)
+    for arrival in node.exchange(0, dict.fromkeys(others, Payload({"x": x})), others).arrivals(60):
+        assert not arrival.missing
+    node.barrier("written", 60)  # from here on only node 0 uses the GPU
+    if node.uid:
+        return None
+    mapped = node.parts.paths.of(SharedMemoryPath)._mapped
+    if unread := set(others) - mapped.keys():
+        raise RuntimeError(f"no CUDA IPC here: the memory of {len(unread)} of {len(others)} neighbors cannot be mapped")
+    boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
+    weighted = [(tensor, 1 / (1 + len(others))) for tensor in boards]
+
+    def mix() -> None:
+        mix_into(x, x, 0.5, weighted)
+
+    return x, mix, len(others)
