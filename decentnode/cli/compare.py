@@ -49,12 +49,13 @@ class RunFailed(DecentnodeError):
 @click.option("--best", is_flag=True, help="Add the best evaluation of the main metric, and its round.")
 @click.option("--paired", is_flag=True,
               help="Add each row's difference from the best, seed by seed, with its 95 % interval and p.")
+@click.option("--wide", is_flag=True, help="Print all columns, and rows with all of their keys, however wide that is.")
 @click.option("--output", "-o", type=click.Path(path_type=Path),
               help="Write the table there too: .txt, .csv, .json, and for papers .tex or .md, which have --paired.")
 @click.option("--json", "as_json", is_flag=True, help="Print all values as JSON instead of the table.")
 def command(
     what: tuple[str, ...], seeds: int, overrides: tuple[str, ...], run_dir: Path, target: str | None, best: bool,
-    paired: bool, output: Path | None, as_json: bool,
+    paired: bool, wide: bool, output: Path | None, as_json: bool,
 ) -> None:
     """Run every CONFIG with several seeds, one run after the other, and print a table of means and deviations.
 
@@ -79,7 +80,7 @@ def command(
         text = TABLES[output.suffix](rows, test if paired or output.suffix in FOR_PAPERS else None)
         output.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
     test = test if paired else None
-    width = shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
+    width = None if wide else shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
     click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))
 
 

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ ALPHA = 0.05
 """p below which a row counts as another than the best."""
 MIN_LABEL = 32
 """Characters that a row's name may have in a table that is too wide without it."""
+LEFT_OUT_FIRST = ("bytes_metadata_per_node", "consensus_rms", "round_seconds_median", "consensus_distance")
+"""Columns that a table has no room for before it has none for those of the task and of payloads."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class ComparedRow:
     """The figures, in the order in which tables show them; the same for all rows of a table."""
     label: Label | None = None
     """What `name` is made of; None where it is no list of keys."""
+    asked: int = 0
+    """How many of the columns, the last ones, somebody asked for: tables have them however wide they become."""
 
     def mean(self, name: str) -> float | None:
         return statistics.fmean(self.values[name]) if self.values[name] else None
@@ -81,7 +86,7 @@ def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[C
     for label, group in zip(labels_of(groups), groups, strict=True):
         made = row(label.text, [each.summary for each in group], shown)
         more = {figure.name: [value for each in group if (value := of(each)) is not None] for figure, of in extra}
-        found.append(replace(made, values={**made.values, **more}, label=label,
+        found.append(replace(made, values={**made.values, **more}, label=label, asked=len(extra),
                              columns=(*shown, *(each for each, _ in extra))))  # fmt: skip
     return found
 
@@ -147,15 +152,43 @@ def _difference(test: AgainstBest, index: int) -> str:
 def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, width: int | None = None) -> str:
     """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one. test: adds each
     row's difference from the best, its 95 % interval and p. width: so many characters a line should have at most; then
-    headings may take two lines, and names have as many of their keys as fit, but MIN_LABEL characters in any case."""
+    headings may take two lines, names have as many of their keys as fit, but MIN_LABEL characters in any case, and
+    where that does not do, figures are left out, which a line below the table names."""
     cells = table_cells(rows, rows[0].columns, test)
     if width is None or _width(cells) <= width:
         return simple_table(cells)
+    shown, left_out = list(rows[0].columns), set[Figure]()
+    cells = _narrowed(rows, shown, test, width)
+    for figure in _dispensable(rows[0]):
+        if _width(cells) <= width:
+            break
+        shown.remove(figure)
+        left_out.add(figure)
+        cells = _narrowed(rows, shown, test, width)
+    if not left_out:
+        return simple_table(cells)
+    titles = ", ".join(figure.title for figure in rows[0].columns if figure in left_out)
+    note = f"left out to fit {width} columns: {titles}; --wide shows them, and files (-o) have them"
+    return f"{simple_table(cells)}\n{textwrap.fill(note, width)}"
+
+
+def _dispensable(row: ComparedRow) -> list[Figure]:
+    """Returns the columns that may be left out, the first one first: never a task's mean, or what was asked for."""
+    own = [each for each in row.columns[: len(row.columns) - row.asked] if not each.name.endswith("_mean")]
+    first = [each for name in LEFT_OUT_FIRST for each in own if each.name == name]
+    return [*first, *(each for each in reversed(own) if each not in first)]
+
+
+def _narrowed(
+    rows: Sequence[ComparedRow], shown: Sequence[Figure], test: AgainstBest | None, width: int
+) -> list[list[str]]:
+    """As `table_cells`, with headings in two lines and names that are as long as there is room."""
+    cells = table_cells(rows, shown, test)
     cells[0] = [min((f"{heading[:at]}\n{heading[at + 1 :]}" for at, each in enumerate(heading) if each == " "),
                     key=lambda lines: max(map(len, lines.split("\n"))), default=heading) for heading in cells[0]]
     left = max(MIN_LABEL, width - _width([line[1:] for line in cells]) - 2)
     names = short_labels([each.label or Label(each.name, {}) for each in rows], left)
-    return simple_table([cells[0], *([name, *line[1:]] for name, line in zip(names, cells[1:], strict=True))])
+    return [cells[0], *([name, *line[1:]] for name, line in zip(names, cells[1:], strict=True))]
 
 
 def _width(cells: Sequence[Sequence[str]]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import statistics
@@ -145,18 +146,18 @@ def test_rows_are_labelled_by_what_differs_and_not_by_what_follows_from_it(tmp_p
     assert len(compared(*sorted(tmp_path.glob("g*")), runs=tmp_path)[0]) == 2, "one file name, two graphs"
 
 
-def table(folder: Path, columns: int | None = None) -> list[str]:
-    """The lines of the table for a terminal of so many columns, or for a pipe."""
+def table(folder: Path, columns: int | None = None, *options: str) -> list[str]:
+    """The lines of the table, and below it, for a terminal of so many columns, or for a pipe."""
     environment = {"COLUMNS": None if columns is None else str(columns)}
-    result = CliRunner().invoke(main, ["compare", str(folder)], env=environment)
+    result = CliRunner().invoke(main, ["compare", str(folder), *options], env=environment)
     assert result.exit_code == 0, result.output
     return result.output.splitlines()
 
 
 def named(lines: list[str]) -> list[str]:
     """The names of the rows."""
-    width = lines[0].index(" ")
-    return [line[:width].rstrip() for line in lines[lines.index(lines[0], 1) + 1 : -1]]
+    width, rules = lines[0].index(" "), [number for number, line in enumerate(lines) if line == lines[0]]
+    return [line[:width].rstrip() for line in lines[rules[1] + 1 : rules[2]]]
 
 
 def test_rows_are_named_by_as_many_keys_as_fit(tmp_path: Path) -> None:
@@ -166,11 +167,13 @@ def test_rows_are_named_by_as_many_keys_as_fit(tmp_path: Path) -> None:
                  sharing={"values": [0.25 * number] * 40})  # fmt: skip
     full = list(compared(*sorted((tmp_path / "exp").iterdir()), runs=tmp_path)[0])
     assert max(map(len, full)) > 250
-    piped = named(table(tmp_path / "exp"))
-    assert piped == [f"exp training.lr={0.1 * number} and 4 more" if number != 3 else
-                     "exp training.lr=0.30000000000000004 and 4 more" for number in range(4)]  # fmt: skip
-    assert named(table(tmp_path / "exp", 80)) == piped
-    for columns in (140, 160, 180, 200, 220):
+    assert table(tmp_path / "exp") == table(tmp_path / "exp", 100)
+    for columns in (80, 100):
+        assert named(table(tmp_path / "exp", columns)) == [
+            f"exp training.lr={0.1 * number} and 4 more" if number != 3 else
+            "exp training.lr=0.30000000000000004 and 4 more" for number in range(4)
+        ]  # fmt: skip
+    for columns in (80, 100, 140, 160, 180, 200, 220):
         lines = table(tmp_path / "exp", columns)
         names = named(lines)
         assert max(map(len, lines)) <= columns and len({*names}) == 4
@@ -179,6 +182,42 @@ def test_rows_are_named_by_as_many_keys_as_fit(tmp_path: Path) -> None:
         assert all(name.endswith(f" and {5 - len(keys[0])} more") or len(keys[0]) == 5 for name in names)
     assert named(table(tmp_path / "exp", 500)) == full
     assert f"{max(map(len, full)) * '='}  " in table(tmp_path / "exp", 500)[0]
+
+
+SUMMARY = {"accuracy_mean": 0.9, "accuracy_min": 0.8, "accuracy_merged": 0.95, "consensus_rms": 0.5,
+           "consensus_distance": 0.01, "bytes_sent_total": 3e6, "bytes_metadata_total": 1e5,
+           "round_seconds_median": 0.05, "nodes": {"0": {}, "1": {}}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("columns", "kept"), [
+    (80, {"accuracy %", "worst node %"}), (100, {"accuracy %", "worst node %", "merged %", "payload MB/node"}),
+    (120, {"accuracy %", "worst node %", "merged %", "payload MB/node", "consensus distance"}),
+])  # fmt: skip
+def test_figures_without_room_are_named_below_the_table(columns: int, kept: set[str]) -> None:
+    labels = [Label("quickstart", {"sharing.name": name, "training.lr": "0.1"}) for name in ("full", "topk")]
+    made = [compare.row(label.text, [{**SUMMARY, "accuracy_mean": 0.9 + each / 100} for each in range(2)])
+            for label in labels]  # fmt: skip
+    rows = [dataclasses.replace(row, label=label) for row, label in zip(made, labels, strict=True)]
+    lines = compare.text_table(rows, None, columns).splitlines()
+    end = max(number for number, line in enumerate(lines) if line == lines[0])
+    assert max(map(len, lines)) <= columns
+    note = " ".join(lines[end + 1 :])
+    told = note.partition(": ")[2].partition("; --wide shows them")[0].split(", ")
+    titles = [figure.title for figure in rows[0].columns]
+    assert note.startswith(f"left out to fit {columns} columns: ")
+    assert told == [title for title in titles if title not in kept] and len(kept) + len(told) == len(titles)
+    assert compare.text_table(rows, None, None).splitlines()[1].split("  ")[-1].strip() == "ms/round"
+
+
+def test_what_was_asked_for_is_in_the_table_however_wide_it_is(tmp_path: Path) -> None:
+    finished(tmp_path / "exp/1", 1, 0.5)
+    (tmp_path / "exp/1/nodes/000").mkdir()
+    lines = table(tmp_path / "exp", 40, "--best")
+    heading, note = " ".join(lines[1:3]), " ".join(lines[6:])
+    assert lines[5] == lines[0] and heading.count("best") == 2 and "merged" not in heading
+    assert note.startswith("left out to fit 40 columns: ") and "merged %" in note and "best" not in note
+    wide = table(tmp_path / "exp", 40, "--best", "--wide")
+    assert len({*map(len, (wide[0], wide[-1]))}) == 1 and "metadata MB/node" in wide[1] and wide[-1] == wide[0]
 
 
 def test_names_that_one_key_does_not_tell_apart_have_several() -> None:
