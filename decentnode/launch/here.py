@@ -34,7 +34,7 @@ from decentnode.launch.one_process.in_process import run_nodes
 from decentnode.launch.one_process.simulated import Stoppable
 from decentnode.launch.reporting.checked import check_run
 from decentnode.launch.reporting.header import header, other_code
-from decentnode.launch.reporting.observer import Observer, engine_notice, resumed_notice
+from decentnode.launch.reporting.observer import Observer, checkpoint_notice, engine_notice, resumed_notice
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, finished_before, summary
 from decentnode.launch.reporting.trackers import Trackers
 from decentnode.launch.supervising.prepare import facts, resumed
@@ -132,6 +132,10 @@ class _Run:
             if message.record.get("kind") == "resumed" and self.ledger.resumed is None:
                 self.ledger.resumed = message.record
                 self.observer.notice(resumed_notice(message.record))
+            elif message.record.get("kind") == "checkpoint" and (
+                told := checkpoint_notice(message.uid, message.record, self.ledger.checkpoint_problems)
+            ):
+                self.observer.notice(told)
         elif isinstance(message, NodeJoined):
             self._joined += 1
             if self._joined == len(self.facts.local):

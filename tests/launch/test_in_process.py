@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+import decentnode
 from decentnode.launch.children.messages import Request
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervisor import supervise
+from tests.launch.faults import experiment
+from tests.launch.stand_ins import Heard
 
 ROOT = Path(__file__).parents[2]
 COMMON = [
@@ -52,3 +55,18 @@ def test_a_node_that_fails_is_told_apart_from_those_that_lose_it(tmp_path: Path)
     failed = [uid for uid, (kind, _) in enumerate(last) if kind == "diverged"]
     assert len(failed) == 1
     assert all(each == ("peer_lost", failed[0]) for uid, each in enumerate(last) if uid not in failed)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_is_told_while_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("decentnode.checkpoint.store.write", full)
+    heard = Heard()
+    sections = experiment(node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 1}})
+    decentnode.run(sections, processes=False, progress=heard, run={"dir": str(tmp_path)})
+    text, = [text for text in heard.notices if "checkpoint after" in text]
+    assert text.startswith("node 0: the checkpoint after round 1 could not be written: [Errno 28] No space left")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from decentnode.launch.children.messages import NodesAbsent
-from decentnode.launch.reporting.observer import generation_notice, names, waiting_for
+from decentnode.launch.reporting.observer import checkpoint_notice, generation_notice, names, waiting_for
 from tests.launch.facts import FACTS
 
 
@@ -34,3 +34,14 @@ def test_newcomers_are_told_apart_from_nodes_that_come_back() -> None:
     assert generation_notice(record, 2) == "generation 2: 1 of 2 nodes ends the run after round 9, without node 0"
     record = {"generation": 2, "round": 9, "members": [1, 2], "left": [0], "joined": [], "own_rounds": True}
     assert generation_notice(record, 3) == "generation 2: 2 of 3 nodes go on, without node 0"
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_once_for_each_reason() -> None:
+    told: set[str] = set()
+    full = {"kind": "checkpoint", "round": 4, "problem": "[Errno 28] No space left on device"}
+    text = "the checkpoint after round 4 could not be written: [Errno 28] No space left on device; training goes on"
+    assert checkpoint_notice(3, {"kind": "checkpoint", "round": 2, "bytes": 9}, told) == ""
+    assert checkpoint_notice(3, full, told) == f"node 3: {text}"
+    assert checkpoint_notice(5, full, told) == checkpoint_notice(3, {**full, "round": 8}, told) == ""
+    assert "late" in checkpoint_notice(5, {**full, "problem": "late"}, told)
+    assert sum(bool(checkpoint_notice(1, {**full, "problem": str(each)}, told)) for each in range(99)) < 9

@@ -235,3 +235,14 @@ def test_faults_that_were_not_due_before_the_end_are_counted(tmp_path: Path) -> 
     (notice,) = [each for each in listener.notices if "not come about" in each]
     assert notice.startswith("2 of 3 faults did not come about: the run was over after ")
     assert notice.endswith(" s, and the first of them was due at 6000 s")
+
+
+@pytest.mark.slow
+def test_that_no_checkpoint_can_be_written_is_told_while_the_run_goes_on(tmp_path: Path) -> None:
+    """Each reason once: the closing lines, which count them, may be days away."""
+    listener = Listener(tmp_path / "pid")
+    outcome = run(tmp_path, listener, faults=[{"do": "full_disk", "nodes": [1], "at_round": 0, "seconds": 3600}],
+                  node={"rounds": 4, "evaluate_every": 0, "checkpoint": {"every": 1}})  # fmt: skip
+    told = [text for text in listener.notices if "checkpoint" in text]
+    assert outcome.run_dir is not None and len(told) == 1, listener.notices
+    assert told[0].startswith("node 1: the checkpoint after round 1 could not be written")

@@ -12,6 +12,9 @@ from decentnode.words import names
 if TYPE_CHECKING:
     from decentnode.launch.reporting.outcome import Outcome
 
+MOST_PROBLEMS = 5
+"""Different reasons why checkpoints could not be written that are told while the run goes on."""
+
 
 class Observer:
     """Is told what happens in a run. Every method does nothing: override those of interest. All are called in the
@@ -100,6 +103,20 @@ def resumed_notice(record: Mapping[str, Any]) -> str:
         return what
     return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \
            "the sharing rule begins anew"  # fmt: skip
+
+
+def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> str:
+    """Returns the sentence for a record of kind "checkpoint" of one that could not be written; "" for others.
+
+    told: the problems that were told before, to which this one is added. One that nodes share is told once, and not
+    again with every checkpoint: the closing lines count them by node.
+    """
+    problem = str(record.get("problem", ""))
+    if not problem or problem in told or len(told) >= MOST_PROBLEMS:
+        return ""
+    told.add(problem)
+    return f"node {uid}: the checkpoint after round {record.get('round')} could not be written: {problem}; " \
+           "training goes on"  # fmt: skip
 
 
 def apart_notice(record: Mapping[str, Any]) -> str:

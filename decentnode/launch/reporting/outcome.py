@@ -76,6 +76,8 @@ class Ledger:
     """How often each node was started again."""
     resumed: Mapping[str, Any] | None = None
     """The record of kind "resumed" of the first node that had one."""
+    checkpoint_problems: set[str] = field(default_factory=set)
+    """Why checkpoints could not be written, as far as the user was told while the run went on."""
     engine: Engine | None = None
     """Of a simulated run."""
     _members: dict[int, list[int]] = field(default_factory=dict)

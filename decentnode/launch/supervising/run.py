@@ -29,7 +29,7 @@ from decentnode.launch.children.messages import (
 )
 from decentnode.launch.files.run_dir import Records, take_merged
 from decentnode.launch.reporting.checked import check_run
-from decentnode.launch.reporting.observer import apart_notice, engine_notice, names, resumed_notice
+from decentnode.launch.reporting.observer import apart_notice, checkpoint_notice, engine_notice, names, resumed_notice
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, first_cause, summary
 from decentnode.launch.reporting.trackers import Trackers
 from decentnode.launch.supervising.controlling import Controlling
@@ -172,6 +172,10 @@ class Run:
             self.observer.notice(apart_notice(message.record))
         elif kind == "resumed":
             self._on_resumed(message.uid, message.record)
+        elif kind == "checkpoint" and (
+            told := checkpoint_notice(message.uid, message.record, self.ledger.checkpoint_problems)
+        ):
+            self.observer.notice(told)
 
     def _on_bound(self, worker: Worker, message: Bound) -> None:
         """A node listens: once all of this machine do, all hear where; one that is started again hears it at once."""
