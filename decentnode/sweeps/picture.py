@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import UsageError
-from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, empty, save
+from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, empty, legend, save
 from decentnode.sweeps.results import ALPHA, Results, Row
 from decentnode.sweeps.space import Settings, short_names
 
@@ -92,7 +92,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
     panel.set_ylabel(results.metric.title or results.metric.name)
     _finish(panel)
     if len(drawn) > 1:
-        figure.legend(loc="outside lower center", ncols=min(3, len(drawn)), frameon=False, fontsize="small")
+        legend(figure, *panel.get_legend_handles_labels())
 
 
 def _at(row: Row, key: str) -> float:

@@ -115,6 +115,15 @@ def test_lines_with_bytes_far_apart_share_a_logarithmic_axis(tmp_path: Path) -> 
     assert scales == ["linear", "log"]
 
 
+def test_a_line_without_its_beginning_on_a_logarithmic_axis_stays_one(tmp_path: Path) -> None:
+    """Three points of which the first stands at 0 bytes."""
+    found, _ = lines([fake_run(tmp_path / name / "r", nodes=nodes, rounds=4) for name, nodes in (("e", 1), ("f", 9))])
+    panel = draw(found, ["accuracy"], ["bytes"])[0].axes[0]
+    assert panel.get_xscale() == "log"
+    assert [(len(each.get_xdata()), each.get_linestyle()) for each in panel.get_lines()] == [(2, "-"), (2, "--")] * 2
+
+
+
 def test_a_figure_can_say_where_it_comes_from(tmp_path: Path) -> None:
     figure, _ = draw(lines([fake_run(tmp_path / "e" / "r")])[0], ["accuracy"], ["rounds"])
     before = figure.get_figheight()

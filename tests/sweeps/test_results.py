@@ -123,6 +123,16 @@ def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path)
     assert picture.numeric_key([(("a", "1"), ("b", "1")), (("a", "2"), ("b", "1"))]) == "a"
 
 
+def test_names_that_are_sections_fit_into_the_figure(tmp_path: Path) -> None:
+    sections = [f"{{name: {name}, fraction: 0.2, compression: int8}}" for name in ("choco", "topk", "deepsqueeze")]
+    found = [ended(tmp_path, Point((("a.lr", lr), ("sharing", each)), seed), 0.5)
+             for each in sections for lr in (".1", "1") for seed in (1, 2)]  # fmt: skip
+    figure = picture.draw(results_of(State(sweep_of(tmp_path), 0.0, [], found)))
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and len(figure.legends[0].get_texts()) == 3
+
+
 def test_without_a_number_the_figure_has_a_row_per_combination(tmp_path: Path) -> None:
     found = [ended(tmp_path, Point((("graph.name", name),), seed), 0.5 + 0.01 * seed)
              for name in ("ring", "star") for seed in (1, 2)]  # fmt: skip

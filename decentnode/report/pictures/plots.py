@@ -189,19 +189,23 @@ def _panel(
     from matplotlib.ticker import MaxNLocator
 
     metric, curve = shown
-    def of(line: Line, merged: bool = False) -> Series:
-        series = line.series(metric, axis, merged)
-        return series.above(0.0) if positive else series
 
-    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)).x]
+    def of(line: Line, merged: bool = False) -> tuple[Series, int]:
+        """The points that are drawn, and of how many: a line joins them in all panels of a figure or in none."""
+        series = line.series(metric, axis, merged)
+        return (series.above(0.0) if positive else series), len(series.x)
+
+    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)[0]).x]
     for index, line, series in drawn:
         color, x = _color(index), [value / unit for value in series.x]
-        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if len(x) > FEW else "none"
+        count = of(line)[1]
+        marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if count > FEW else "none"
         panel.plot(x, series.mean, linestyle=dashes, color=color, marker=marker, markersize=3, label=line.label)
         if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-        if curve.merged and (of_merged := of(line, merged=True)).x:
-            ends = len(of_merged.x) <= FEW < len(x)
+        of_merged, merged_count = of(line, merged=True)
+        if curve.merged and of_merged.x:
+            ends = merged_count <= FEW < count
             panel.plot([value / unit for value in of_merged.x], of_merged.mean, color=color, markersize=4,
                        linestyle="none" if ends else "--", marker="D" if ends else None, label=MERGED)  # fmt: skip
     if curve.logarithmic:
