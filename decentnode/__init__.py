@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from decentnode.version import __version__
+
 if TYPE_CHECKING:
     from decentnode.api import Experiment, Run, RunInterrupted, Sweep, open_run, run, sweep
-
-__version__ = "0.1.0"
 
 __all__ = ["Experiment", "Run", "RunInterrupted", "Sweep", "__version__", "open_run", "run", "sweep"]
 

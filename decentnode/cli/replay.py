@@ -97,12 +97,12 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
     """Returns why a replay may differ though nothing is wrong."""
     import torch
 
-    import decentnode
     from decentnode.launch.reporting.header import other_code
+    from decentnode.version import __version__
 
     found = [text for _, text in other_code(experiment)]
     headers = [life.header for each in lives.values() for life in each]
-    for key, here in (("version", decentnode.__version__), ("torch", torch.__version__)):
+    for key, here in (("version", __version__), ("torch", torch.__version__)):
         others = sorted({str(each.get(key)) for each in headers} - {here})
         if others:
             what = "decentnode" if key == "version" else key

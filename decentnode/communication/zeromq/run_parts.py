@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 import zmq
 
-import decentnode
 from decentnode import entropy
 from decentnode.communication.counters import Counters
 from decentnode.communication.parts import LinkFaults, Schema, TransportParts
@@ -25,6 +24,7 @@ from decentnode.communication.zeromq.sockets.connections import held
 from decentnode.communication.zeromq.sockets.faulty_driver import FaultyDriver
 from decentnode.communication.zeromq.sockets.link_driver import LinkDriver, LinkSizes
 from decentnode.communication.zeromq.sockets.security import Keyring, Security
+from decentnode.version import __version__
 from decentnode.wire.session import Session
 
 
@@ -71,7 +71,7 @@ def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring |
     if given.process is not None:
         state.process = given.process
     addresses = Addresses(given.uid, machine_of, given.bind)
-    software = f"decentnode {decentnode.__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
+    software = f"decentnode {__version__}, torch {torch.__version__}, pyzmq {zmq.__version__}"
     run_id = given.run_id or (entropy.draw(8) if given.uid == 0 else None)
     session = Session(given.uid, len(machine_of), given.digest, run_id, software=software,
                       describe=addresses.describe, founders=given.founders, sections=given.sections)  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import decentnode
 from decentnode import clock
 from decentnode.errors import Diverged, EnvironmentFault, PeerLost
 from decentnode.experiment import Experiment
@@ -28,6 +27,7 @@ from decentnode.node.measuring.trace import NodeTrace
 from decentnode.node.node import Node
 from decentnode.system import replacing
 from decentnode.tensors import FlatModel
+from decentnode.version import __version__
 
 Send = Callable[[ChildMessage], None]
 
@@ -109,7 +109,7 @@ class NodeRecords:
                 log = self._events[node.uid] = EventLog(folders[node.uid] / "events.jsonl", node.uid)
                 node.communication.counters.on_event = log
                 if _is_recorded(node) if record == "auto" else record:
-                    log.record("recording", {"version": decentnode.__version__, "torch": torch.__version__,
+                    log.record("recording", {"version": __version__, "torch": torch.__version__,
                                              "threads": torch.get_num_threads()})  # fmt: skip
                     node.communication.history = History(log.record)
                 profiled = run is not None and run.profile is not None and node.uid == run.profile.uid

@@ -21,8 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import decentnode
-from decentnode import __version__, clock
+from decentnode import clock, version
 from decentnode.config.run_files import CODE
 from decentnode.system import write_atomic
 
@@ -41,7 +40,7 @@ def _lines(path: str, key: str) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    found = {"decentnode": __version__, "python": platform.python_version()}
+    found = {"decentnode": version.__version__, "python": platform.python_version()}
     for name in ("torch", "numpy", "pyzmq", "msgpack", "pydantic", "safetensors"):
         try:
             found[name] = importlib.metadata.version(name)
@@ -160,7 +159,7 @@ def _own_file(path: str) -> str:
 def _elsewhere() -> tuple[str, ...]:
     """Folders of files that are Python's, installed, or decentnode's."""
     folders = [*(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-               os.path.dirname(decentnode.__file__)]  # fmt: skip
+               os.path.dirname(version.__file__)]  # fmt: skip
     return tuple({os.path.realpath(folder) + os.sep for folder in folders})
 
 

@@ -13,7 +13,6 @@ import torch
 import zmq
 from torch import nn
 
-from decentnode import __version__
 from decentnode.build import devices_of, shared_model, threads_of
 from decentnode.data.opened import OpenedData
 from decentnode.experiment import Experiment
@@ -27,6 +26,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.version import __version__
 from decentnode.words import size
 
 LEAST_SECONDS = 1.0
