@@ -60,6 +60,25 @@ def _fills(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or span == tensor.numel()
 
 
+def distinct(tensor: Tensor) -> Tensor:
+    """A view of the tensor without the repetitions that `expand` makes: what is written to it shows in all of them."""
+    for dimension, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """The tensor in the most exact dtype of its kind."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def squared_norm(tensor: Tensor) -> Tensor:
+    """The sum of |x|^2 over the elements, float64 []. tensor: dense, or sparse with its indices coalesced or not."""
+    tensor = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
+    return exact(tensor).abs().square().sum()
+
+
 def problem_of(module: nn.Module) -> str:
     """Why the parameters of a module cannot be one flat tensor and its float buffers another; empty where they can."""
     for what, named in (("parameters", module.named_parameters()), ("buffers", module.named_buffers())):

@@ -137,6 +137,31 @@ INSIDE: dict[str, list[list[str]]] = {
         ["rounds"],
         ["node"],
     ],
+    "parallel": [
+        ["process_group", "planning"],
+        ["buckets", "checks", "membership"],
+        ["averages", "transports", "methods"],
+        ["steps"],
+        ["states", "participants"],
+        ["ddp", "comm_optimizer", "initialize"],
+        ["recording"],
+        ["train", "__init__"],
+    ],
+    "parallel/membership": [
+        ["keys"],
+        ["addresses", "group"],
+        ["control"],
+        ["generation_groups"],
+        ["job"],
+        ["founding"],
+        ["beginning"],
+    ],
+    "parallel/transports": [
+        ["base"],
+        ["host_memory", "presence"],
+        ["collective", "pairs", "sockets", "shared_memory", "regrouping"],
+        ["choice"],
+    ],
     "launch": [
         ["children", "doctor"],
         ["files", "loading"],
@@ -178,11 +203,27 @@ def test_imports_go_down_inside_folders(folder: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("folder", [*INSIDE, "parallel"])
+@pytest.mark.parametrize("folder", INSIDE)
 def test_a_folder_with_rooms_has_not_many_files_beside_them(folder: str) -> None:
     for room in {path.parent for path in (PACKAGE / folder).rglob("*.py")}:
         assert len(list(room.glob("*.py"))) <= 18, room
         assert text_of(room / "__init__.py").startswith('"""'), f"{room} does not say what it is for"
+
+
+def test_no_file_of_the_wrapper_imports_itself_through_others() -> None:
+    """In functions and for types alone neither: each can be read after those that it is made of."""
+    files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+             for path in sorted((PACKAGE / "parallel").rglob("*.py"))}  # fmt: skip
+    imported = {name: set[str]() for name in files}
+    for name, path in files.items():
+        for node in parsed(path)[0]:
+            if isinstance(node, ast.ImportFrom):
+                imported[name] |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)} & files.keys()
+            else:
+                imported[name] |= {each.name for each in node.names} & files.keys()
+    while free := {name for name, others in imported.items() if not others & imported.keys()}:
+        imported = {name: others for name, others in imported.items() if name not in free}
+    assert not imported, f"among these is a circle: {sorted(imported)}"
 
 
 def test_the_architecture_page_shows_these_floors() -> None:

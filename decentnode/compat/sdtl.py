@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from decentnode import parallel
 from decentnode.parallel.methods.base import DistOptimizer
-from decentnode.parallel.process_group import device_of_group, num_ranks, wait
+from decentnode.parallel.process_group.collectives import wait
+from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 SMALLEST = 1e-8
 """Added to running squares of gradients, by which EASGD+ weighs."""

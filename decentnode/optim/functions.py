@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import GroupNorm, LayerNorm, Module
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -20,7 +22,16 @@ SLIGHT_DECAY = 2.0**-15
 """Default weight decay of Decent-DP's functions for Adam and AccumAdam."""
 
 DECAYED = "_decentnode_decay"
-"""Attribute of a parameter, set by the wrapper from its module: whether weight decay applies to it."""
+"""Attribute of a parameter, set by `tag_parameters`: whether weight decay applies to it."""
+
+_NORMS = (_NormBase, LayerNorm, GroupNorm)
+
+
+def tag_parameters(model: Module) -> None:
+    """Marks the parameters that weight decay applies to: all but those of norms, and biases."""
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(p, DECAYED, not isinstance(module, _NORMS) and not name.endswith("bias") and p.dim() >= 2)
 
 
 def _tensors(params: Named) -> list[Tensor]:

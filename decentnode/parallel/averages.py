@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.buckets.exchange import mean_over_ranks
-from decentnode.parallel.memory import distinct
+from decentnode.parallel.process_group.collectives import mean_over_ranks
+from decentnode.tensors import distinct, exact, squared_norm
 
 
 class GlobalAverage:
@@ -69,16 +69,6 @@ class GlobalAverage:
         return self._params + [distinct(each) for each in buffers if each.is_floating_point() or each.is_complex()]
 
 
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def squared_norm(tensor: Tensor) -> Tensor:
-    """The sum of |x|^2 over the elements, float64 []. tensor: dense, or sparse with its indices coalesced or not."""
-    tensor = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
-    return _exact(tensor).abs().square().sum()
-
-
 @torch.no_grad()
 def consensus_distance(
     buckets: Sequence[Bucket], mean_of: Callable[[Tensor], Tensor] = mean_over_ranks
@@ -90,7 +80,7 @@ def consensus_distance(
     for bucket in buckets:
         bucket.gather()
         mean = mean_of(bucket.flat.clone())
-        sums[0] += squared_norm(_exact(bucket.flat) - _exact(mean))
+        sums[0] += squared_norm(exact(bucket.flat) - exact(mean))
         sums[1] += squared_norm(mean)
     mean_of(sums)
     return float((sums[0] / sums[1].clamp_min(1e-300)).sqrt())

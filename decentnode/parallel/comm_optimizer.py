@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.optim.saved import check_saved, kind_of
-from decentnode.parallel.membership.meetings import MeetingMember
-from decentnode.parallel.membership.wrapper import Missing, job_for
+from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.methods.ddp import GradientAveraging
 from decentnode.parallel.methods.elastic import EAMSGD, EASGD, EASGDPlus
 from decentnode.parallel.methods.leader import LSGD, LSGDPlus
-from decentnode.parallel.process_group import num_ranks
+from decentnode.parallel.participants.optimizer import OptimizerParticipant
+from decentnode.parallel.process_group.default_group import num_ranks
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class CommOptimizer(Optimizer):
 
         overlap: the ranks' exchange runs during the next forward and backward pass, and takes effect one step later
         (LSGD: two); not for DDP, whose step needs its gradients. missing: "fail" ends the training with the first rank
-        that dies, with "regroup" the others go on and new ones come in (membership/meetings.py); None: as
+        that dies, with "regroup" the others go on and new ones come in (participants/optimizer.py); None: as
         `initialize_dist` was told.
 
         Blocking: the ranks' parameters are averaged once, into the center. Raises ValueError for unknown names and
@@ -82,7 +82,7 @@ class CommOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self._share()
         self.__setstate__({})  # what torch's constructor makes beside groups and state: hooks
-        self._member = None if job is None else MeetingMember(job, self.dist_optimizer)
+        self._member = None if job is None else OptimizerParticipant(job, self.dist_optimizer)
         if self._member is not None:
             self._member.begin()
 

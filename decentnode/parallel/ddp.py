@@ -1,7 +1,7 @@
 """DecentralizedDataParallel: data parallel training of any module by gossip instead of all-reduce.
 
-It is the module of torch that a script sees, and decides when a step is taken; the steps are those of gossip_steps.py,
-and buckets, plan, exchange and averages have files of their own.
+It is the module of torch that a script sees, and decides when a step is taken. What a step does, how buckets travel and
+what checkpoints have of a wrapper have rooms of their own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from decentnode.graph.base import Graph
-from decentnode.parallel.agreement import check_all_alike, tag_parameters
+from decentnode.optim.functions import tag_parameters
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.buckets.bucket import Bucket, make_buckets
-from decentnode.parallel.buckets.exchange import BucketExchange
-from decentnode.parallel.copies import DetachedModel
-from decentnode.parallel.membership.wrapper import Missing, WrapperMember, job_for
-from decentnode.parallel.plan import Plan, SharingRule, sharing_named
-from decentnode.parallel.process_group import broadcast_all, check_device, device_of_group, ranks_per_machine, together
-from decentnode.parallel.refusals import (
+from decentnode.parallel.checks.alike import check_all_alike
+from decentnode.parallel.checks.refusals import (
     check_frozen,
     check_makers,
     check_model,
@@ -36,12 +32,24 @@ from decentnode.parallel.refusals import (
     check_options,
     refuse_compiled_autograd,
 )
-from decentnode.parallel.resume import kept_of, load_together, plain_name, renamed_entries, restart, take_up
-from decentnode.parallel.shutdown import close_at_exit, close_others, keep
+from decentnode.parallel.membership.founding import Missing, job_for
+from decentnode.parallel.participants.wrapper import WrapperParticipant
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.planning.rules import SharingRule, sharing_named
+from decentnode.parallel.planning.topologies import TopologyLike, make_topology
+from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.collectives import broadcast_all
+from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
+from decentnode.parallel.process_group.machines import ranks_per_machine
+from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep
+from decentnode.parallel.states.detached import DetachedModel
+from decentnode.parallel.states.entry_names import plain_name, renamed_entries
+from decentnode.parallel.states.loading import load_together, restart
+from decentnode.parallel.states.wrapper_state import kept_of, take_up
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
-from decentnode.parallel.topology_names import TopologyLike, make_topology
-from decentnode.parallel.transports import exchange_for
+from decentnode.parallel.transports.base import BucketExchange
+from decentnode.parallel.transports.choice import exchange_for
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +131,7 @@ class DecentralizedDataParallel(Module, Joinable):
         missing: "fail" ends the training with the first rank that dies, with "regroup" the others go on and new ones
         come in (membership/); None: as `initialize_dist` was told.
         Raises ValueError for arguments that contradict each other, a rule that is not elementwise, a model that is
-        wrapped already or whose parameters share memory, an optimizer that needs a closure (refusals.py),
+        wrapped already or whose parameters share memory, an optimizer that needs a closure (checks/refusals.py),
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
         """
         super().__init__()
@@ -131,19 +139,19 @@ class DecentralizedDataParallel(Module, Joinable):
         job = job_for(missing, timeout_seconds)
         if not dist.is_initialized() and (job is None or job.admission is None):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         with together("wrap the model"):
             check_makers(optim_fn, lr_scheduler_fn, optimizer)
             check_options(transport, bucket_size_in_mb, grad_clip_norm, timeout_seconds, local_world_size)
             check_model(model, DecentralizedDataParallel, param_as_bucket_view)
         self.module = model
         local = ranks_per_machine(local_world_size)
-        self._member = None if job is None else WrapperMember(job, self, topology, local, sharing, transport)
+        self._member = None if job is None else WrapperParticipant(
+            job, topology, local, sharing, transport, make_topology=self._make_topology)
         options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
         plan = self._agree(topology, local, sharing, options)
         params = [p for _, p in self._named]
         buckets = make_buckets(params, int(bucket_size_in_mb * (1 << 20)), param_as_bucket_view, plan.rules())
-        exchange = self._make_exchange(plan, buckets, transport, timeout_seconds)
+        exchange = exchange_for(transport, plan, buckets, timeout_seconds, job)
         if self._member is not None:
             exchange = self._member.wrap(exchange, buckets)
         with together("make the optimizer"):
@@ -153,10 +161,18 @@ class DecentralizedDataParallel(Module, Joinable):
             local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
-        self._told_revert = self._told_no_step = self._must_restart = False
+        self._told_revert = self._told_no_step = False
         self._accumulated_from = -1
         """Steps taken when gradients began to be added up last."""
         self._begin()
+
+    @property
+    def rank(self) -> int:
+        return self._gossip.plan.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._gossip.plan.graph.num_nodes
 
     @property
     def optimizer(self) -> Optimizer:
@@ -178,8 +194,9 @@ class DecentralizedDataParallel(Module, Joinable):
         `world_size`. 0 where ranks do not come and go."""
         return 0 if self._member is None else self._member.job.control.generation.number
 
-    def _make_topology(self, topology: Any, local_world_size: int) -> Graph:
-        return make_topology(topology, self.world_size, local_world_size)
+    @staticmethod
+    def _make_topology(topology: Any, world_size: int, local_world_size: int) -> Graph:
+        return make_topology(topology, world_size, local_world_size)
 
     def _agree(
         self, topology: TopologyLike, local_world_size: int, sharing: SharingRule, options: Sequence[str]
@@ -196,8 +213,8 @@ class DecentralizedDataParallel(Module, Joinable):
                 check_device(f"parameter {name}", p)
             for name, buffer in model.named_buffers():
                 check_device(f"buffer {name}", buffer)
-            graph = self._make_topology(topology, local_world_size)
-            plan = Plan(graph, sharing_named(sharing), self.rank)
+            graph = self._make_topology(topology, num_ranks(), local_world_size)
+            plan = Plan(graph, sharing_named(sharing), dist.get_rank() if dist.is_initialized() else 0)
         if dist.is_initialized():
             check_all_alike(model, plan, options, device_of_group())
             broadcast_all([*model.parameters(), *model.buffers()])
@@ -206,22 +223,16 @@ class DecentralizedDataParallel(Module, Joinable):
 
     def _begin(self) -> None:
         """Watches backward passes from now on, and starts the exchange of the initial parameters."""
-        if close_others(self, [p for _, p in self._named]):
+        params = [p for _, p in self._named]
+        if close_others(self, params):
             logger.warning("the model was wrapped before: that wrapper takes no steps any more")
-        self._watch = BackwardWatch([p for _, p in self._named], self._step)
-        close_at_exit(self)
+        self._watch = BackwardWatch(params, self._step)
+        close_at_exit(self, params)
         self._gossip.begin()
         if self._member is not None:
-            self._member.begin()
+            self._member.begin(self.module, self._gossip, self._average)
         for bucket in self._gossip.buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
-
-    def _make_exchange(
-        self, plan: Plan, buckets: Sequence[Bucket], transport: str, timeout_seconds: float
-    ) -> BucketExchange:
-        """Blocking. Raises ValueError where shared memory is asked for and cannot be."""
-        job = None if self._member is None else self._member.job
-        return exchange_for(transport, plan, buckets, timeout_seconds, self._named[0][1].device, job)
 
     def _make_steps(
         self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep
@@ -284,8 +295,8 @@ class DecentralizedDataParallel(Module, Joinable):
                                "average")  # fmt: skip
         check_frozen(self._frozen)
         self._gossip.local.apart.look()
-        if self._must_restart:
-            restart(self)
+        if self._gossip.must_restart:
+            restart(self._gossip)
 
     @torch.no_grad()
     def _idle_step(self) -> None:
@@ -413,7 +424,7 @@ class DecentralizedDataParallel(Module, Joinable):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
         take_up(self._gossip, self._named, state)
-        self._must_restart, self._average.local = True, None
+        self._average.local = None
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The entries of a state by the names that this object gives them."""
@@ -430,8 +441,11 @@ class DecentralizedDataParallel(Module, Joinable):
         """
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
+        self._gossip.exchange.drain()
+        if self._average.local is not None:  # else Decent-DP's face refuses
+            self.revert_global_avg()
         return load_together(
-            self, lambda: super(DecentralizedDataParallel, self).load_state_dict(
+            self._gossip, lambda: super(DecentralizedDataParallel, self).load_state_dict(
                 self._known_names(state_dict), strict=strict, assign=assign)
         )  # fmt: skip
 

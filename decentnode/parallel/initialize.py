@@ -15,8 +15,8 @@ from decentnode.errors import AssemblyError
 from decentnode.parallel.membership import beginning, founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
-from decentnode.parallel.process_group import local_device
-from decentnode.parallel.shutdown import leave_at_exit
+from decentnode.parallel.process_group.default_group import local_device
+from decentnode.parallel.process_group.shutdown import leave_at_exit
 
 
 def initialize_dist(

@@ -5,7 +5,6 @@ A rank of the wrapper is a node of the run, an epoch of the script a round.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import yaml
@@ -22,18 +21,16 @@ from torch import Tensor
 from torch.nn import Module
 
 from decentnode import clock
-from decentnode.checkpoint import store
-from decentnode.checkpoint.state import decode, encode, to_host
-from decentnode.checkpoint.streams import load_streams, streams
-from decentnode.errors import CheckpointError
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.metrics.run_folder import SCRIPT, create
 from decentnode.parallel.ddp import DecentralizedDataParallel
-from decentnode.parallel.process_group import device_of_group, gather_texts, num_ranks, together
-from decentnode.parallel.recording.train_ranks import checkpoints_of_anybody, checkpoints_of_ranks, ranks_of
-from decentnode.parallel.recording.train_records import RankRecords, figures_of
-from decentnode.parallel.resume import accumulated, take_up_accumulated
+from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
+from decentnode.parallel.recording.checkpoints import RunCheckpoints, Stateful
+from decentnode.parallel.recording.ranks import ranks_of
+from decentnode.parallel.recording.records import RankRecords, figures_of
 from decentnode.system import write_atomic
 from decentnode.tasks.classification import ACCURACY
 
@@ -46,12 +43,6 @@ T = TypeVar("T")
 
 KNOWN = {ACCURACY.name: ACCURACY, LOSS.name: LOSS}
 """Metrics that a script may name alone."""
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
 @dataclasses.dataclass
@@ -130,28 +121,26 @@ class TrainingRun:
             raise ValueError("evaluate_every and steps_per_epoch must be 1 or more and keep 0 or more, got "
                              f"{evaluate_every}, {steps_per_epoch} and {keep}")  # fmt: skip
         self.model, self._ranks, self._length = model, ranks_of(model), steps_per_epoch
-        self._device = next(model.module.parameters()).device
         self.done = 0
         """Epochs that are over."""
-        self._evaluate_model, self._every, self._keep, self._also = evaluate, evaluate_every, keep, dict(also or {})
+        self._evaluate_model, self._every, self._keep = evaluate, evaluate_every, keep
         known = tuple(each if isinstance(each, Metric) else KNOWN.get(each) for each in metrics)
         if not known or None in known:
             raise ValueError(f"metrics must be {', '.join(KNOWN)} or Metric objects, got {metrics!r}")
         self._measured = TaskMetrics(SCRIPT, tuple(each for each in known if each is not None))
         self._config = _plain({"name": name, **(config or {})})
+        self._checkpoints = RunCheckpoints(model, self._ranks, self._config, keep, dict(also or {}))
         if keep and model._to_load is None:
-            encode(self._state(), "state", {}, copy=False)  # what cannot be kept is told now, not after an epoch
+            self._checkpoints.check()  # what cannot be kept is told now, not after an epoch
         self._began, self._planned = clock.now(), 0
         self.path = self._directory(Path(runs), name, resume)
         self._epoch: _Epoch | None = None
-        self._random: dict[str, Any] | None = None
-        """The states of the process's random generators at which the run goes on, until it does."""
         came = model._member is not None and model._member.came_at is not None
         if came:
             self.done = self._epoch_of_step()
             self._records.forget_from(self.done)
         elif resume:
-            self._go_on()
+            self.done = self._checkpoints.go_on(self.path, self._records)
         self._from = self.done
         self._says("begins")
 
@@ -205,9 +194,7 @@ class TrainingRun:
         """Yields the numbers of the epochs that are to be trained, from 0 or from where the run goes on; between them
         it records, evaluates and writes checkpoints. Blocking, on all ranks."""
         self._planned = total
-        if self._random is not None:  # not before: what the script has drawn by here it draws alike whenever it begins
-            load_streams(self._random, self._device)
-            self._random = None
+        self._checkpoints.draw_on()  # not before: what the script has drawn by here it draws alike whenever it begins
         if self.done == 0 and not self._ranks.came_now:
             self.evaluate()
         while self.done < total:
@@ -225,7 +212,7 @@ class TrainingRun:
             if self.done % self._every == 0 or self.done == total:
                 self.evaluate()
             if self._keep:
-                self._save()
+                self._checkpoints.save(self.path, self.done)
 
     def steps(self, batches: Iterable[T]) -> Iterator[T]:
         """Yields batches, from the first again where there are too few, until the wrapper has taken the steps of the
@@ -293,75 +280,6 @@ class TrainingRun:
             raise ValueError(f"evaluate must return {', '.join(names)}, got {', '.join(map(str, found))}; other "
                              "metrics are named by `metrics`")  # fmt: skip
         return {name: float(found[name]) for name in names}
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    def _state(self) -> dict[str, Any]:
-        return {"wrapper": self.model.full_state_dict(), "random": streams(self._device),
-                "also": {name: each.state_dict() for name, each in self._also.items()},
-                "accumulated": accumulated(self.model)}  # fmt: skip
-
-    def _save(self) -> None:
-        """Blocking until the disks of all ranks have it, where ranks stay: only then older ones go, since such a run
-        goes on with a checkpoint that all ranks have."""
-        tensors: dict[str, Tensor] = {}
-        tree = encode(self._state(), "state", tensors, copy=False)
-        to_host(tensors)
-        cut = store.Cut(self.path.name, self.done, self.model.generation, "", self._ranks.members)
-        folder = self.path / store.FOLDER
-        snapshot = store.Snapshot(self.uid, cut, self._config, tree, tensors)
-        with together("write a checkpoint") if self._ranks.folder is None else contextlib.nullcontext():
-            store.write(folder, snapshot)
-        kept, _ = store.scan([folder], self.uid)
-        for old in store.surplus([each.cut for each in kept], self._keep, ()):
-            store.remove(folder, old.folder, self.uid)
-
-    def _go_on(self) -> None:
-        """Loads the newest checkpoint that all ranks have, and forgets what was recorded after it. Blocking."""
-        found, _ = store.scan([self.path / store.FOLDER], self.uid)
-        world = len(self._ranks.members)
-        if self._ranks.folder is None:
-            mine = checkpoints_of_ranks(self.path / store.FOLDER, self.uid)
-        else:
-            anybody = checkpoints_of_anybody(self.path / store.FOLDER, self.uid)
-            mine = {(round, 0): each for round, each in anybody.items()}
-        told = self.model._gossip.exchange.tell(json.dumps(sorted(mine)), "checkpoints")
-        common = set(mine).intersection(*(map(tuple, json.loads(each)) for each in told.values()))
-        with together("go on with the run") if self._ranks.folder is None else contextlib.nullcontext():
-            if not common:
-                self._begin_anew({len(each.cut.members) for each in found} - {world})
-                return
-            manifest = mine[max(common, key=lambda each: (each[0], each[1] == world, each[1]))]
-            changed = store.differences(manifest.config, self._config)
-            if changed:
-                raise ValueError(f"the run in {self.path} goes on with its own config: {'; '.join(changed)}")
-            state = decode(manifest.tree, manifest.load())
-        self.model.load_state_dict(state["wrapper"])
-        for name, each in self._also.items():
-            each.load_state_dict(state["also"][name])
-        take_up_accumulated(self.model, state.get("accumulated", {}))
-        self._random = state["random"] if manifest.uid == self.uid else None  # a new rank draws what no other does
-        before = len(manifest.cut.members)
-        if self._ranks.folder is None and before != world and self.uid == 0:
-            rest = f"ranks {before} and up begin as rank mod {before}" if before < world else (
-                f"the models of ranks {world} to {before - 1} are not part of it any more")
-            logger.warning("the run goes on with %d ranks from a checkpoint of %d: %s", world, before, rest)
-        self.done = manifest.cut.round
-        if self._ranks.folder is None:
-            for later in (one.cut for one in found if one.cut.round > self.done):  # this rank alone has it
-                store.remove(self.path / store.FOLDER, later.folder, self.uid)
-        self._records.forget_from(self.done)
-
-    def _begin_anew(self, others: set[int]) -> None:
-        """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has
-        checkpoints nevertheless. Raises CheckpointError where more than a first epoch would be lost."""
-        epochs = self._records.epochs
-        if others or epochs > bool(self._keep):
-            has = f"checkpoints of {' and '.join(map(str, sorted(others)))} ranks alone" if others else "none"
-            world = len(self._ranks.members)
-            raise CheckpointError(f"{self.path} has records of {epochs} epochs and no checkpoint that all "
-                                  f"{world} ranks have ({has}): move it away, or resume=False")  # fmt: skip
-        self._records.forget_from(-1)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

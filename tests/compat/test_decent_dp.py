@@ -20,7 +20,7 @@ from decentnode import parallel
 from decentnode.compat import decent_dp
 from decentnode.compat.decent_dp import Edge, Topology, TopologyReg, wrapper
 from decentnode.compat.decent_dp.topologies import EdgeGraph, edges_of, graph_for
-from decentnode.parallel.topology_names import make_topology
+from decentnode.parallel.planning.topologies import make_topology
 from tests.compat import work_decent_dp as work
 from tests.parallel.ranks import run_ranks
 from tests.parallel.work.models import batch, flat, model
@@ -386,7 +386,8 @@ def test_a_graph_that_is_no_list_of_edges_says_so() -> None:
 
 
 def test_a_topology_that_leaves_ranks_apart_is_refused() -> None:
-    from decentnode.parallel.plan import Plan, sharing_named
+    from decentnode.parallel.planning.plan import Plan
+    from decentnode.parallel.planning.rules import sharing_named
 
     apart = EdgeGraph([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], 4)
     with pytest.raises(ValueError, match="never hears of rank"):

@@ -16,8 +16,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
-from decentnode.parallel.process_group import local_device
-from decentnode.parallel.resume import recut
 from decentnode.parallel.steps import backward
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 from tests.parallel.work import face
@@ -141,21 +139,6 @@ def test_another_number_of_ranks_takes_a_run_up(ranks: int, tmp_path: Path) -> N
         assert same and steps == 5 and distance < 0.1
 
 
-def test_states_that_cannot_be_cut_are_refused_before_anything_is_loaded() -> None:
-    saved = [[("b", 2)], [("a", 3)]]
-    layout = [[("b", 2), ("a", 3)]]
-    states = [{"m": torch.ones(2), "n": 1}, {"m": torch.zeros(3), "n": 1}]
-    (found,) = recut(states, saved, layout)
-    assert found["m"].tolist() == [1, 1, 0, 0, 0] and found["n"] == 1
-    with pytest.raises(ValueError, match=r"sharing\.n differs from bucket to bucket"):
-        recut([states[0], {**states[1], "n": 2}], saved, layout)
-    with pytest.raises(ValueError, match="elements of parameter c"):
-        recut(states, saved, [[("c", 5)]])
-    with pytest.raises(ValueError, match="must be of 1 buckets, got 2"):
-        recut(states, None, layout)
-    assert recut([{}, {}], None, layout) == [{}]
-
-
 ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
@@ -265,17 +248,3 @@ def test_a_backward_pass_in_eval_mode_is_a_step(alone: None) -> None:
     wrapped.eval()
     face.step(wrapped, 0, 0)
     assert wrapped.steps == 1
-
-
-@pytest.mark.parametrize(("rank", "count", "index"), [(0, 4, 0), (3, 4, 3), (3, 1, 0), (0, 1, 0)])
-def test_the_gpu_of_a_rank(rank: int, count: int, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    assert local_device() == torch.device("cuda", index)
-
-
-def test_a_rank_without_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match="local rank 3 must see one GPU, its own, or more than 3, got 2"):
-        local_device()

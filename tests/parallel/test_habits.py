@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
-from decentnode.parallel.memory import overlaps, shares_elements
 from tests.parallel.ranks import run_ranks, run_ranks_raw
 from tests.parallel.work import face, habits
 from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
@@ -66,17 +65,6 @@ def test_models_that_cannot_be_exchanged_are_refused(module: Callable[[], nn.Mod
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         wrapper(**options)
-
-
-def test_memory_that_is_shared_is_found_to_the_byte() -> None:
-    base = torch.zeros(4, 6)
-    columns = [("a", base[:, :3]), ("b", base[:, 3:])]
-    assert overlaps(columns, []) is None and overlaps(columns, [("c", base[:1, 1])]) == ("a", "c")
-    assert overlaps([("a", base[0])], [("z", base.view(torch.uint8)[0, 23:24])]) == ("a", "z")
-    assert overlaps([], [("a", base), ("b", base)]) is None, "neither is changed"
-    for apart in (base.t(), base[:, ::2], base[:1].expand(1, 6), base.as_strided((2, 2), (3, 2))):
-        assert not shares_elements(apart)
-    assert shares_elements(base[0].expand(2, 6)) and shares_elements(base.as_strided((3, 3), (1, 1)))
 
 
 @pytest.mark.parametrize("optimizer", [SGD, face.FUSED])

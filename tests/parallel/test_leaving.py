@@ -80,15 +80,6 @@ def test_a_rank_that_cannot_start_is_named_on_all_at_once(what: str, says: str) 
         assert re.search("^DiskFull|^ValueError" if rank == 1 else f"AssemblyError: rank 1 {says}", told), told
 
 
-@pytest.mark.sampled(one=["how", "says"])
-@pytest.mark.parametrize(("how", "says"), [
-    ("stays", "^$"), ("closed", "rank 1 has ended its training after 4 steps"),
-    ("forgotten", "rank 1 has ended its training after 4 steps"), ("forgotten by a child", "^$"),
-])  # fmt: skip
-def test_only_a_process_that_is_gone_is_called_so(how: str, says: str, tmp_path: Path) -> None:
-    assert re.search(says, run_ranks(2, leaving.present, how, str(tmp_path))[0])
-
-
 def test_memory_that_killed_ranks_left_under_a_name_is_removed_by_the_next() -> None:
     left = FOLDER / f"decentnode-ddp-{secrets.token_hex(8)}-0"
     left.write_bytes(bytes(PAGE))

@@ -18,8 +18,8 @@ import pytest
 
 from decentnode.communication.shared_memory.segment import FOLDER
 from decentnode.communication.zeromq.sockets.security import write_secret
-from decentnode.parallel.membership.job import FORM_SECONDS
-from decentnode.parallel.topology_names import make_topology
+from decentnode.parallel.membership.generation_groups import FORM_SECONDS
+from decentnode.parallel.planning.topologies import make_topology
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd, environment_of
 from tests.parallel.ranks import run_ranks

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.metrics.reader import read
-from decentnode.parallel.recording.train_records import hold
+from decentnode.parallel.recording.records import hold
 from tests.conftest import free_ports
 from tests.parallel.crowd import Crowd
 from tests.parallel.ranks import run_ranks

@@ -16,7 +16,7 @@ from decentnode.experiment import load
 from decentnode.experiment.crosschecks.sharing import misses
 from decentnode.graph.base import RoundView
 from decentnode.graph.groups import Groups
-from decentnode.parallel.plan import Plan
+from decentnode.parallel.planning.plan import Plan
 from decentnode.sharing import AMONG_EQUALS
 from decentnode.sharing.base import SharingConfig
 from decentnode.sharing.full import Full

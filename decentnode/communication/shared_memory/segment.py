@@ -1,6 +1,6 @@
 """A segment of shared memory: a file in /dev/shm that one process makes and others of the same user map.
 
-The publish buffers of nodes (publish_buffer.py) and the buckets of ranks (parallel/buckets/shared_memory.py) lie in
+The publish buffers of nodes (publish_buffer.py) and the buckets of ranks (parallel/transports/shared_memory.py) lie in
 segments. This file knows nothing of either: it makes a file where there is room, maps it, gives views of it, takes its
 name away, removes what killed processes left behind, and tells whether the process that made a segment still lives.
 

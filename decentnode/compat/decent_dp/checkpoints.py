@@ -16,7 +16,7 @@ from decentnode.compat.decent_dp import functions
 from decentnode.compat.decent_dp.buckets import BucketSteps, Named, split
 from decentnode.optim.accum_adam import AccumAdam
 from decentnode.optim.saved import NO_OPTIONS, check_saved
-from decentnode.parallel.resume import load_scheduler
+from decentnode.parallel.states.wrapper_state import load_scheduler
 
 AS_IT_IS = "as it is"
 """Instead of a state that a file does not have: that of the wrapper stays."""

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from decentnode.compat.decent_dp.topologies import Edge
 from decentnode.graph.base import RoundView
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.buckets.exchange import BucketExchange, Flight
-from decentnode.parallel.plan import Plan
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.transports.base import BucketExchange, Flight
 
 
 class HookedMixing:

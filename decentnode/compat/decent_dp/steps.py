@@ -11,9 +11,9 @@ from torch import Tensor
 from decentnode.compat.decent_dp.buckets import BucketSteps
 from decentnode.compat.decent_dp.mixing import HookedMixing
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.buckets.exchange import BucketExchange
-from decentnode.parallel.plan import Plan
+from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
+from decentnode.parallel.transports.base import BucketExchange
 
 
 class DecentDPSteps(GossipSteps):

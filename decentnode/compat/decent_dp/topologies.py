@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from decentnode.errors import GraphError
 from decentnode.graph.base import Graph
-from decentnode.parallel.topology_names import make_topology
+from decentnode.parallel.planning.topologies import make_topology
 
 
 @dataclass

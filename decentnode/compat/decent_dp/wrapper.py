@@ -20,8 +20,11 @@ from decentnode.compat.decent_dp import checkpoints, functions
 from decentnode.compat.decent_dp.buckets import BucketSteps, Named
 from decentnode.compat.decent_dp.steps import DecentDPSteps
 from decentnode.compat.decent_dp.topologies import graph_for
-from decentnode.parallel.process_group import local_device, ranks_per_machine
-from decentnode.parallel.resume import EXTRA, accumulated, take_up_accumulated
+from decentnode.graph.base import Graph
+from decentnode.parallel.process_group.default_group import local_device
+from decentnode.parallel.process_group.machines import ranks_per_machine
+from decentnode.parallel.states.accumulated import accumulated, take_up_accumulated
+from decentnode.parallel.states.entry_names import EXTRA
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +105,10 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         local = self._gossip.local
         return BucketSteps(local.scaler, local.clip_norm, self._bucket_size_in_mb)
 
-    def _make_topology(self, topology: Any, local_world_size: int) -> Any:
-        return super()._make_topology(graph_for(topology, self.world_size, local_world_size), local_world_size)
+    @staticmethod
+    def _make_topology(topology: Any, world_size: int, local_world_size: int) -> Graph:
+        graph = graph_for(topology, world_size, local_world_size)
+        return parallel.DecentralizedDataParallel._make_topology(graph, world_size, local_world_size)
 
     def _tell(self) -> None:
         """Says once in a process, on rank 0, what is done otherwise than there."""
@@ -269,7 +274,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     def _state_there(self) -> dict[str, Any]:
         """What goes on beside the model with `faithful`."""
-        grads = copy.deepcopy(accumulated(self)["gradients"]) if self._deferred else None
+        grads = copy.deepcopy(accumulated(self._named, self._watch)["gradients"]) if self._deferred else None
         return {
             "order": [name for name, _ in self._order.named()] if self._order.known else None,
             "optimizers": [each.state_dict() for each in self._optims],
@@ -302,7 +307,7 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         self._gossip.use(made)
         self._to_load, self._gossip.to_send = None, there["sent"]
         self._deferred = there["gradients"] is not None
-        take_up_accumulated(self, copy.deepcopy({"gradients": there["gradients"] or {}}))
+        take_up_accumulated(self._named, self._watch, copy.deepcopy({"gradients": there["gradients"] or {}}))
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         found = super()._known_names({_renamed(name, THEIRS, OURS): value for name, value in state_dict.items()})

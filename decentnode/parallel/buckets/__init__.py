@@ -1,1 +1,1 @@
-"""Flat buckets of parameters, and how they travel between ranks."""
+"""Flat buckets of parameters: their snapshots, their mixing, and the compiled loops that do both in one pass."""

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
 from decentnode.parallel.buckets.advance import GRAIN_BYTES, MOST_ARRIVALS, Marks, Mixing, Rows, loops
-from decentnode.parallel.plan import Plan
+from decentnode.parallel.planning.plan import Plan
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 

@@ -7,9 +7,10 @@ force. The rest is here:
 - addresses.py: where ranks listen, and how a process finds a job that runs
 - keys.py, group.py: the secret that keeps strangers out, and process groups over sockets that it closes
 - beginning.py, founding.py: how a process founds a job with others, joins it, or comes back to it
-- job.py: the process's place in the job, and the process group of each generation
-- exchange.py: what is done with exchanges that a generation leaves unfinished, so that no edge is mixed at one end
-  alone
-- pairs.py, sockets.py: exchanges from rank to rank that can be broken off, over gloo and over ZeroMQ
-- wrapper.py, meetings.py: DecentralizedDataParallel's side, and CommOptimizer's
+- generation_groups.py: the process group of each generation
+- job.py: the process's place in the job
+
+What is done with exchanges that a generation leaves unfinished, so that no edge is mixed at one end alone, is in
+transports/regrouping.py; exchanges that can be broken off are pairs.py and sockets.py beside it. What
+DecentralizedDataParallel and CommOptimizer do meanwhile is in participants/.
 """

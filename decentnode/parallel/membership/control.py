@@ -59,6 +59,12 @@ UNKNOWN_SECONDS = 3.0
 """A newcomer whom nobody answers for so long asks for a place again."""
 LEFT_SECONDS = 0.5
 """What a rank that said goodbye had sent is given so long to arrive."""
+ASK_SECONDS = 0.3
+"""A member that is waited for so long is asked whether it lives."""
+
+
+class ConnectionBroken(PeerLost):
+    """A connection to a rank broke, which may live all the same: another generation makes new ones."""
 
 
 class Control:
@@ -167,6 +173,14 @@ class Control:
             self._waiting_since = since
             if since is not None:
                 self._waker.wake()
+
+    def look(self, started: float) -> None:
+        """Called again and again by what waits for other members. Raises ConnectionBroken where that is in vain."""
+        if self.broken:
+            raise ConnectionBroken(f"the generation is over: {self.broken}")
+        if clock.now() - started > ASK_SECONDS:
+            self.waits(started)
+            self.find_gone()
 
     def has_left(self, uid: int, waited: float) -> bool:
         """Whether a rank said goodbye, and what it had sent has had the time to come."""

@@ -7,16 +7,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from decentnode.errors import AssemblyError, UsageError
-from decentnode.parallel import process_group
 from decentnode.parallel.membership.addresses import parsed
-from decentnode.parallel.membership.job import Job, become
+from decentnode.parallel.membership.job import Job, become, current
 from decentnode.parallel.membership.keys import Access
+from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.wire.messages import MAX_SEATS
+
+Missing = Literal["fail", "regroup"]
 
 STORE_KEY = "decentnode/founder"
 """In the store that ranks with keys meet at: where each listens, or (behind FAILED) why it does not."""
@@ -43,7 +47,7 @@ class JobSettings:
 def start(settings: JobSettings) -> Job:
     """Blocking: all ranks of the process group found a job. Raises OSError, ValueError, UsageError for keys, which this
     process group is not closed by; AssemblyError where another rank did."""
-    with process_group.together("listen for members"):
+    with together("listen for members"):
         if Access.given(settings.keys).closed:
             raise UsageError('a job with keys makes its process group itself: call initialize_dist(missing="regroup") '
                              "before any other")  # fmt: skip
@@ -84,8 +88,24 @@ def join(addresses: Sequence[str], settings: JobSettings) -> Job:
     return _begun(made, lambda: made.knock(addresses))
 
 
+def job_for(missing: Missing | None, timeout_seconds: float) -> Job | None:
+    """Blocking where a job is founded here: the job of a wrapper, None where it ends with the first rank that dies.
+    missing: as the wrapper was given it; None: as `initialize_dist` was."""
+    if missing not in (None, "fail", "regroup"):
+        raise ValueError(f'missing must be "fail" or "regroup", got {missing!r}')
+    if missing == "fail":
+        return None
+    found = current()
+    if found is None and missing == "regroup":
+        if not dist.is_initialized() or dist.get_backend() != "gloo":
+            raise ValueError('missing="regroup" needs initialize_dist(missing="regroup"), or a process group of the '
+                             "backend gloo")  # fmt: skip
+        found = start(JobSettings(None, timeout_seconds))
+    return found
+
+
 def _by_group(text: str) -> list[str]:
-    return process_group.gather_texts(text, torch.device("cpu"), "address")
+    return gather_texts(text, torch.device("cpu"), "address")
 
 
 def _begun(made: Job, beginning: Callable[[], None]) -> Job:

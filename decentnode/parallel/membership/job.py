@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +16,6 @@ import torch.distributed as dist
 from decentnode import clock, entropy
 from decentnode.communication.shared_memory.segment import Backoff
 from decentnode.errors import AssemblyError, PeerLost
-from decentnode.parallel import process_group
 from decentnode.parallel.membership.addresses import (
     Address,
     Admission,
@@ -30,38 +26,32 @@ from decentnode.parallel.membership.addresses import (
     own_address,
     parsed,
 )
-from decentnode.parallel.membership.control import Control
-from decentnode.parallel.membership.group import BACKEND, GroupSockets, use
+from decentnode.parallel.membership.control import ConnectionBroken, Control
+from decentnode.parallel.membership.generation_groups import (
+    CONNECT_SECONDS,
+    FORM_SECONDS,
+    GenerationGroups,
+    GlooGroups,
+    KeyedGroups,
+)
 from decentnode.parallel.membership.keys import Access
-from decentnode.parallel.shutdown import close_at_exit
-from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
+from decentnode.parallel.process_group.collectives import gather_texts, wait_with
+from decentnode.parallel.process_group.shutdown import close_at_exit
+from decentnode.wire.generation import Generation
 from decentnode.wire.messages import MAX_SEATS
 
 logger = logging.getLogger(__name__)
 
-FORM_SECONDS = 20.0
-"""How long the making of a process group may take."""
 GLOO_SECONDS = 5.0
 """How long gloo may take to connect ranks that have all met, which it does in milliseconds: for who dies meanwhile it
 waits in vain. Twice as long at each further attempt, as a machine may be busy."""
-CONNECT_SECONDS = 2.0
 JOIN_SECONDS = 30.0
 """How long a process asks members to let it in, before it says that none does."""
 KNOCK_AGAIN_SECONDS = 3.0
-DROP_SECONDS = 2.0
-"""How long a process that ends waits for the threads of groups that are over."""
-POLL_SECONDS, MEET_SECONDS = (20e-6, 1e-3), (1e-3, 20e-3)
-ASK_SECONDS = 0.3
-"""A member that is waited for so long is asked whether it lives."""
-UNUSED_TAG = 0x6E6F6465
-"""Of messages that nobody sends."""
+POLL_SECONDS = (20e-6, 1e-3)
 MAX_ATTEMPTS = 16
 """Generations that may fail one after the other before this process gives up."""
 SUSPECT_SECONDS = 10.0
-
-
-class ConnectionBroken(PeerLost):
-    """A connection to a rank broke, which may live all the same: another generation makes new ones."""
 
 
 class Participant(Protocol):
@@ -84,9 +74,7 @@ class Participant(Protocol):
 class Job:
     """One per process. Made by `initialize_dist(missing="regroup")`."""
 
-    def __init__(self, control: Control, groups: dist.TCPStore | GroupSockets, own: Address,
-                 timeout_seconds: float) -> None:  # fmt: skip
-        """groups: what process groups are made with, with keys or without."""
+    def __init__(self, control: Control, groups: GenerationGroups, own: Address, timeout_seconds: float) -> None:
         self.control, self.timeout_seconds = control, timeout_seconds
         self._groups, self._own = groups, own
         self._terms: Terms | None = None
@@ -95,9 +83,6 @@ class Job:
         self._participant: weakref.ref[Any] | None = None
         self.members: tuple[int, ...] = ()
         """[rank] its uid."""
-        self._old: list[Any] = []
-        """Process groups that are over, but whose operations may still be needed."""
-        self._dropping: list[threading.Thread] = []
         self.meeting_place: dist.Store | None = None
         """Where ranks with keys met: kept, as with its owner's process the others may not have read all."""
         self._asked: list[str] = []
@@ -116,14 +101,13 @@ class Job:
         second = given.port + 1 if given.port else 0
         try:
             if access.closed:
-                made = GroupSockets(control.sockets, host, second)
-                return cls(control, made, Address(control.endpoint, made.endpoint), timeout_seconds)
-            store = dist.TCPStore(host, second, None, True, wait_for_workers=False,
-                                  timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
+                groups: GenerationGroups = KeyedGroups(control, host, second, timeout_seconds)
+            else:
+                groups = GlooGroups(control, host, second, timeout_seconds)
         except (RuntimeError, OSError) as error:
             control.close()
             raise OSError(f"cannot listen at {endpoint_of(host, second)}: {error}") from error
-        return cls(control, store, Address(control.endpoint, endpoint_of(host, store.port)), timeout_seconds)
+        return cls(control, groups, Address(control.endpoint, groups.endpoint), timeout_seconds)
 
     @property
     def closed(self) -> bool:
@@ -163,8 +147,7 @@ class Job:
         self._terms = Terms(bytes.fromhex(found[0][2]), founders, world + newcomers, least, SUSPECT_SECONDS,
                             float(found[0][3]))  # fmt: skip
         self.members = tuple(range(world))
-        if isinstance(self._groups, GroupSockets):
-            self._make_group(FIRST, rank, [each.store for each in founders])
+        self._groups.make_first(rank, [each.store for each in founders])
         logger.info("others join this job at %s", self.address)
 
     def knock(self, addresses: Sequence[str], seconds: float = JOIN_SECONDS) -> None:
@@ -195,7 +178,7 @@ class Job:
         uid = dist.get_rank() if admission is None else admission.uid
         self._as = lines, digest
         self.control.begin(uid, self.terms, lines, digest, self.timeout_seconds, admission)
-        process_group.wait_with(self._wait)
+        wait_with(self._wait)
 
     def _knock_again(self) -> None:
         """Blocking: asks for another place, as no member knows of the one that was granted: who granted it may be
@@ -212,12 +195,10 @@ class Job:
 
     def leave(self) -> None:
         """Tell the others that this process takes no more steps. Idempotent; blocking for less than a second."""
-        process_group.wait_with(None)
-        if isinstance(self._groups, GroupSockets):
-            self._groups.close()
+        wait_with(None)
+        self._groups.close()
         self.control.close()
-        for each in self._dropping:
-            each.join(DROP_SECONDS)
+        self._groups.join_threads()
 
     def close(self) -> None:
         """As `leave`: of a process that ends without a wrapper, too."""
@@ -244,12 +225,12 @@ class Job:
             generation = self.control.next_generation(error, left, leaves, again)
             try:
                 self._form(generation, min(FORM_SECONDS, GLOO_SECONDS * 2**attempt))
-                told = process_group.gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
+                told = gather_texts(json.dumps(participant.report()), torch.device("cpu"), "report")
                 reports = {uid: json.loads(text) for uid, text in zip(self.members, told, strict=True)}
                 participant.settle(reports)
                 self.barrier()
                 participant.release()
-                self._drop_old()
+                self._groups.drop_old()
                 participant.rebuild(self.members.index(self.control.uid), len(self.members), reports)
                 self.barrier()
                 self.admission = None
@@ -265,115 +246,28 @@ class Job:
         """Blocking: makes the default process group of this generation's members. gloo_seconds: how long gloo may take
         to connect them."""
         self.members = tuple(sorted(generation.members))
-        rank = self.members.index(self.control.uid)
-        if dist.is_initialized():
-            self._old.append(dist.group.WORLD)
-            dist.destroy_process_group()
-        if isinstance(self._groups, GroupSockets):
-            self._make_group(generation.name, rank, [self._store_of(uid) for uid in self.members])
-            return
-        store: Any = self._groups
-        host = proposer_of(generation.origin)
-        if host != self.control.uid:
-            store = self._store_at(self._store_of(host))
-        store = dist.PrefixStore(f"generation {generation.number} {generation.origin.hex()}", store)
-        self._meet(store, rank)
-        make_group(store, rank, len(self.members), gloo_seconds)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_seconds), dist.group.WORLD)
-
-    def _store_at(self, endpoint: str) -> dist.TCPStore:
-        """Blocking for FORM_SECONDS at most: the store of another member. Raises ConnectionBroken where its process is
-        gone: torch alone would try again all that time."""
-        started, (name, port) = clock.now(), parsed(endpoint)
-        while not Address(endpoint, "").refuses(CONNECT_SECONDS):
-            try:
-                found = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=CONNECT_SECONDS))
-            except RuntimeError:
-                if clock.now() - started > FORM_SECONDS:
-                    raise
-                self._look(started)
-            else:
-                found.set_timeout(timedelta(seconds=FORM_SECONDS))
-                return found
-        raise ConnectionBroken(f"nobody listens at {name}:{port} any more")
-
-    def _meet(self, store: dist.Store, rank: int) -> None:
-        """Blocking until all members are at the store: what torch then does waits in vain for nobody but who dies in
-        these milliseconds. Raises ConnectionBroken."""
-        store.set(f"here/{rank}", "1")
-        here = [f"here/{each}" for each in range(len(self.members))]
-        started, backoff = clock.now(), Backoff(MEET_SECONDS)
-        while not store.check(here):
-            self._look(started)
-            backoff.sleep()
-        self.control.waits(None)
+        self._groups.make(generation, self.members, self.control.uid, self._store_of, gloo_seconds)
 
     def _store_of(self, uid: int) -> str:
         """Where a member is found by who makes a process group with it."""
         return self._own.store if uid == self.control.uid else self.control.address_of(uid).store
 
-    def _make_group(self, name: Name, rank: int, endpoints: Sequence[str]) -> None:
-        """Makes the default process group, with keys."""
-        assert isinstance(self._groups, GroupSockets)
-        self._groups.begin(name, rank, endpoints)
-        use(self._groups)
-        dist.init_process_group(BACKEND, store=dist.HashStore(), world_size=len(endpoints), rank=rank,
-                                timeout=timedelta(seconds=self.timeout_seconds))  # fmt: skip
-
-    def _drop_old(self) -> None:
-        """Gives up the process groups that are over, with what was broken off in them. Nobody needs them any more."""
-        groups, self._old = self._old, []
-        if self.closed:
-            return
-        self._dropping.append(threading.Thread(target=_drop, args=(groups,), name="decentnode-groups", daemon=True))
-        self._dropping[-1].start()
-        self._dropping = [each for each in self._dropping if each.is_alive()]
-
     def barrier(self) -> None:
         """Blocking until all members are here."""
-        process_group.gather_texts("", torch.device("cpu"), "barrier")
-
-    def _look(self, started: float) -> None:
-        """Called again and again by what waits for other members. Raises ConnectionBroken where that is in vain."""
-        if self.control.broken:
-            raise ConnectionBroken(f"the generation is over: {self.control.broken}")
-        if clock.now() - started > ASK_SECONDS:
-            self.control.waits(started)
-            self.control.find_gone()
+        gather_texts("", torch.device("cpu"), "barrier")
 
     def _wait(self, work: Any) -> None:
         """Waits for an operation of all ranks. Raises ConnectionBroken where this generation ends, or the
         operation fails. It may go on alone then: its tensors are nobody else's."""
         started, backoff = clock.now(), Backoff(POLL_SECONDS)
         while not work.is_completed():
-            self._look(started)
+            self.control.look(started)
             backoff.sleep()
         self.control.waits(None)
         try:
             work.wait()
         except RuntimeError as error:
             raise ConnectionBroken(f"an operation of all ranks failed: {error}") from error
-
-
-def make_group(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
-    """Blocking for so long at most: makes the default process group, over gloo. Raises RuntimeError."""
-    # Ranks find each other by the group's name, which is how many this process has made, failed attempts included.
-    dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group("gloo", store=store, world_size=world_size, rank=rank, timeout=timedelta(seconds=seconds))
-
-
-def _drop(groups: list[Any]) -> None:
-    """Blocking: ends what is under way in process groups of gloo, on this rank and, as connections close, on others.
-
-    There is no call for that. But gloo closes all connections of a group when one wait of it takes longer than it may.
-    What is waited for must be nothing that anybody sends: gloo ends the process where a message is longer than asked.
-    """
-    for group in groups:
-        if group.size() > 1:
-            with suppress(RuntimeError):
-                peer = (group.rank() + 1) % group.size()
-                group.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
-    groups.clear()
 
 
 def _forget_frames(error: BaseException) -> None:

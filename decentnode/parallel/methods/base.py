@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.process_group import check_alike, check_device, device_of_group, num_ranks, together, wait
-from decentnode.parallel.refusals import check_steps_alone
-from decentnode.parallel.shutdown import close_at_exit
+from decentnode.parallel.checks.refusals import check_steps_alone
+from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.collectives import wait
+from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
+from decentnode.parallel.process_group.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
 
 ALIKE = "all ranks must take equally many steps, and load states of one step or none"

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decentnode.parallel.averages import squared_norm
 from decentnode.parallel.methods.base import DistOptimizer
-from decentnode.parallel.process_group import wait
+from decentnode.parallel.process_group.collectives import wait
 from decentnode.sharing.forces import elastic_center_, elastic_pull_
+from decentnode.tensors import squared_norm
 
 
 class EASGD(DistOptimizer):

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.methods.base import DistOptimizer, Numbers
-from decentnode.parallel.process_group import agreed_per_machine, wait
+from decentnode.parallel.process_group.collectives import wait
+from decentnode.parallel.process_group.machines import agreed_per_machine
 from decentnode.sharing.forces import leader_of, toward_
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from decentnode.parallel.refusals import refuse_compiled_autograd
+from decentnode.parallel.checks.refusals import refuse_compiled_autograd
 
 logger = logging.getLogger(__name__)
 

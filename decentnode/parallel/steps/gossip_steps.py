@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from decentnode.optim.parts import divisible
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.buckets.exchange import BucketExchange
-from decentnode.parallel.plan import Plan
+from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.steps.apart import Apart
 from decentnode.parallel.steps.part_steps import PartSteps, suit_part_by_part
+from decentnode.parallel.transports.base import BucketExchange
 
 
 class OptimizerStep:
@@ -79,6 +79,8 @@ class GossipSteps:
         """Steps taken: the round of the topology that the next exchange has."""
         self.learning_rate = 1.0
         """Of the optimizer's last step."""
+        self.must_restart = False
+        """Whether a state was loaded, so that what is in flight is of another model."""
         self._broken: str | None = None
         """The name of what broke off a step."""
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from decentnode.optim.parts import Division, restricted
 from decentnode.parallel.buckets.advance import AdamSteps
 from decentnode.parallel.buckets.bucket import Bucket
-from decentnode.parallel.buckets.exchange import BucketExchange
+from decentnode.parallel.transports.base import BucketExchange
 
 
 class PartSteps:

@@ -19,7 +19,7 @@ from torch import nn
 from decentnode.communication.shared_memory.segment import PAGE, Segment
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel import DecentralizedDataParallel
-from decentnode.parallel.buckets.presence import WORDS, Presence
+from decentnode.parallel.transports.presence import WORDS, Presence
 from tests.conftest import wait_until
 from tests.parallel.work.models import SGD, batch, model
 

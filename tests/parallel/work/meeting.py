@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel import CommOptimizer, process_group
+from decentnode.parallel import CommOptimizer
+from decentnode.parallel.process_group import machines as per_machine
 from tests.parallel.work import models
 from tests.parallel.work.models import batch, flat, model
 
@@ -26,8 +27,8 @@ def machines(rank: int, n: int, hosts: list[str]) -> tuple[int, int, int]:
 
     told = local()
     del os.environ["LOCAL_WORLD_SIZE"]
-    process_group.boot_id = lambda: hosts[rank]
-    return local(), process_group.ranks_per_machine(), told
+    per_machine.boot_id = lambda: hosts[rank]
+    return local(), per_machine.ranks_per_machine(), told
 
 
 def agreed(rank: int, n: int, told: list[str | None], given: dict[int, int]) -> int | str | None:
@@ -36,9 +37,9 @@ def agreed(rank: int, n: int, told: list[str | None], given: dict[int, int]) -> 
     del os.environ["LOCAL_WORLD_SIZE"]
     if (mine := told[rank]) is not None:
         os.environ["LOCAL_WORLD_SIZE"] = mine
-    process_group.boot_id = lambda: f"host {rank // 2}"
+    per_machine.boot_id = lambda: f"host {rank // 2}"
     try:
-        return process_group.agreed_per_machine(given.get(rank))
+        return per_machine.agreed_per_machine(given.get(rank))
     except (AssemblyError, ValueError) as error:
         return str(error)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
-from decentnode.parallel.membership import job
+from decentnode.parallel.membership import generation_groups
 from decentnode.parallel.train import TrainingRun
 from tests.parallel.work import models
 
@@ -67,7 +67,7 @@ def connecting(pipe: Connection) -> dict[str, Any]:
     rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
     model = wrapped(0.01, transport="collective")
     if rank == 3:
-        job.make_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, misc]
+        generation_groups.make_group = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, misc]
     draw = torch.Generator().manual_seed(rank)
     longest = 0.0
     while model.steps < 12:
@@ -235,7 +235,7 @@ def given_up(rank: int, n: int) -> bool:
     dist.barrier()
     if rank == 1:
         inner = list(groups)
-        job._drop(inner)
+        generation_groups._drop(inner)
         time.sleep(0.5)  # what gloo's threads do about it
     dist.barrier()
     return rank == 1 or len(kept) == 20
@@ -246,7 +246,7 @@ def tried_in_vain(rank: int, n: int, path: str) -> float:
     dist.destroy_process_group()
     if rank == 1:
         dist.distributed_c10d._world.group_count = 3
-    job.make_group(dist.FileStore(path, n), rank, n, 60.0)
+    generation_groups.make_group(dist.FileStore(path, n), rank, n, 60.0)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     return float(total)

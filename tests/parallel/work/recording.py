@@ -18,7 +18,7 @@ from decentnode.compat import decent_dp
 from decentnode.errors import AssemblyError, CheckpointError
 from decentnode.graph.base import RoundView
 from decentnode.parallel import DecentralizedDataParallel
-from decentnode.parallel.recording import train_records
+from decentnode.parallel.recording import records
 from decentnode.parallel.train import TrainingRun
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
@@ -233,7 +233,7 @@ def added_up(rank: int, n: int, runs: str) -> list[tuple[list[float], int]]:
 
 def while_another_does(rank: int, n: int, runs: str, seconds: float) -> list[int] | str:
     """The epochs that are trained, or why none is, where another process may record the same run for so long."""
-    train_records.HELD_SECONDS = seconds
+    records.HELD_SECONDS = seconds
     try:
         return train(rank, n, runs, 2, resume=True)[1]
     except Exception as error:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from decentnode.config.component import Config
 from decentnode.graph.base import Graph, RoundView
-from decentnode.parallel.plan import Plan, sharing_named
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.planning.rules import sharing_named
 from decentnode.payload import Payload
 from decentnode.sharing.full import Full
 from decentnode.sharing.requirements import Requirements

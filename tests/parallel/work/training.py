@@ -14,8 +14,8 @@ from torch import nn
 from decentnode.optim import AccumAdam
 from decentnode.parallel import DecentralizedDataParallel
 from decentnode.parallel.buckets import bucket as buckets
-from decentnode.parallel.buckets import shared_memory
-from decentnode.parallel.topology_names import make_topology
+from decentnode.parallel.planning.topologies import make_topology
+from decentnode.parallel.transports import shared_memory
 from tests.parallel.work.models import SGD, Images, Mixed, Odd, batch, flat, model
 from tests.parallel.work.simulation import rule_of, simulate, simulate_rule
 

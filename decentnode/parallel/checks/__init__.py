@@ -1,0 +1,1 @@
+"""What is refused before ranks train together, and what all of them must have alike."""

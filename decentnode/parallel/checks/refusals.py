@@ -1,0 +1,125 @@
+"""What the wrapper cannot train with, refused with the reason: most of it at construction."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from decentnode.parallel.checks.memory import overlaps, shares_elements
+
+TRANSPORTS = ("auto", "shared_memory", "collective", "sockets")
+
+
+def check_options(
+    transport: str, bucket_size_in_mb: float, grad_clip_norm: float, timeout_seconds: float,
+    local_world_size: int | None,
+) -> None:  # fmt: skip
+    """Raises ValueError for an unknown transport, and for numbers out of range."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    if not 0 <= bucket_size_in_mb < float("inf"):
+        raise ValueError(f"bucket_size_in_mb must be 0 or more, got {bucket_size_in_mb}")
+    if not grad_clip_norm >= 0:
+        raise ValueError(f"grad_clip_norm must be 0, for any norm, or more, got {grad_clip_norm}")
+    if local_world_size is not None and local_world_size < 0:
+        raise ValueError(f"local_world_size must be positive, got {local_world_size}")
+    if not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be positive, got {timeout_seconds}")
+
+
+def check_makers(optim_fn: Any, lr_scheduler_fn: Any, optimizer: Any) -> None:
+    """Raises ValueError unless exactly one of `optim_fn` and `optimizer` is given, and all that is makes something."""
+    if (optim_fn is None) == (optimizer is None):
+        raise ValueError("exactly one of optim_fn and optimizer must be given")
+    for name, given in (("optim_fn", optim_fn), ("lr_scheduler_fn", lr_scheduler_fn), ("optimizer", optimizer)):
+        if given is not None and not callable(given):
+            raise ValueError(f"{name} must make one of what it is given, such as functools.partial(torch.optim.SGD, "
+                             f"lr=0.1), got the object {type(given).__name__}")  # fmt: skip
+
+
+def check_model(model: Module, wrapper: type[Module], views: bool) -> None:
+    """Raises ValueError for a module that is wrapped already, and for parameters and buffers that buckets or ranks
+    cannot exchange. wrapper: the class that wraps. views: whether parameters are moved into the buckets."""
+    for name, each in model.named_modules():
+        if isinstance(each, wrapper | DistributedDataParallel):
+            where = f"its module {name}" if name else "it"
+            raise ValueError(f"model must not be wrapped already, {where} is a {type(each).__name__}: give its .module")
+    for name, p in model.named_parameters():
+        _check_parameter(name, p)
+    for name, buffer in model.named_buffers():
+        if is_lazy(buffer) or buffer.is_meta or buffer.layout is not torch.strided:
+            raise ValueError(f"buffer {name} must be a dense tensor with memory, got {_kind(buffer)}")
+    if views:
+        _check_shared(model)
+
+
+def _check_parameter(name: str, p: Tensor) -> None:
+    if is_lazy(p) or p.is_meta or p.layout is not torch.strided or is_traceable_wrapper_subclass(p):
+        raise ValueError(f"parameter {name} must be a dense tensor with memory, got {_kind(p)}")
+    if p.requires_grad and shares_elements(p):
+        raise ValueError(f"parameter {name} must have memory for each of its elements, got strides {p.stride()} "
+                         f"for the shape {tuple(p.shape)}: clone() it first")  # fmt: skip
+
+
+def _kind(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return "one without a shape yet: run a forward pass first"
+    if tensor.is_meta:
+        return "one on the device meta"
+    return type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
+
+
+def _check_shared(model: Module) -> None:
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    others = [*((name, p) for name, p in model.named_parameters() if not p.requires_grad), *model.named_buffers()]
+    pair = overlaps(trained, others)
+    if pair is not None:
+        raise ValueError(f"parameters must not share memory with other parameters or buffers, {pair[0]} does with "
+                         f"{pair[1]}, which buckets would part: use one Parameter in both places, or "
+                         "param_as_bucket_view=False")  # fmt: skip
+
+
+def check_optimizer(optimizer: Optimizer, scheduler: Any) -> None:
+    """Raises ValueError for an optimizer or a scheduler whose step needs what a backward pass's end does not have."""
+    check_steps_alone(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ValueError("lr_scheduler_fn must make a scheduler that steps without a metric, got ReduceLROnPlateau: "
+                         "make it of wrapper.optimizer, and step it after each evaluation with a metric that all ranks "
+                         "agree on")  # fmt: skip
+
+
+def check_steps_alone(optimizer: Optimizer) -> None:
+    """Raises ValueError for an optimizer that evaluates the loss itself, several times in a step."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise ValueError(f"optimizer must step without a closure: {type(optimizer).__name__} evaluates the loss "
+                         "several times in a step, between which ranks cannot exchange")  # fmt: skip
+
+
+def check_frozen(frozen: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises RuntimeError for a parameter that was frozen when its module was wrapped and is trained now."""
+    for name, p in frozen:
+        if p.requires_grad:
+            raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, and its ranks would train it "
+                               "apart: wrap the model anew after requires_grad_(True)")  # fmt: skip
+
+
+def refuse_compiled_autograd() -> None:
+    """Raises RuntimeError while compiled autograd is on: it drops the callbacks at the end of a backward pass."""
+    loaded = sys.modules.get("torch._dynamo.compiled_autograd")
+    config = sys.modules.get("torch._dynamo.config")
+    if any((getattr(loaded, "compiled_autograd_enabled", False), getattr(loaded, "in_compiled_autograd_region", False),
+            getattr(config, "compiled_autograd", False))):  # fmt: skip
+        raise RuntimeError("compiled autograd must be off (torch._dynamo.config.compiled_autograd = False): it does "
+                           "not tell the end of a backward pass, where the wrapper steps")  # fmt: skip

@@ -1,0 +1,182 @@
+"""The process group of each generation of ranks: of gloo, or of sockets with keys."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from decentnode import clock
+from decentnode.communication.shared_memory.segment import Backoff
+from decentnode.parallel.membership.addresses import Address, endpoint_of, parsed
+from decentnode.parallel.membership.control import ConnectionBroken, Control
+from decentnode.parallel.membership.group import BACKEND, GroupSockets, use
+from decentnode.wire.generation import FIRST, Generation, Name, proposer_of
+
+FORM_SECONDS = 20.0
+"""How long the making of a process group may take."""
+CONNECT_SECONDS = 2.0
+DROP_SECONDS = 2.0
+"""How long a process that ends waits for the threads of groups that are over."""
+MEET_SECONDS = (1e-3, 20e-3)
+UNUSED_TAG = 0x6E6F6465
+"""Of messages that nobody sends."""
+
+
+class GenerationGroups(abc.ABC):
+    """Makes the default process group of one generation after the other."""
+
+    endpoint: str
+    """Where the others' groups find this process."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._old: list[Any] = []
+        """Groups that are over, but whose operations may still be needed."""
+
+    def make_first(self, rank: int, endpoints: Sequence[str]) -> None:  # noqa: B027  (with gloo they have one)
+        """Makes the group of those that found a job, where they have none. endpoints: [rank] of each."""
+
+    @abc.abstractmethod
+    def make(
+        self, generation: Generation, members: Sequence[int], own: int, endpoint_of_member: Callable[[int], str],
+        gloo_seconds: float,
+    ) -> None:
+        """Blocking: makes the group of a generation. members: [rank] its uid; own: this process's. endpoint_of_member:
+        by uid, where it is found. gloo_seconds: how long gloo may take to connect them. Raises ConnectionBroken,
+        RuntimeError."""
+
+    def _leave(self) -> None:
+        """Leaves the default group, whose generation is over."""
+        if dist.is_initialized():
+            self._old.append(dist.group.WORLD)
+            dist.destroy_process_group()
+
+    def drop_old(self) -> None:
+        """Gives up the groups that are over, with what was broken off in them. Nobody needs them any more."""
+        self._old = []
+
+    def close(self) -> None:  # noqa: B027
+        """Not blocking: no group is made any more. Before the sockets of `Control` are closed."""
+
+    def join_threads(self) -> None:  # noqa: B027
+        """Blocking for a few seconds at most: until threads of groups that are over have ended."""
+
+
+class GlooGroups(GenerationGroups):
+    """Groups of gloo, whose ranks meet at the store of the member that proposed their generation."""
+
+    def __init__(self, control: Control, host: str, port: int, timeout_seconds: float) -> None:
+        """port: 0 for any. Raises RuntimeError, OSError where it is taken."""
+        super().__init__(timeout_seconds)
+        self._control = control
+        self._store = dist.TCPStore(host, port, None, True, wait_for_workers=False,
+                                    timeout=timedelta(seconds=FORM_SECONDS))  # fmt: skip
+        self.endpoint = endpoint_of(host, self._store.port)
+        self._dropping: list[threading.Thread] = []
+
+    def make(
+        self, generation: Generation, members: Sequence[int], own: int, endpoint_of_member: Callable[[int], str],
+        gloo_seconds: float,
+    ) -> None:
+        self._leave()
+        host = proposer_of(generation.origin)
+        found = self._store if host == own else self._store_at(endpoint_of_member(host))
+        store = dist.PrefixStore(f"generation {generation.number} {generation.origin.hex()}", found)
+        rank = members.index(own)
+        self._meet(store, rank, len(members))
+        make_group(store, rank, len(members), gloo_seconds)
+        dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
+
+    def _store_at(self, endpoint: str) -> dist.TCPStore:
+        """Blocking for FORM_SECONDS at most: the store of another member. Raises ConnectionBroken where its process is
+        gone: torch alone would try again all that time."""
+        started, (name, port) = clock.now(), parsed(endpoint)
+        while not Address(endpoint, "").refuses(CONNECT_SECONDS):
+            try:
+                found = dist.TCPStore(name, port, None, False, timeout=timedelta(seconds=CONNECT_SECONDS))
+            except RuntimeError:
+                if clock.now() - started > FORM_SECONDS:
+                    raise
+                self._control.look(started)
+            else:
+                found.set_timeout(timedelta(seconds=FORM_SECONDS))
+                return found
+        raise ConnectionBroken(f"nobody listens at {name}:{port} any more")
+
+    def _meet(self, store: dist.Store, rank: int, world_size: int) -> None:
+        """Blocking until all members are at the store: what torch then does waits in vain for nobody but who dies in
+        these milliseconds. Raises ConnectionBroken."""
+        store.set(f"here/{rank}", "1")
+        here = [f"here/{each}" for each in range(world_size)]
+        started, backoff = clock.now(), Backoff(MEET_SECONDS)
+        while not store.check(here):
+            self._control.look(started)
+            backoff.sleep()
+        self._control.waits(None)
+
+    def drop_old(self) -> None:
+        groups, self._old = self._old, []
+        self._dropping.append(threading.Thread(target=_drop, args=(groups,), name="decentnode-groups", daemon=True))
+        self._dropping[-1].start()
+        self._dropping = [each for each in self._dropping if each.is_alive()]
+
+    def join_threads(self) -> None:
+        for each in self._dropping:
+            each.join(DROP_SECONDS)
+
+
+class KeyedGroups(GenerationGroups):
+    """Groups over sockets that are closed to strangers (group.py)."""
+
+    def __init__(self, control: Control, host: str, port: int, timeout_seconds: float) -> None:
+        """port: 0 for any. Raises OSError where it is taken."""
+        super().__init__(timeout_seconds)
+        self._sockets = GroupSockets(control.sockets, host, port)
+        self.endpoint = self._sockets.endpoint
+
+    def make_first(self, rank: int, endpoints: Sequence[str]) -> None:
+        self._make(FIRST, rank, endpoints)
+
+    def make(
+        self, generation: Generation, members: Sequence[int], own: int, endpoint_of_member: Callable[[int], str],
+        gloo_seconds: float,  # noqa: ARG002
+    ) -> None:
+        self._leave()
+        self._make(generation.name, members.index(own), [*map(endpoint_of_member, members)])
+
+    def _make(self, name: Name, rank: int, endpoints: Sequence[str]) -> None:
+        self._sockets.begin(name, rank, endpoints)
+        use(self._sockets)
+        dist.init_process_group(BACKEND, store=dist.HashStore(), world_size=len(endpoints), rank=rank,
+                                timeout=self._timeout)  # fmt: skip
+
+    def close(self) -> None:
+        self._sockets.close()
+
+
+def make_group(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    """Blocking for so long at most: makes the default process group, over gloo. Raises RuntimeError."""
+    # Ranks find each other by the group's name, which is how many this process has made, failed attempts included.
+    dist.distributed_c10d._world.group_count = 0
+    dist.init_process_group("gloo", store=store, world_size=world_size, rank=rank, timeout=timedelta(seconds=seconds))
+
+
+def _drop(groups: list[Any]) -> None:
+    """Blocking: ends what is under way in process groups of gloo, on this rank and, as connections close, on others.
+
+    There is no call for that. But gloo closes all connections of a group when one wait of it takes longer than it may.
+    What is waited for must be nothing that anybody sends: gloo ends the process where a message is longer than asked.
+    """
+    for group in groups:
+        if group.size() > 1:
+            with suppress(RuntimeError):
+                peer = (group.rank() + 1) % group.size()
+                group.recv([torch.empty(1, device="cpu")], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+    groups.clear()

@@ -1,0 +1,190 @@
+"""What DecentralizedDataParallel does when ranks come and go.
+
+Survivors keep their models, their optimizers' states and their buffers; what the generation left unfinished is settled
+(transports/regrouping.py), sharing rules begin anew, the topology is made for the ranks that there are. A newcomer gets
+the mean of the members' models and floating-point buffers, which leaves that mean as it is, their number of steps, the
+factor of the mixing, the loss scale and the place in the schedule of the learning rate. Its optimizer begins afresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module
+
+from decentnode.errors import GraphError, PeerLost
+from decentnode.graph.base import Graph
+from decentnode.parallel.averages import GlobalAverage
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.membership.job import Job
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.planning.rules import SharingRule, sharing_named
+from decentnode.parallel.planning.topologies import TopologyLike
+from decentnode.parallel.process_group.collectives import gather_texts, wait
+from decentnode.parallel.steps.gossip_steps import GossipSteps
+from decentnode.parallel.transports.base import BucketExchange
+from decentnode.parallel.transports.choice import exchange_for
+from decentnode.parallel.transports.regrouping import RegroupingExchange
+
+logger = logging.getLogger(__name__)
+
+
+class WrapperParticipant:
+    """The `Participant` of a job that one wrapper is."""
+
+    def __init__(
+        self, job: Job, topology: TopologyLike, local_world_size: int, sharing: SharingRule, transport: str, *,
+        make_topology: Callable[[Any, int, int], Graph],
+    ) -> None:
+        """make_topology: as `planning.topologies.make_topology`. Raises ValueError for a topology that cannot be made
+        for another number of ranks."""
+        if not isinstance(topology, str | Mapping) or (isinstance(topology, Mapping) and "nodes" in topology):
+            raise ValueError('topology must be a name, or a section without nodes, with missing="regroup": it is made '
+                             f"again for other numbers of ranks, got {topology!r}")  # fmt: skip
+        self.job, self._make_topology = job, make_topology
+        self._topology, self._local, self._sharing, self._transport = topology, local_world_size, sharing, transport
+        self._in_step = False
+        self._first = 0
+        """The step that the generation begins with."""
+        self._position = 0
+        """Steps that were over on this rank, or were about to be, when the regrouping began."""
+        self.came_at: int | None = None
+        """The step at which this process came to the others last, with their model; None where it was there before."""
+        self.exchange: RegroupingExchange
+        self._module: Module
+        self._steps: GossipSteps
+        self._average: GlobalAverage
+
+    def wrap(self, inner: BucketExchange, buckets: Sequence[Bucket]) -> RegroupingExchange:
+        self.exchange = RegroupingExchange(inner, buckets, self.job, self.regroup)
+        return self.exchange
+
+    def begin(self, module: Module, steps: GossipSteps, average: GlobalAverage) -> None:
+        """Blocking for a newcomer, until it is a member. module: the wrapped one; steps, average: of it."""
+        self._module, self._steps, self._average = module, steps, average
+        words = {True: "trained", False: "frozen"}
+        lines = [f"parameter {name} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}"
+                 for name, p in module.named_parameters()]  # fmt: skip
+        lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in module.named_buffers()]
+        buckets = [len(each.params) for each in steps.buckets]
+        lines += [f"topology {self._topology!r}", f"sharing rule {steps.plan.describe()}",
+                  f"transport {self._transport}", f"parameters of the buckets {buckets}"]  # fmt: skip
+        self.job.attach(self, lines)
+        if self.job.admission is not None:  # it comes from outside
+            self.regroup(None)
+
+    # -- a step -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around one step of the wrapper: a regrouping inside it ends with it."""
+        self._in_step = True
+        try:
+            self.exchange.check()
+            yield
+        finally:
+            self._in_step = False
+        if self.exchange.over:
+            self._resume()
+
+    def regroup(self, error: PeerLost | None) -> None:
+        """Blocking, as `Job.regroup`."""
+        self._position = self._steps.taken + self._in_step
+        self._average.swap()  # what is settled and shared are the local models
+        self.job.regroup(error)
+        self._average.swap()
+        if not self._in_step:
+            self._resume()
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        """Begin the generation's first exchange."""
+        steps = self._steps
+        steps.taken = self._first
+        self._average.swap()
+        for bucket in steps.buckets:
+            bucket.gather()
+            if bucket.rule.requirements.sequential:
+                bucket.rule.begin(bucket.flat, replace(steps.plan.view(self._first), lr=steps.rate()))
+                bucket.scatter()
+        self.exchange.resume(steps.round_of(self._first))
+        self._average.swap()
+
+    # -- the parts of a regrouping ------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        return {"position": self._position, "fresh": self.job.control.fresh, "local": self._local,
+                **self.exchange.report()}  # fmt: skip
+
+    def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        self.exchange.settle(reports, self._steps.factor)
+
+    def release(self) -> None:
+        self.exchange.let_go()
+
+    def rebuild(self, rank: int, world_size: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        steps = self._steps
+        old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
+        self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's own environment does not tell it
+        steps.plan = self._plan_for(rank, world_size)
+        for bucket, rule in zip(steps.buckets, steps.plan.rules(), strict=False):
+            bucket.rule = rule
+        inner = exchange_for(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)
+        self._first = max(int(reports[self.job.members[number]]["position"]) for number in old)
+        self.exchange.replace(inner, self._first, reports)
+        if len(old) < world_size:
+            self._share(old, rank)
+        schedule = steps.local.lr_scheduler
+        if schedule is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch, as a newcomer's optimizer has taken no step
+                for _ in range(self._first - self._position):
+                    schedule.step()
+        self._position = self._first
+        if rank not in old:
+            self.came_at = self._first
+        self.job.control.has_model(self._first)
+        logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
+
+    def _plan_for(self, rank: int, world_size: int) -> Plan:
+        local = self._local if world_size % self._local == 0 else 1
+        rule = sharing_named(self._sharing)
+        try:
+            return Plan(self._make_topology(self._topology, world_size, local), rule, rank)
+        except (ValueError, GraphError) as error:
+            logger.warning("topology %s cannot be made for %d ranks (%s): complete is used instead", self._topology,
+                           world_size, error)  # fmt: skip
+            return Plan(self._make_topology("complete", world_size, local), rule, rank)
+
+    @torch.no_grad()
+    def _share(self, old: list[int], rank: int) -> None:
+        """Blocking, on all ranks: newcomers get the mean of the others. old: ranks that have a model."""
+        fresh, module = rank not in old, self._module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point():
+                value = tensor.detach().clone(memory_format=torch.contiguous_format)
+                if fresh:
+                    value.zero_()
+                wait(dist.all_reduce(value, async_op=True))
+                value.div_(len(old))
+            else:
+                value = tensor.detach().contiguous().clone()
+                wait(dist.broadcast(value, old[0], async_op=True))
+            if fresh:
+                tensor.detach().copy_(value)
+        steps, scaler = self._steps, self._steps.local.scaler
+        own = {"factor": steps.factor, "scaler": None if scaler is None else scaler.state_dict()}
+        told = gather_texts(json.dumps(own), torch.device("cpu"), "state")
+        if fresh:
+            theirs = json.loads(told[old[0]])
+            steps.factor = float(theirs["factor"])
+            if scaler is not None and theirs["scaler"]:
+                scaler.load_state_dict(theirs["scaler"])

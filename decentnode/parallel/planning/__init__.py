@@ -1,0 +1,1 @@
+"""Which ranks exchange in which step, and how: of a topology and a sharing rule."""

@@ -1,0 +1,132 @@
+"""The plan of a training: which ranks exchange in which step, and how, from a topology and a sharing rule."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from decentnode.graph.base import Graph, RoundView
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
+
+CHECKED_ROUNDS = 32
+CHECKED_RANKS = 512
+REMEMBERED = 64
+"""Steps whose views and cliques are cached."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that all do x <- x + strength (mean of the members - x) in a step."""
+
+    members: tuple[int, ...]
+    strength: float
+
+
+class Plan:
+    """The rounds of one rank; a step of training is a round."""
+
+    def __init__(self, graph: Graph, rule: Sharing, rank: int) -> None:
+        """Raises ValueError if the graph lacks a property that the rule needs."""
+        self.graph, self.rule, self.rank = graph, rule, rank
+        self._cliques: dict[int, RankGroup | None] = {}
+        self._views: dict[tuple[int, float], RoundView] = {}
+        self._check()
+
+    def _check(self) -> None:
+        rule, needs, graph = self.rule, self.rule.requirements, self.graph
+        matrices = [graph.matrix(r) for r in range(min(graph.period or 4, CHECKED_ROUNDS))]
+        for needed, word, good in (
+            (needs.static, "static", graph.period == 1),
+            (needs.symmetric, "symmetric", all(np.allclose(w, w.T) for w in matrices)),
+            (needs.doubly_stochastic, "doubly stochastic", all(np.allclose(w.sum(0), 1) for w in matrices)),
+            (needs.column_stochastic, "column stochastic", all(np.allclose(w.sum(0), 1) for w in matrices)),
+        ):
+            if needed and not good:
+                raise ValueError(f"topology must be {word} for {type(rule).__name__}")
+        alone = unheard(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
+        if alone is not None:
+            raise ValueError(f"topology must join all ranks over the steps in which {type(rule).__name__} exchanges, "
+                             f"rank {alone[0]} never hears of rank {alone[1]}; topology='complete' would do")
+
+    def describe(self) -> str:
+        """The rule and its configuration, in one line, for comparison between ranks."""
+        return f"{type(self.rule).__name__} {getattr(self.rule, 'config', '')!r}".replace("\n", " ")
+
+    def rules(self) -> Iterator[Sharing]:
+        """Yields copies of the rule without end, one for each bucket."""
+        while True:
+            yield copy.deepcopy(self.rule)
+
+    def view(self, step: int, factor: float = 1.0, rank: int | None = None) -> RoundView:
+        """The round of a step as the rule plans it; with factor a for x <- x + a (W x - x). rank: this one if None."""
+        if rank is None:
+            if (step, factor) not in self._views:
+                if len(self._views) >= REMEMBERED:
+                    self._views.clear()
+                self._views[step, factor] = self.view(step, factor, self.rank)
+            return self._views[step, factor]
+        found = self.rule.plan(rule_view(self.rule, self.graph, rank, step))
+        if factor == 1.0:
+            return found
+        weights = {uid: factor * w for uid, w in found.weights.items()}
+        weights[found.uid] += 1.0 - factor
+        return replace(found, weights=weights)
+
+    def most_sources(self) -> int:
+        """The most sources that any rank has in one step."""
+        uids = range(self.graph.num_nodes)
+        return max((len(self.view(r, rank=uid).sources) for r in self._first_exchanges() for uid in uids), default=0)
+
+    def _first_exchanges(self) -> Iterator[int]:
+        """Steps with exchanges, so many that every clique of a periodic topology is in one of them."""
+        return itertools.islice(exchange_rounds(self.rule), min(max(self.graph.period or 0, 16), 64))
+
+    def clique(self, step: int) -> RankGroup | None:
+        """The ranks for which one all_reduce does the step: more than two, all neighbors of each other, of one weight.
+
+        None if there are no such ranks. Every member gets the same answer.
+        """
+        period, number = self.graph.period, self.rule.exchange_number(step)
+        if number is None:
+            return None
+        key = number % period if period and type(self.rule).plan is Sharing.plan else step
+        if key not in self._cliques:
+            if len(self._cliques) >= REMEMBERED:
+                self._cliques.clear()
+            self._cliques[key] = self._find_clique(step, self.rank)
+        return self._cliques[key]
+
+    def _find_clique(self, step: int, rank: int) -> RankGroup | None:
+        members = {rank, *self.view(step, rank=rank).sources}
+        if len(members) <= 2 or not self.rule.requirements.linear:
+            return None
+        weights = []
+        for each in members:
+            found = self.view(step, rank=each)
+            if not {each, *found.sources} == {each, *found.neighbors} == members:
+                return None
+            weights += [w for uid, w in found.weights.items() if uid != each]
+        if max(weights) - min(weights) > 1e-12:
+            return None
+        strength = len(members) * weights[0]
+        return RankGroup(tuple(sorted(members)), 1.0 if abs(strength - 1.0) < 1e-12 else strength)
+
+    def cliques(self) -> list[tuple[int, ...]]:
+        """The members of all cliques of a periodic topology, sorted: the same list on every rank."""
+        found: set[tuple[int, ...]] = set()
+        if self.graph.period is None:
+            return []
+        for step in self._first_exchanges():
+            left = set(range(self.graph.num_nodes))
+            while left:
+                clique = self._find_clique(step, min(left))
+                members = clique.members if clique is not None else (min(left),)
+                left -= {*members, min(left)}
+                if clique is not None:
+                    found.add(members)
+        return sorted(found)

@@ -1,0 +1,55 @@
+"""What all ranks have alike, or do together or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from decentnode.errors import AssemblyError
+from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
+
+MAX_REASON = 2000
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[None]:
+    """A context that all ranks leave with success, or none. Its body must not wait for other ranks; its end blocks.
+
+    what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
+    raised on other ranks alone, AssemblyError naming the first of them and its error. So no rank waits in vain.
+    Without a process group this process is the only rank.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
+    try:
+        said = gather_texts(told, device_of_group(), what) if num_ranks() > 1 else [told]
+    except RuntimeError:  # a rank is gone
+        if failed is not None:
+            raise failed from None
+        raise
+    if failed is not None:
+        raise failed
+    for rank, reason in enumerate(said):
+        if reason:
+            raise AssemblyError(f"rank {rank} could not {what}: {reason}", [rank])
+
+
+def check_alike(what: str, lines: Iterable[str], device: torch.device) -> None:
+    """Blocking. Raises AssemblyError on every rank, naming a rank and its first other line, if lines differ."""
+    told = [text.split("\n") for text in gather_texts("\n".join(lines), device, what)]
+    for rank, theirs in enumerate(told):
+        if theirs == told[0]:
+            continue
+        for number, line in enumerate(theirs):
+            first = told[0][number] if number < len(told[0]) else "nothing"
+            if line != first:
+                raise AssemblyError(f"rank {rank} has another {what} than rank 0: {line!r}, rank 0 has {first!r}")
+        raise AssemblyError(f"rank {rank} has another {what} than rank 0: nothing where it has "
+                            f"{told[0][len(theirs)]!r}")  # fmt: skip

@@ -1,0 +1,68 @@
+"""Operations of all ranks: they tell each other texts, take means, and wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode.parallel.process_group.default_group import num_ranks
+from decentnode.tensors import distinct
+
+MAX_TEXT_BYTES = 1 << 24
+
+_waits: Callable[[Any], None] | None = None
+
+
+def wait(work: Any) -> None:
+    """Blocking: waits for an operation of all ranks (torch's Work; None where there is nothing to wait for)."""
+    if work is not None:
+        (_waits or (lambda each: each.wait()))(work)
+
+
+def wait_with(how: Callable[[Any], None] | None) -> None:
+    """From now on `wait` waits so: where ranks come and go, a wait ends with their generation. None: as torch does."""
+    global _waits
+    _waits = how
+
+
+def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:
+    """Blocking: [rank] the text of every rank of a group, of all when None. Raises ValueError if this rank's is too
+    long. what: its name."""
+    own = text.encode(errors="replace")
+    if len(own) > MAX_TEXT_BYTES:
+        raise ValueError(f"the description of the {what} is too long: {len(own)} bytes")
+    size = torch.tensor([len(own)], dtype=torch.int64, device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    wait(dist.all_gather(sizes, size, group=group, async_op=True))
+    longest = min(max(int(each) for each in sizes), MAX_TEXT_BYTES)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device) if own else padded[:0]
+    texts = [torch.zeros_like(padded) for _ in sizes]
+    wait(dist.all_gather(texts, padded, group=group, async_op=True))
+    return [bytes(t[: int(n)].tolist()).decode(errors="replace") for t, n in zip(texts, sizes, strict=True)]
+
+
+def broadcast_all(tensors: Iterable[Tensor]) -> None:
+    """Blocking: replaces every tensor by that of rank 0, in place."""
+    if num_ranks() == 1:  # which may have NCCL and a model on the CPU
+        return
+    for each in tensors:
+        tensor = distinct(each.detach())
+        if tensor.numel():
+            flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+            wait(dist.broadcast(flat.view(torch.uint8), 0, async_op=True))  # backends know few types
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+
+def mean_over_ranks(tensor: Tensor, group: Any = None) -> Tensor:
+    """Blocking: replaces a tensor by its mean over all ranks, or over those of a group."""
+    count = dist.get_world_size(group)
+    if count > 1:
+        wait(dist.all_reduce(tensor, group=group, async_op=True))
+        tensor.div_(count)
+    return tensor

@@ -1,0 +1,56 @@
+"""How many ranks there are on each machine, as all ranks agree on it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+from decentnode.errors import AssemblyError
+from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
+from decentnode.system import boot_id
+from decentnode.words import names
+
+TOLD = "LOCAL_WORLD_SIZE"
+"""What torchrun says of the number of ranks on a machine."""
+
+
+def ranks_per_machine(given: int | None = None) -> int:
+    """The number of ranks on each machine, as `agreed_per_machine`; 1 where machines have unequally many."""
+    return agreed_per_machine(given) or 1
+
+
+def agreed_per_machine(given: int | None = None) -> int | None:
+    """The number of ranks on each machine, the same on all ranks: the given one, or torchrun's, or as counted; None
+    where machines have unequally many. Blocking, on all ranks.
+
+    Raises ValueError for what is no number, and AssemblyError naming the ranks where these were given other numbers, or
+    where some are told another one than is counted, and the others none: then all ranks raise, and none waits.
+    """
+    own = f"{given or os.environ.get(TOLD, '')} {int(bool(given))}"
+    alone = num_ranks() == 1
+    said = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
+    told, explicit, hosts = zip(*(each.split(" ", 2) for each in said), strict=True)
+    for rank, each in enumerate(told):
+        if each and not (each.isdecimal() and int(each)):
+            raise ValueError(f"{TOLD} must be the number of ranks on the machine, got {each!r} on rank {rank}")
+    if all(told) and not ("1" in explicit and len({*told}) > 1):
+        return int(told[0]) if len({*told}) == 1 else None
+    runs = [len(list(run)) for _, run in itertools.groupby(hosts)]
+    counted = runs[0] if len({*runs}) == 1 else None
+    if {*told} <= {"", str(counted)}:
+        return counted
+    by_number = {each: [rank for rank, one in enumerate(told) if one == each] for each in dict.fromkeys(told)}
+    listed = ", ".join(f"rank {names(ranks)} has {each or 'none'}" for each, ranks in by_number.items())
+    found = "machines have unequally many" if counted is None else f"{counted} are counted"
+    others = [rank for each, ranks in by_number.items() if each != told[0] for rank in ranks]
+    raise AssemblyError(f"local_world_size, or {TOLD} of the environment, must be the same on all ranks or be given "
+                        f"on none: {listed}, and {found}", others)  # fmt: skip
+
+
+def _host() -> str:
+    try:
+        return boot_id()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,102 @@
+"""Ends exchanges, leaves process groups and joins their threads before a process's interpreter ends.
+
+A thread of gloo still holds the tensors of an operation after it has reported that the operation is over. To release
+a tensor that Python knows, it needs the interpreter's lock. If the interpreter is ending by then, CPython (up to 3.13)
+ends the thread at once, by unwinding frames of C++ that must not be unwound: "terminate called without an active
+exception", exit code -6, after all work was done. A script that uses torch alone and does not destroy its groups ends
+in the same way. Destroying a group joins its threads, which is safe as long as the interpreter is not ending yet. A
+group that is still referenced keeps its threads, so wrappers drop their references first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode import clock
+
+EXIT_SECONDS = 2.0
+SETTLE_SECONDS = 0.3
+"""How long the threads of groups that the script itself still references are given to release their tensors."""
+
+
+class Closable(Protocol):
+    def close(self) -> object: ...
+
+
+class InFlight(Protocol):
+    def finish_all(self, seconds: float) -> None:
+        """Blocking for so long at most: waits for operations that are under way."""
+
+
+_processes: set[int] = set()
+"""The processes that joined a group or made wrappers. A forked child inherits this module's state, but no threads."""
+_alive: weakref.WeakKeyDictionary[Closable, Sequence[Tensor]] = weakref.WeakKeyDictionary()
+"""What is closed before the process ends, with the parameters that it steps."""
+_left: list[tuple[InFlight, object]] = []
+"""Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
+
+
+def leave_at_exit() -> None:
+    """Makes this process leave all groups of torch.distributed before its interpreter ends. Idempotent."""
+    _processes.add(os.getpid())
+
+
+def close_at_exit(wrapper: Closable, params: Sequence[Tensor] = ()) -> None:
+    """Closes `wrapper` before that, if it still exists. Its `close` drops its references to process groups. params:
+    those that it steps in backward passes."""
+    _alive[wrapper] = params
+    leave_at_exit()
+
+
+def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
+    """Closes the wrappers of any of these parameters that are still there, because two would both step in a backward
+    pass; returns whether one of them was open. wrapper: the one that goes on."""
+    mine = set(params)
+    others = [each for each, theirs in _alive.items() if each is not wrapper and not mine.isdisjoint(theirs)]
+    closed = [each.close() for each in others]
+    return any(closed)
+
+
+def keep(exchange: InFlight, memory: object) -> None:
+    """Keeps memory until the process ends, because operations in flight of the exchange read and write it."""
+    _left.append((exchange, memory))
+
+
+@atexit.register
+def _close_all() -> None:
+    if os.getpid() not in _processes:
+        return
+    for wrapper in list(_alive):
+        wrapper.close()
+    for exchange, _ in _left:
+        with contextlib.suppress(Exception):
+            exchange.finish_all(EXIT_SECONDS)
+    _left.clear()
+    leave()
+
+
+def leave() -> None:
+    """Leaves all process groups and joins their threads. Idempotent; blocking until operations under way are over."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # groups that only reference cycles hold
+    if _gloo_runs():
+        clock.sleep(SETTLE_SECONDS)
+
+
+def _gloo_runs() -> bool:
+    """Whether the process still has threads of gloo."""
+    try:
+        return any(each.read_text().startswith("pt_gloo_run") for each in Path("/proc/self/task").glob("*/comm"))
+    except OSError:  # a thread that ends meanwhile, or another system than Linux
+        return True

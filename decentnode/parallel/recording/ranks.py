@@ -1,0 +1,109 @@
+"""The ranks of a training that is recorded as a run: those that stay, and those that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from decentnode.metrics.run_folder import folder_name
+from decentnode.parallel.averages import consensus_distance
+from decentnode.parallel.ddp import DecentralizedDataParallel
+from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.collectives import mean_over_ranks
+from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
+
+Measure = Callable[[], Mapping[str, float]]
+
+
+class RunRanks:
+    """Ranks that stay: a node of the run each, by their number."""
+
+    folder: str | None = None
+    """The name of the run's directory, where all ranks know it without a word."""
+
+    def __init__(self, model: DecentralizedDataParallel) -> None:
+        self.model, self.uid = model, model.rank
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The uids of all ranks there are."""
+        return tuple(range(self.model.world_size))
+
+    @property
+    def came_now(self) -> bool:
+        """Whether this rank came to the others at the step that it is at: what these do between two epochs there, they
+        do without it."""
+        return False
+
+    def measured(self, measure: Measure | None) -> dict[str, float]:
+        """Blocking, on all ranks: the figures of an evaluation."""
+        found: dict[str, float] = {}
+        if measure is not None:
+            with together("evaluate the model"):
+                own = measure()
+            means = _tensor(own)
+            if num_ranks() > 1:
+                mean_over_ranks(means)
+            with self.model.averaged(), together("evaluate the averaged model"):
+                merged = measure()
+            found = _figures(own, means, merged)
+        return found | {"consensus_distance": self.model.consensus_distance()}
+
+
+class ComingAndGoing(RunRanks):
+    """Ranks that die and join: a node of the run each, by the uid that they keep. What they do together is one average
+    over all ranks, which is begun again when one dies; a rank that comes meanwhile takes no part in it."""
+
+    def __init__(self, model: DecentralizedDataParallel) -> None:
+        super().__init__(model)
+        assert model._member is not None
+        self._member, terms = model._member, model._member.job.terms
+        self.uid = self._member.job.control.uid
+        self.folder = folder_name(terms.began, terms.run.hex()[:4])
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._member.job.members
+
+    @property
+    def came_now(self) -> bool:
+        return self._member.came_at == self.model.steps
+
+    def measured(self, measure: Measure | None) -> dict[str, float]:
+        model, failed = self.model, list[Exception]()
+        own = {} if measure is None else measure()
+
+        def measured_together(mean: Callable[[Tensor], Tensor]) -> dict[str, float]:
+            means, merged = mean(_tensor(own)), own
+            if measure is not None:
+                model._average.take(keep=True, measure=False, mean_of=mean)
+                try:
+                    merged = measure()
+                except Exception as error:  # the script's: the others are not to wait for this rank meanwhile
+                    failed[:] = [error]
+                finally:
+                    model.revert_global_avg()
+            distance = consensus_distance(model._gossip.buckets, mean)
+            return _figures(own, means, merged) | {"consensus_distance": distance}
+
+        found = model._gossip.exchange.run_average("evaluation", measured_together)
+        if failed:
+            raise failed[0]
+        return found
+
+
+def _tensor(figures: Mapping[str, float]) -> Tensor:
+    return torch.tensor([*figures.values()], dtype=torch.float64, device=device_of_group())
+
+
+def _figures(own: Mapping[str, float], means: Tensor, merged: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for (name, value), mean in zip(own.items(), means.tolist(), strict=True):
+        found |= {name: value, f"{name}_mean": mean, f"{name}_merged": merged[name]}
+    return found
+
+
+def ranks_of(model: DecentralizedDataParallel) -> RunRanks:
+    return RunRanks(model) if model._member is None else ComingAndGoing(model)

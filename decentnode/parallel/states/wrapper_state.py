@@ -1,0 +1,66 @@
+"""What a wrapper's state has beside its module's: of the optimizer, the schedule, the sharing rules and the steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decentnode.optim.saved import check_saved, kind_of
+from decentnode.parallel.states.layouts import layout, recut
+from decentnode.parallel.steps.gossip_steps import GossipSteps
+
+
+def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """What a wrapper's state has beside its module's. named: the exchanged parameters, with their names."""
+    local = steps.local
+    return {
+        "optimizer": local.optimizer.state_dict(), "optimizer_kind": kind_of(local.optimizer),
+        "steps": steps.taken, "factor": steps.factor, "learning_rate": steps.learning_rate,
+        "lr_scheduler": None if local.lr_scheduler is None else local.lr_scheduler.state_dict(),
+        "lr_scheduler_kind": kind_of(local.lr_scheduler),
+        "scaler": None if local.scaler is None else local.scaler.state_dict(),
+        "sharing": [bucket.rule.state_dict() for bucket in steps.buckets],
+        "layout": layout(steps.buckets, named),
+    }  # fmt: skip
+
+
+def take_up(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
+    fit the buckets, and for that of another optimizer or scheduler. The exchange is not begun anew (loading.py)."""
+    kept, local = recut(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
+    check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"))
+    if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
+        load_scheduler(local.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
+    local.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
+    if local.scaler is not None and state["scaler"] is not None:
+        local.scaler.load_state_dict(state["scaler"])
+    steps.taken, steps.factor = int(state["steps"]), float(state["factor"])
+    steps.learning_rate = float(state.get("learning_rate", steps.rate()))
+    for bucket, each in zip(steps.buckets, kept, strict=True):
+        bucket.rule.load_state_dict(_on(bucket.flat.device, each))
+    steps.must_restart = True
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """The state of a rule, whose tensors lie where its bucket does: files and other machines have them on the CPU."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _on(device, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on(device, each) for each in value)
+    return value
+
+
+def load_scheduler(scheduler: Any, state: Mapping[str, Any], kind: str | None = None) -> None:
+    """Raises ValueError for a state that lacks what this class of schedulers keeps. kind: the class that it was saved
+    of, where it is known."""
+    try:
+        scheduler.load_state_dict(copy.deepcopy(state))  # torch takes entries out of it
+    except KeyError as error:
+        raise ValueError(f"lr_scheduler must be {kind or 'the one'}, which was saved, got {kind_of(scheduler)}: the "
+                         f"state has no {error}") from error  # fmt: skip

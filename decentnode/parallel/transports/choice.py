@@ -1,0 +1,41 @@
+"""The exchange of buckets that ranks use, by the name of a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.membership.job import Job
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.transports.base import BucketExchange
+from decentnode.parallel.transports.collective import CollectiveExchange
+from decentnode.parallel.transports.pairs import PairExchange
+from decentnode.parallel.transports.shared_memory import SharedMemoryExchange, usable
+from decentnode.parallel.transports.sockets import SocketExchange
+
+
+def exchange_for(
+    transport: str, plan: Plan, buckets: Sequence[Bucket], timeout_seconds: float, job: Job | None
+) -> BucketExchange:
+    """Blocking. job: where ranks come and go, None where they do not (membership/).
+
+    Raises ValueError where shared memory or sockets are asked for and cannot be, or gloo where the job has keys.
+    """
+    if plan.graph.num_nodes == 1:
+        return CollectiveExchange(plan, timeout_seconds)
+    if transport == "sockets":
+        if job is None:
+            raise ValueError('sockets needs missing="regroup"')
+        return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets)
+    if job is not None and job.closed and transport == "collective":
+        raise ValueError("collective sends models unencrypted: leave the keys out, or take auto or sockets")
+    shared = transport != "collective" and usable(buckets, plan)
+    if transport == "shared_memory" and not shared:
+        raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
+    if shared:
+        return SharedMemoryExchange(plan, timeout_seconds, buckets)
+    if job is None:
+        return CollectiveExchange(plan, timeout_seconds)
+    if job.closed:
+        return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets)
+    return PairExchange(plan, timeout_seconds)

@@ -1,0 +1,136 @@
+"""The transport `collective`: buckets travel by operations of torch.distributed.
+
+Every rank launches the same buckets in the same order, peers ascending. The common order keeps the point-to-point
+operations of one communicator from deadlock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.errors import PeerLost
+from decentnode.parallel.buckets.bucket import Bucket, BucketPart
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.transports.base import BucketExchange, Flight
+from decentnode.parallel.transports.host_memory import HostMemory
+
+
+class CollectiveExchange(BucketExchange):
+    """`BucketExchange` by point-to-point operations, and in cliques by one all_reduce."""
+
+    def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+        """Blocking: all ranks make the process groups of the topology's cliques, in the same order."""
+        super().__init__(plan, timeout_seconds)
+        self._host = HostMemory()
+        self._groups: dict[tuple[int, ...], Any] = {}
+        everybody = tuple(range(self.graph.num_nodes))
+        timeout = timedelta(seconds=self.timeout_seconds)
+        for members in self.plan.cliques():
+            self._groups[members] = None if members == everybody else dist.new_group(list(members), timeout=timeout)
+
+    def _mean_group(self, step: int) -> tuple[int, ...] | None:
+        """The ranks that average with one all_reduce in a step; None if payloads are sent from rank to rank."""
+        clique = self.plan.clique(step)
+        return clique.members if clique is not None and clique.members in self._groups else None
+
+    # -- sending ----------------------------------------------------------------------------------------------
+
+    def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
+        place = self._place(bucket)
+        if place is not None:
+            copy = None if self._mean_group(self._step) is None else bucket.slot(0)
+            bucket.snapshot_part(part, place, copy, cached)
+
+    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+        groups = [self._step] if flight is None else [self._step, flight.step]
+        view = None if flight is None else self.plan.view(flight.step)
+        return bucket.one_pass(view) and all(self._mean_group(step) is None for step in groups)
+
+    def depart(self, bucket: Bucket) -> None:
+        view = self._departing(bucket)
+        if view is None:
+            return
+        flight = self._flights[bucket.index] = Flight(self._step)
+        members = self._mean_group(self._step)
+        if members is not None:
+            others, total = [peer for peer in members if peer != self.rank], self._host.leaving(bucket, bucket.slot(0))
+            if total is not bucket.slot(0):
+                flight.landings.append((bucket.slot(0), total))
+            with self._blamed(self._step, others):
+                work = dist.all_reduce(total, group=self._groups[members], async_op=True)
+            flight.works.append((work, others))
+            self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
+            return
+        operations, whom = [], []
+        sent, landing = self._host.leaving(bucket, bucket.sent), self._host.landing(bucket, flight, view.sources)
+        for peer in sorted({*view.neighbors, *view.sources}):
+            if peer in view.neighbors:
+                operations.append(dist.P2POp(dist.isend, sent, peer))
+                whom.append([peer])
+                self.bytes_sent += bucket.size_bytes
+            if peer in view.sources:
+                operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
+                whom.append([peer])
+        everybody = sorted({*view.neighbors, *view.sources})
+        with self._blamed(self._step, everybody):  # torch raises here already for a connection that it knows is broken
+            works = dist.batch_isend_irecv(operations)
+        flight.works = list(zip(works, whom if len(works) == len(whom) else [everybody] * len(works), strict=True))
+
+    # -- receiving --------------------------------------------------------------------------------------------
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self._wait(flight)
+        return flight
+
+    def _wait(self, flight: Flight) -> None:
+        started = clock.now()
+        for work, peers in flight.works:
+            with self._blamed(flight.step, peers):
+                if dist.get_backend() == "nccl":
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=self.timeout_seconds))
+        self._host.land(flight)
+        self.wait_seconds += clock.now() - started
+
+    def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:
+        return None if self._mean_group(flight.step) is None else bucket.slot(0)
+
+    def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
+        if self._mean_group(flight.step) is not None:
+            clique = self.plan.clique(flight.step)
+            assert clique is not None
+            n = len(clique.members)
+            bucket.mix_mean(bucket.slot(0), n, factor * clique.strength, part, cached)
+        else:
+            bucket.mix(self.plan.view(flight.step, factor), part, cached)
+
+    def drain(self) -> None:
+        for flight in self._flights.values():
+            self._wait(flight)
+        self._flights.clear()
+
+    def end(self) -> bool:
+        self._groups.clear()
+        return super().end()
+
+    @contextlib.contextmanager
+    def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
+        """Turns what torch.distributed raises inside into PeerLost, with the ranks that may be the cause."""
+        try:
+            yield
+        except RuntimeError as error:
+            who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
+            raise PeerLost(
+                f"rank {self.rank}: the exchange of step {step} with {who} failed or took longer than "
+                f"{self.timeout_seconds:g} s: {error}", peers,
+            ) from error

@@ -1,0 +1,162 @@
+"""Exchanges from rank to rank over gloo whose waits can be broken off.
+
+gloo waits inside, for as long as its time-out, also for a rank that lives but takes part in another generation already.
+So a thread for each neighbor waits in the training's place, which looks from time to time. It waits for nothing before
+the training does: a thread inside gloo must not outlive the interpreter (process_group/shutdown.py). All-reduces, which
+some ranks may end and others not when one dies, are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode import clock
+from decentnode.communication.shared_memory.segment import Backoff
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.membership.control import ConnectionBroken
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.transports.base import BucketExchange, Flight
+from decentnode.parallel.transports.host_memory import HostMemory
+
+POLL_SECONDS = (20e-6, 1e-3)
+LOOK_SECONDS = 0.05
+
+
+@dataclass(eq=False)
+class _Leg:
+    """One operation with one peer."""
+
+    peer: int
+    receives: bool
+    work: Any
+    asked: bool = False
+    """Whether a thread waits for it."""
+    over: bool = False
+    failed: str = ""
+
+
+@dataclass
+class PairFlight(Flight):
+    legs: list[_Leg] = field(default_factory=list)
+
+
+class _Line:
+    """The thread that waits for one peer's operations, in their order. It ends with `None`, or with the process."""
+
+    def __init__(self, peer: int, seconds: float) -> None:
+        self._seconds = seconds
+        self.legs: queue.SimpleQueue[_Leg | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"decentnode-gloo-{peer}", daemon=True).start()
+
+    def _run(self) -> None:
+        while (leg := self.legs.get()) is not None:
+            try:
+                leg.work.wait(timedelta(seconds=self._seconds))
+            except Exception as error:
+                leg.failed = str(error) or type(error).__name__
+            leg.work = None
+            leg.over = True
+            del leg
+
+
+class PairExchange(BucketExchange):
+    """`BucketExchange` from rank to rank, over the process group that is the default one when it is made."""
+
+    def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+        super().__init__(plan, timeout_seconds)
+        self._host, self._group = HostMemory(), dist.group.WORLD
+        self._lines: dict[int, _Line] = {}
+
+    def depart(self, bucket: Bucket) -> None:
+        view = self._departing(bucket)
+        if view is None:
+            return
+        flight = PairFlight(self._step)
+        self._flights[bucket.index] = flight
+        sent, landing = self._host.leaving(bucket, bucket.sent), self._host.landing(bucket, flight, view.sources)
+        for peer in sorted({*view.neighbors, *view.sources}):  # all of them, also where one is known to be gone
+            if peer in view.neighbors:
+                self._begin(flight, sent, peer, receives=False)
+                self.bytes_sent += bucket.size_bytes
+            if peer in view.sources:
+                self._begin(flight, landing[peer], peer, receives=True)
+
+    def _begin(self, flight: PairFlight, tensor: Tensor, peer: int, receives: bool) -> None:
+        leg = _Leg(peer, receives, None)
+        flight.legs.append(leg)
+        try:
+            if receives:
+                leg.work = dist.irecv(tensor, peer, group=self._group)
+            else:
+                leg.work = dist.isend(tensor, peer, group=self._group)
+        except RuntimeError as error:  # a connection that is known to be broken
+            leg.over, leg.failed = True, str(error)
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self._wait(flight)
+        return flight
+
+    def drain(self) -> None:
+        for flight in self._flights.values():
+            self._wait(flight)
+        self._flights.clear()
+
+    def _wait(self, flight: Flight) -> None:
+        assert isinstance(flight, PairFlight)
+        self._wait_for(flight.legs, flight.step)
+        self._host.land(flight)
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:  # noqa: ARG002
+        assert isinstance(flight, PairFlight)
+        self._wait_for([leg for leg in flight.legs if leg.receives and leg.peer in sources], flight.step)
+        self._host.land(flight)
+
+    def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
+        """Blocking. Raises PeerLost naming the rank."""
+        started = clock.now()
+        for leg in legs:
+            if not leg.asked and not leg.over:
+                leg.asked = True
+                if leg.peer not in self._lines:
+                    self._lines[leg.peer] = _Line(leg.peer, self.timeout_seconds)
+                self._lines[leg.peer].legs.put(leg)
+        for leg in legs:
+            backoff, look = Backoff(POLL_SECONDS), started + LOOK_SECONDS
+            while not leg.over:
+                now = clock.now()
+                if now > look:
+                    look = now + LOOK_SECONDS
+                    self._look_for(leg.peer, started, now, step)
+                backoff.sleep()
+            if leg.failed:
+                raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "
+                                       f"{leg.failed}", [leg.peer])  # fmt: skip
+        self.wait_seconds += clock.now() - started
+
+    def finish_all(self, seconds: float) -> None:
+        for flight in self._flights.values():
+            assert isinstance(flight, PairFlight)
+            for leg in flight.legs:
+                if leg.work is not None and not leg.asked:
+                    with contextlib.suppress(RuntimeError):  # after one time-out the others fail at once
+                        leg.work.wait(timedelta(seconds=seconds))
+        self._flights.clear()
+
+    def end(self) -> bool:
+        for line in self._lines.values():
+            line.legs.put(None)
+        self._lines.clear()
+        left = super().end()
+        self._group = None
+        return left

@@ -1,0 +1,257 @@
+"""Exchanges that outlive the death of ranks: what a generation leaves unfinished is settled among the survivors.
+
+When a generation ends, some survivors have mixed what they received in a step, and others, which waited for the dead,
+have not. An edge that is mixed at one end alone would move the mean of the models. So every survivor tells how far it
+has mixed each bucket, and whoever waits takes exactly the snapshots of those that have mixed its own; the weights of
+all other edges stay with it. Such a snapshot was sent before, so that nobody waits for anything new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode.errors import PeerLost
+from decentnode.parallel.buckets.advance import Rows
+from decentnode.parallel.buckets.bucket import Bucket, BucketPart
+from decentnode.parallel.membership.control import ASK_SECONDS, ConnectionBroken
+from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
+from decentnode.parallel.process_group.collectives import gather_texts, mean_over_ranks
+from decentnode.parallel.transports.base import BucketExchange, Flight
+
+T = TypeVar("T")
+
+
+class RegroupingExchange(BucketExchange):
+    """A `BucketExchange` whose waits end with a generation of ranks, and which then takes part in the next one.
+
+    After `recover` there is nothing in flight, and until `resume` nothing is sent: what is left of a step goes on
+    without an exchange.
+    """
+
+    def __init__(self, inner: BucketExchange, buckets: Sequence[Bucket], job: Job,
+                 recover: Callable[[PeerLost | None], None]) -> None:  # fmt: skip
+        """recover: regroups, and calls `settle` and `replace`."""
+        self._job, self._buckets, self._recover = job, list(buckets), recover
+        self.timeout_seconds = inner.timeout_seconds
+        self.over = False
+        """Whether a generation has begun whose first exchange has not departed yet."""
+        self.mixed = [-1] * len(self._buckets)
+        """[bucket] the last step whose exchange was mixed."""
+        self.entered = self.left = 0
+        """Averages over all ranks that this one has begun, and ended."""
+        self._level = 0
+        """Averages that are over, or that some had begun, when this generation began: who came later counts on from
+        there."""
+        self._begun: dict[int, Any] = {}
+        """Those that some had begun by then and not all had ended -> the group of ranks that end them; None: all."""
+        self._sent, self._waited = 0, 0.0
+        """Of the generations before."""
+        self._put(inner)
+
+    def _put(self, inner: BucketExchange) -> None:
+        self.inner = inner
+        inner.interrupt = self._look
+        self.members = self._job.members
+        """[rank] its uid, in the generation of `inner`."""
+
+    def _look(self, peer: int, since: float, now: float) -> None:
+        """Called from time to time while a rank is waited for. Raises PeerLost where that is in vain."""
+        control, waited = self._job.control, now - since
+        if control.broken:
+            raise PeerLost(f"rank {self.inner.rank}: the generation is over: {control.broken}")
+        if control.has_left(self.members[peer], waited):
+            raise PeerLost(f"rank {self.inner.rank}: rank {peer} has ended its training", [peer])
+        if waited > ASK_SECONDS:
+            control.waits(since)
+            if control.is_gone(self.members[peer]):
+                raise PeerLost(f"rank {self.inner.rank}: the process of rank {peer} is gone", [peer])
+
+    # -- what the training sees -------------------------------------------------------------------------------
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        return self._sent + self.inner.bytes_sent
+
+    @property
+    def wait_seconds(self) -> float:  # type: ignore[override]
+        return self._waited + self.inner.wait_seconds
+
+    def launch(self, buckets: Sequence[Bucket], step: int) -> None:
+        if not self.over:
+            self._guarded(lambda: self.inner.launch(buckets, step))
+
+    def begin(self, step: int) -> None:
+        if not self.over:
+            self.inner.begin(step)
+
+    def snapshot(self, bucket: Bucket, part: BucketPart, cached: bool = False) -> None:
+        if not self.over:
+            self.inner.snapshot(bucket, part, cached)
+
+    def one_pass(self, bucket: Bucket, flight: Flight | None) -> bool:
+        return bucket.one_pass(None) if self.over else self.inner.one_pass(bucket, flight)
+
+    def advance(self, bucket: Bucket, part: BucketPart, flight: Flight | None, factor: float, rows: Rows) -> None:
+        if self.over:
+            bucket.advance(part, None, rows, None)
+        else:
+            self.inner.advance(bucket, part, flight, factor, rows)
+
+    def depart(self, bucket: Bucket) -> None:
+        if not self.over:
+            self._guarded(lambda: self.inner.depart(bucket))
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        if self.over:
+            return None
+
+        def arrived() -> Flight | None:
+            self.inner.make_room(bucket)  # before anything of the bucket is mixed: nothing is half mixed then
+            return self.inner.arrive(bucket)
+
+        return self._guarded(arrived)
+
+    def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:
+        return self.inner.summed(bucket, flight)
+
+    def mix(self, bucket: Bucket, part: BucketPart, flight: Flight, factor: float = 1.0, cached: bool = False) -> None:
+        self.inner.mix(bucket, part, flight, factor, cached)
+
+    def release(self, bucket: Bucket) -> None:
+        flight = self.inner.flight_of(bucket)
+        if flight is not None:
+            self.mixed[bucket.index] = flight.step
+            self.inner.release(bucket)
+
+    def drain(self) -> None:
+        while self.inner.in_flight():
+            self._guarded(self.inner.drain)
+
+    def check(self) -> None:
+        """Blocking where the generation is over: takes part in the next one."""
+        if self._job.control.broken and not self.over:
+            self._recover(None)
+
+    def _guarded(self, work: Callable[[], T]) -> T | None:
+        """What `work` returns; None where the generation ended meanwhile."""
+        try:
+            return work()
+        except PeerLost as error:
+            self._recover(error)
+            return None
+        finally:
+            self._job.control.waits(None)
+
+    def finish_all(self, seconds: float) -> None:
+        self.inner.finish_all(seconds)
+
+    def end(self) -> bool:
+        ended = self.inner.end()
+        self._job.leave()
+        return ended
+
+    def run_average(self, what: str, work: Callable[[Callable[[Tensor], Tensor]], T],
+                    restart: Callable[[], None] | None = None) -> T:  # fmt: skip
+        """As there. Where a generation ends meanwhile, `work` is called again with those that had not ended it. Ranks
+        that came since take no part, and what they have in flight with the others is not discarded then."""
+        self.entered += 1
+        anew = restart is not None and self.entered not in self._begun
+        for attempt in itertools.count():
+            try:
+                if anew:
+                    self.inner.drain()
+                # Who came since waits for this rank's next step, and is not to be told that it never comes.
+                known = self.entered in self._begun
+                with contextlib.nullcontext() if known else self.inner.average(what):
+                    found = work(self._mean)
+                break
+            except (PeerLost, RuntimeError) as error:
+                if attempt >= MAX_ATTEMPTS:  # not the ranks are why
+                    raise
+                anew = False
+                lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {error}")
+                self._recover(lost)
+            finally:
+                self._job.control.waits(None)
+        self.entered = self.left = max(self.entered, self._level)
+        if anew and restart is not None:
+            restart()
+        return found
+
+    def _mean(self, tensor: Tensor) -> Tensor:
+        return mean_over_ranks(tensor, self._begun.get(self.entered))
+
+    def tell(self, text: str, what: str) -> dict[int, str]:
+        def told(_: object) -> dict[int, str]:
+            group = self._begun.get(self.entered)
+            ranks = range(len(self.members)) if group is None else dist.get_process_group_ranks(group)
+            texts = gather_texts(text, torch.device("cpu"), what, group)
+            return dict(zip((self.members[rank] for rank in ranks), texts, strict=True))
+
+        return self.run_average(what, told)
+
+    # -- another generation -----------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        return {"mixed": list(self.mixed), "of": list(self.members), "average": [self.entered, self.left]}
+
+    @torch.no_grad()
+    def settle(self, reports: Mapping[int, Mapping[str, Any]], factor: float) -> None:
+        """Blocking: mixes what is in flight with the snapshots of those that have mixed this rank's (see above)."""
+        mine = list(self.members)
+        for bucket in self._buckets:
+            flight = self.inner.flight_of(bucket)
+            if flight is None:
+                continue
+            view = self.inner.plan.view(flight.step, factor)
+            both = [
+                source for source in view.sources
+                if (found := reports.get(mine[source])) and found["of"] == mine
+                and found["mixed"][bucket.index] >= flight.step
+            ]  # fmt: skip
+            bucket.gather()
+            self.inner.collect(bucket, flight, both)
+            bucket.mix(view.without(set(view.sources).difference(both)))
+            bucket.scatter()
+            self.inner.forget(bucket)
+
+    def let_go(self) -> None:
+        """The old exchange is needed by nobody."""
+        self._sent, self._waited = self.bytes_sent, self.wait_seconds
+        self.inner.abandon()
+        for bucket in self._buckets:
+            bucket.renew_memory()  # operations that were broken off may still write into what they were given
+
+    def replace(self, inner: BucketExchange, first_step: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Blocking: go on with another exchange, whose first step is `first_step`."""
+        inner.bytes_sent, inner.wait_seconds = 0, 0.0
+        self._put(inner)
+        self.mixed = [first_step - 1] * len(self._buckets)
+        self.over = True
+        self._count(reports)
+
+    def _count(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Blocking: an average that some have begun is ended by all who have not, without those that are new."""
+        told = [(*reports[uid]["average"], reports[uid]["fresh"]) for uid in self.members]
+        self._level, self._begun = max(entered for entered, _, _ in told), {}
+        waiting = False
+        for number in sorted({entered for entered, left, _ in told if entered > left}):
+            ranks = [rank for rank, (entered, left, fresh) in enumerate(told)
+                     if left < number and (entered == number or not fresh)]  # fmt: skip
+            group = None if len(ranks) == len(told) else dist.new_group(ranks)
+            if self.inner.rank in ranks:
+                self._begun[number], waiting = group, True
+        if not waiting:
+            self.entered = self.left = self._level
+
+    def resume(self, step: int) -> None:
+        """Sends what the buckets hold as the first exchange of the generation."""
+        self.over = False
+        self.launch(self._buckets, step)

@@ -1,0 +1,259 @@
+"""The exchange of buckets between ranks of one host: a rank mixes its neighbors' parameters straight from their memory.
+
+Every rank makes one segment of shared memory (communication/shared_memory/segment.py), which all ranks map, and whose
+name is taken away as soon as they have. Its header has the counters, its body two slots, each with room for all
+buckets: a rank writes the parameters of a step into one slot while its neighbors may still read those of the step
+before from the other. A rank that waits for a counter looks at it again and again, with growing pauses, and looks
+from time to time whether all ranks still take part (presence.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from decentnode import clock, entropy
+from decentnode.communication.shared_memory.segment import (
+    FOLDER,
+    PAGE,
+    Backoff,
+    Segment,
+    free_bytes,
+    placed,
+    remove_stale,
+    rounded,
+    stores_in_order,
+)
+from decentnode.errors import PeerLost
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.collectives import wait
+from decentnode.parallel.process_group.default_group import device_of_group
+from decentnode.parallel.transports.base import BucketExchange, Flight
+from decentnode.parallel.transports.presence import WORDS, Absence, Presence
+from decentnode.system import boot_id
+
+SLOTS = 2
+MAX_NEIGHBORS = 8
+POLL_SECONDS = (10e-6, 500e-6)
+"""Shortest and longest pause between two looks at a counter."""
+LOOK_SECONDS = 0.05
+"""How often a waiting rank looks whether the others still take part: a system call per rank, 0.5 us."""
+SETTLE_SECONDS = 0.5
+"""How long the system is given to take the locks of a process that has ended, after its connections."""
+NAMES = re.compile(r"decentnode-ddp-[0-9a-f]{16}-\d+")
+"""What segments are called: a number of the wrapper, drawn by rank 0, and the rank."""
+
+
+def usable(buckets: Sequence[Bucket], plan: Plan) -> bool:
+    """Blocking: whether all ranks are on one host that has room for their segments; all ranks get the same answer.
+
+    Only where the processor keeps stores in order, because a rank looks at counters alone: it must never see one before
+    the parameters that it counts.
+    """
+    most = plan.most_sources()
+    need = SLOTS * sum(b.size_bytes for b in buckets) + (1 << 20)
+    try:
+        room = free_bytes() > 2 * need * plan.graph.num_nodes
+        host = f"{boot_id()} {os.stat(FOLDER).st_dev} {os.readlink('/proc/self/ns/mnt')}"
+    except OSError:
+        room, host = False, entropy.word(8)
+    on_cpu = all(bucket.flat.device.type == "cpu" for bucket in buckets)
+    fits = on_cpu and room and most <= MAX_NEIGHBORS and stores_in_order()
+    there = device_of_group()
+    own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(there)
+    hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    wait(dist.all_gather(hosts, own, async_op=True))
+    everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=there)
+    wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
+    return bool(everybody)
+
+
+class SharedMemoryExchange(BucketExchange):
+    """`BucketExchange` through shared memory; made by all ranks together.
+
+    Exchanges are numbered from 1 on (`use`), and number u lies in slot u % SLOTS. Counters only grow.
+    """
+
+    def __init__(self, plan: Plan, timeout_seconds: float, buckets: Sequence[Bucket]) -> None:
+        """Blocking. Raises OSError where this rank has no shared memory, AssemblyError where another one has none."""
+        super().__init__(plan, timeout_seconds)
+        n, rank, count = plan.graph.num_nodes, plan.rank, len(buckets)
+        end = header_bytes = rounded(8 * (count + n + WORDS), PAGE)
+        starts: list[list[int]] = []
+        """[slot][bucket]: the byte of the segment where it begins."""
+        for _ in range(SLOTS):
+            found, end = placed([bucket.size_bytes for bucket in buckets], end)
+            starts.append(found)
+        check_alike("layout of buckets", [str(starts)], torch.device("cpu"))
+        segments = self._make_segments(max(end, header_bytes + PAGE), header_bytes)
+        self._published = [each.words(0, count) for each in segments]
+        """[rank][bucket]: the last exchange that the rank has written it for. The rank writes these."""
+        self._read = [each.words(count, n) for each in segments]
+        """[rank][reader]: the last exchange of the rank's that the reader has mixed whole. The reader writes it."""
+        self._presence = Presence(segments, [each.words(count + n, WORDS) for each in segments], rank)
+        self._tensors = [
+            [[each.tensor(b.flat.dtype, b.flat.numel(), slot[b.index]) for b in buckets] for slot in starts]
+            for each in segments
+        ]
+        """[rank][slot][bucket]: [S] parameters."""
+        for slot in self._tensors[rank]:
+            for tensor in slot:
+                tensor.zero_()  # every page is there before the first step
+        self._readers: list[tuple[int, tuple[int, ...]]] = [(0, ())] * SLOTS
+        """[slot]: the exchange that lies in this rank's, and who reads it."""
+        self._held: tuple[int, tuple[int, ...]] = (0, ())
+        """The exchange, and its readers, whose release the next slot to be written still needs."""
+        self._buckets = buckets
+        self._use = 0
+        """The number of the exchange that departs, or departed last."""
+
+    def _make_segments(self, size: int, header_bytes: int) -> list[Segment]:
+        """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
+        remove_stale(NAMES)
+        token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2], device="cpu")
+        wait(dist.broadcast(token, 0, async_op=True))
+        paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
+        own, segments = None, []
+        try:
+            # All ranks leave this together, with their locks taken: from then on an owner without a lock is gone.
+            with together("make shared memory"):
+                own = Segment.create(paths[self.rank], size, header_bytes, watched=True)
+            with together("map shared memory"):
+                for rank, path in enumerate(paths):
+                    mapped = own if rank == self.rank else Segment.attach(path, size, header_bytes, watched=True)
+                    segments.append(mapped)
+        except BaseException:
+            for each in segments if own is None else [own, *segments]:
+                each.close_file()
+            for path in paths:  # of who was killed before it took its name away: this attempt is over for all
+                path.unlink(missing_ok=True)
+            raise
+        finally:
+            if own is not None:
+                own.unlink()
+        return segments
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._presence.at_step(step)
+        self._use += 1
+        self._held = self._readers[self._use % SLOTS]
+        self._readers[self._use % SLOTS] = (self._use, self.plan.view(step).neighbors)
+
+    def _place(self, bucket: Bucket) -> Tensor:
+        """Blocking, for the first part of a step: until the neighbors have released the slot that it is written to."""
+        before, readers = self._held
+        for reader in readers:
+            # A rank releases an exchange before it has sent all of the next one: `before + 1` will do for presence.
+            self._wait_for(partial(self._has_read, reader, before), reader, self._step, before + 1, "to release")
+        self._held = (0, ())
+        return self._own_slot(bucket)
+
+    def depart(self, bucket: Bucket) -> None:
+        bucket.sent = self._own_slot(bucket)
+        self._flights[bucket.index] = Flight(self._step, use=self._use)
+        self.bytes_sent += len(self._readers[self._use % SLOTS][1]) * bucket.size_bytes
+        self._published[self.rank][bucket.index] = self._use
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self.collect(bucket, flight, self.plan.view(flight.step).sources)
+        return flight
+
+    def make_room(self, bucket: Bucket) -> None:
+        self._place(bucket)
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
+        use = flight.use
+        for peer in sources:
+            self._wait_for(partial(self._has_published, peer, bucket.index, use), peer, flight.step, use, "for")
+            bucket.received[peer] = self._tensors[peer][use % SLOTS][bucket.index]
+
+    def release(self, bucket: Bucket) -> None:
+        flight = self._flights.pop(bucket.index)
+        if all(other.use != flight.use for other in self._flights.values()):
+            for peer in self.plan.view(flight.step).sources:
+                self._read[peer][self.rank] = flight.use
+
+    def drain(self) -> None:
+        for bucket in [b for b in self._buckets if b.index in self._flights]:
+            self.arrive(bucket)
+            self.release(bucket)
+
+    def end(self) -> bool:
+        """Tells the other ranks that this one sends no more. They have mapped its memory themselves."""
+        self._presence.close()
+        return False
+
+    @contextlib.contextmanager
+    def average(self, what: str) -> Iterator[None]:
+        self._presence.enter_average()
+        try:
+            yield
+        except RuntimeError as error:
+            absence = self._who_left()
+            if absence is None:
+                raise
+            raise PeerLost(f"rank {self.rank}: {what} failed: {absence.reason}", [absence.rank]) from error
+
+    def _who_left(self) -> Absence | None:
+        """A rank that will not come, if one is known. Blocking for SETTLE_SECONDS at most: a process that ends may lose
+        its connections before its lock."""
+        others = [r for r in range(self.graph.num_nodes) if r != self.rank]
+        until = clock.now() + SETTLE_SECONDS
+        while (absence := self._presence.absent(others)) is None and clock.now() < until:
+            clock.sleep(POLL_SECONDS[1])
+        return absence
+
+    def _own_slot(self, bucket: Bucket) -> Tensor:
+        return self._tensors[self.rank][self._use % SLOTS][bucket.index]
+
+    def _has_published(self, peer: int, bucket: int, use: int) -> bool:
+        return self._published[peer][bucket] >= use
+
+    def _has_read(self, reader: int, use: int) -> bool:
+        return self._read[self.rank][reader] >= use
+
+    def _wait_for(self, done: Callable[[], bool], peer: int, step: int, use: int, what: str) -> None:
+        """Blocking until `done()` is true, at the latest when `peer` has sent all of exchange `use`.
+
+        Raises PeerLost when the time is up, or when a rank that has not sent all of that exchange never will, be it
+        `peer` or one that `peer` may wait for.
+        """
+        if done():
+            return
+        started, backoff = clock.now(), Backoff(POLL_SECONDS)
+        look, late = started + LOOK_SECONDS, f"rank {self.rank}: the exchange of step {step} with rank {peer}"
+        while not done():
+            now = clock.now()
+            if now > look:
+                look = now + LOOK_SECONDS
+                self.interrupt(peer, started, now)
+                absence = self._absent(use)
+                if absence is not None and not done():
+                    raise PeerLost(f"{late} failed: {absence.reason}", [absence.rank])
+            if now - started > self.timeout_seconds:
+                raise PeerLost(f"{late} took longer than {self.timeout_seconds:g} s (waiting {what} its parameters)",
+                               [peer])  # fmt: skip
+            backoff.sleep()
+        self.wait_seconds += clock.now() - started
+
+    def _absent(self, use: int) -> Absence | None:
+        """A rank that will never send all of exchange `use`, and why; None if none is known."""
+        def behind() -> set[int]:
+            return {r for r, counters in enumerate(self._published) if r != self.rank and min(counters) < use}
+
+        absence = self._presence.absent(sorted(behind()))
+        return absence if absence is not None and absence.rank in behind() else None

@@ -1,0 +1,157 @@
+"""Exchanges from rank to rank over ZeroMQ, whose waits end as soon as a generation does.
+
+Every rank listens at a port of its own for each generation; a message is a bucket's snapshot of one step. Nothing that
+comes is trusted: who sends something else is not heard, and with keys (membership/keys.py) strangers cannot send at
+all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import warnings
+from collections.abc import Sequence
+
+import torch
+import xxhash
+import zmq
+from torch import Tensor
+
+from decentnode import clock, entropy
+from decentnode.errors import PeerLost
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.membership.addresses import endpoint_of, parsed
+from decentnode.parallel.membership.keys import Sockets
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.transports.base import BucketExchange, Flight
+from decentnode.parallel.transports.host_memory import HostMemory
+from decentnode.tensors import as_bytes
+
+logger = logging.getLogger(__name__)
+
+HEADER = struct.Struct("<8sIIQQ")
+"""The exchange's number, rank, bucket, step, hash of the body."""
+LOOK_SECONDS = 0.05
+LINGER_MILLISECONDS = 1000
+"""At the end: what others still need of the last step has left by then."""
+STEPS_AHEAD = 4
+"""Steps of every rank that are kept; beyond that, senders wait."""
+
+
+class SocketExchange(BucketExchange):
+    """`BucketExchange` over ZeroMQ; made by all ranks together. What lies on a GPU passes through host memory."""
+
+    def __init__(self, plan: Plan, timeout_seconds: float, sockets: Sockets, host: str,
+                 buckets: Sequence[Bucket]) -> None:  # fmt: skip
+        """Blocking. host: an address of this machine that the others reach."""
+        super().__init__(plan, timeout_seconds)
+        self._buckets, self._sockets, self._host = list(buckets), sockets, HostMemory()
+        most = max(HEADER.size, *(bucket.size_bytes for bucket in buckets))
+        self._in = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
+        own = json.dumps([self._in.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
+        told = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
+        self._token = bytes.fromhex(str(told[0][1]))[:8].ljust(8, b"\0")
+        self._endpoints = [endpoint_of(*parsed(str(endpoint))) for endpoint, _ in told]
+        """[rank]"""
+        self._out: dict[int, zmq.Socket[bytes]] = {}
+        self._inbox: dict[tuple[int, int, int], Tensor] = {}
+        """(rank, bucket, step) -> [S] what came and is not mixed yet."""
+
+    def depart(self, bucket: Bucket) -> None:
+        view = self._departing(bucket)
+        if view is None:
+            return
+        self._flights[bucket.index] = Flight(self._step)
+        body = memoryview(as_bytes(self._host.leaving(bucket, bucket.sent)))
+        header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
+        for peer in view.neighbors:
+            self._send(peer, [header, body])
+            self.bytes_sent += bucket.size_bytes
+
+    def _send(self, peer: int, frames: list[bytes | memoryview]) -> None:
+        """Blocking while the peer takes nothing; what comes meanwhile is taken. Raises PeerLost."""
+        if peer not in self._out:
+            self._out[peer] = self._sockets.sender(zmq.PUSH, self._endpoints[peer], 2 * len(self._buckets),
+                                                   LINGER_MILLISECONDS)  # fmt: skip
+        started = clock.now()
+        while True:
+            try:
+                self._out[peer].send_multipart(frames, zmq.NOBLOCK)  # copies: the snapshot is this rank's again
+            except zmq.Again:
+                self._take(LOOK_SECONDS / 10)
+                self._look_for(peer, started, clock.now(), self._step, " (waiting for it to take the parameters)")
+            else:
+                return
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self.collect(bucket, flight, self.plan.view(flight.step).sources)
+        return flight
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
+        started = clock.now()
+        for number, peer in enumerate(sources):
+            key = (peer, bucket.index, flight.step)
+            while key not in self._inbox:
+                if not self._take(LOOK_SECONDS):
+                    self._look_for(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
+            arrived = self._inbox[key]
+            bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.slot(number).copy_(arrived)
+        self.wait_seconds += clock.now() - started
+
+    def release(self, bucket: Bucket) -> None:
+        flight = self._flights[bucket.index]
+        for peer in self.plan.view(flight.step).sources:
+            self._inbox.pop((peer, bucket.index, flight.step), None)
+        super().release(bucket)
+
+    def drain(self) -> None:
+        for bucket in [each for each in self._buckets if each.index in self._flights]:
+            self.arrive(bucket)
+            self.release(bucket)
+
+    def _take(self, seconds: float) -> bool:
+        """Blocking for so long at most: take what has come; whether anything has."""
+        if len(self._inbox) >= STEPS_AHEAD * len(self._buckets) * max(1, self.graph.num_nodes - 1):
+            raise PeerLost(f"rank {self.rank}: ranks send more than {STEPS_AHEAD} steps ahead")
+        if not self._in.poll(max(1, int(1000 * seconds))):
+            return False
+        frames = self._in.recv_multipart(copy=False)
+        if len(frames) == 2:
+            self._keep(frames[0].bytes, frames[1])
+        return True
+
+    def _keep(self, header: bytes, body: zmq.Frame) -> None:
+        """Keep a snapshot, if it is one."""
+        if len(header) != HEADER.size:
+            return
+        token, peer, number, step, digest = HEADER.unpack(header)
+        known = token == self._token and peer < self.graph.num_nodes and number < len(self._buckets)
+        if not known or len(body.buffer) != self._buckets[number].size_bytes:
+            logger.warning("something that is no snapshot of this job came in, and is not heard")
+            return
+        if xxhash.xxh3_64_intdigest(body.buffer) != digest:
+            raise PeerLost(f"rank {self.rank}: what rank {peer} sent in step {step} was damaged on its way", [peer])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about memory that cannot be written: it is only read
+            found = torch.frombuffer(body.buffer, dtype=self._buckets[number].flat.dtype)
+        self._inbox[peer, number, step] = found
+
+    def finish_all(self, seconds: float) -> None:
+        """Nothing here uses the buckets' memory."""
+
+    def abandon(self) -> None:
+        self._close(0)
+
+    def end(self) -> bool:
+        self._close(LINGER_MILLISECONDS)
+        return False
+
+    def _close(self, linger: int) -> None:
+        for each in (*self._out.values(), self._in):
+            each.close(linger)
+        self._out.clear()
+        self._inbox.clear()

@@ -1,0 +1,117 @@
+"""Buckets by themselves: mixing, what a script wrote meanwhile, and the count of passes over memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from decentnode.config.component import Config
+from decentnode.graph.base import RoundView
+from decentnode.parallel.buckets import bucket as buckets
+from decentnode.parallel.buckets.advance import GRAIN_BYTES, loops
+from decentnode.parallel.buckets.bucket import Bucket, make_buckets
+from decentnode.parallel.planning.plan import Plan
+from decentnode.sharing.full import Full
+from decentnode.sharing.slowmo import SlowMo
+from tests.graph.contract import make
+
+VIEW = RoundView(0, 0, (1, 2), (1, 2), {0: 0.5, 1: 0.2, 2: 0.3}, {}, (0, 1, 2))
+PAIR = RoundView(0, 0, (1,), (1,), {0: 0.75, 1: 0.25}, {}, (0, 1))
+
+
+LOOKS = [
+    pytest.param("compiled", marks=pytest.mark.skipif(loops() is None, reason="no C compiler")), "hashes", "versions",
+]  # fmt: skip
+
+
+def bucket(looks: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """4000 elements in blocks of 2048 (in one, as on other devices, by versions), and what two neighbors sent."""
+    monkeypatch.setattr(buckets, "BLOCK_BYTES", GRAIN_BYTES)
+    if looks != "compiled":
+        monkeypatch.setattr(buckets, "loops", lambda: None)
+    torch.manual_seed(0)
+    made = Bucket(0, [Parameter(torch.randn(3, 1000)), Parameter(torch.randn(1000))], True, Full(Config()))
+    if looks == "versions":
+        made._hashes, made._block = False, 4000
+    for peer in (1, 2):
+        made.received[peer] = torch.randn(4000)
+    made.snapshot(made.sent_buffer())
+    return made
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("way", ["nobody", "in place", "other memory", "data"])
+@pytest.mark.parametrize("view", [VIEW, PAIR])
+def test_what_was_written_is_kept_whole(looks: str, way: str, view: RoundView, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bucket(looks, monkeypatch)
+    p, start = made.params[0], made.flat.clone()
+    with torch.no_grad():
+        if way == "in place":
+            p[2, 3] += 3.0
+        elif way == "other memory":
+            p.data = p.data + 3.0
+        elif way == "data":
+            p.data[2, 3] += 3.0
+    written = p.detach() - start[:3000].view(3, 1000)
+    made.gather()
+    made.mix(view)
+    expected = view.weights[0] * start + sum(view.weights[j] * made.received[j] for j in view.sources)
+    if way != "data" or looks != "versions":
+        expected[:3000] += written.flatten()
+    else:  # the write is mixed like everything else: nothing but a counter could have told
+        expected[:3000] += view.weights[0] * written.flatten()
+    torch.testing.assert_close(made.flat, expected)
+    assert p.data_ptr() == made.flat.data_ptr()
+
+
+@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+def test_the_mean_of_all(looks: str, strength: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for write in (0.0, 3.0):
+        made = bucket(looks, monkeypatch)
+        start, total = made.flat.clone(), torch.randn(4000)
+        mean = total / 3
+        with torch.no_grad():
+            made.params[1][4] += write
+        made.mix_mean(total, 3, strength)
+        expected = start + strength * (mean - start)
+        expected[3004] += write
+        torch.testing.assert_close(made.flat, expected)
+
+
+@pytest.mark.parametrize("looks", LOOKS[:2])
+def test_passes_over_memory(looks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bucket(looks, monkeypatch)
+    made.mix(PAIR)
+    assert made.moved_bytes == 5 * made.size_bytes == 5 * 16000
+    made.snapshot(made.sent_buffer())
+    made.mix(VIEW)
+    assert made.moved_bytes == (5 + 6) * 16000
+    made.snapshot(made.sent_buffer())
+    with torch.no_grad():
+        made.params[0][0, 0] += 1  # the first block of 2048 is compared and mixed with what was sent
+    made.mix(PAIR)
+    assert made.moved_bytes == (5 + 6 + 5) * 16000 + (8192 if looks == "hashes" else 0)
+
+
+def test_types_sizes_and_order() -> None:
+    params = [Parameter(torch.zeros(4)), Parameter(torch.zeros(6).bfloat16()), Parameter(torch.zeros(8))]
+    made = make_buckets(params, 16, False, iter([Full(Config())] * 9))
+    assert [[p.numel() for p in b.params] for b in made] == [[8], [4], [6]]
+    assert [b.flat.dtype for b in made] == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_rules_of_buckets_learn_the_learning_rate() -> None:
+    """SlowMo with a rate that falls by ten at the second exchange of a lone rank: u <- u / 2 + (x0 - x') / lr."""
+    rule = SlowMo(SlowMo.Config.model_validate({"every": 1}))
+    plan = Plan(make("ring", nodes=1), rule, 0)
+    parameter = Parameter(torch.full((4,), 8.0))
+    made = Bucket(0, [parameter], True, rule)
+    made.next_round(plan, -1, 0.5)
+    made.flat.sub_(1.0)
+    made.next_round(plan, 0, 0.5)
+    assert made.flat.tolist() == [7.0] * 4, "u = 1 / .5"
+    made.flat.sub_(0.1)
+    made.next_round(plan, 1, 0.05)
+    torch.testing.assert_close(made.flat, torch.full((4,), 7.0 - 0.05 * (2 / 2 + 0.1 / 0.05)))

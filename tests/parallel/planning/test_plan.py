@@ -1,0 +1,81 @@
+"""Topologies by name, and sharing rules that buckets can use."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decentnode.errors import UsageError
+from decentnode.graph.base import Graph
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.planning.rules import sharing_named
+from decentnode.parallel.planning.topologies import make_topology
+from decentnode.sharing.ac import AdaptiveConsensus
+from decentnode.sharing.full import Full
+
+
+def test_cliques_are_the_same_for_everybody() -> None:
+    graph = make_topology("alternating-exp-ring", 12, 3)
+    plans = [Plan(graph, sharing_named({"name": "ac", "factor": 0.5, "final": 0.5}), rank) for rank in range(12)]
+    machines, both = [(0, 1, 2), (3, 4, 5)], (0, 1, 2, 3, 4, 5)
+    assert len({tuple(plan.cliques()) for plan in plans}) == 1 and {*machines, both} < {*plans[0].cliques()}
+    for step in range(8):
+        for rank, plan in enumerate(plans):
+            clique = plan.clique(step)
+            assert clique is not None and clique.strength == pytest.approx(0.5) and rank in clique.members
+            assert all(plans[other].clique(step) == clique for other in clique.members)
+    for topology in ("ring", "exp", {"name": "random_matching"}, {"name": "ring"}):
+        assert not Plan(make_topology(topology, 8, 8), sharing_named("full"), 0).cliques()
+
+
+@pytest.mark.parametrize(("name", "n", "local", "says"), [
+    ("ring", 5, 5, "odd"), ("exp", 6, 6, "no power of two"), ("alternating-exp-ring", 4, 4, "on one machine"),
+    ("alternating-exp-ring", 4, 1, "every machine has one rank"),
+    ("alternating-exp-ring", 6, 2, "unequal|power of two"),
+])  # fmt: skip
+def test_fallbacks_are_said_once(
+    name: str, n: int, local: int, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decentnode.parallel.planning.topologies._told", set())
+    with caplog.at_level(logging.WARNING):
+        graph: Graph = make_topology(name, n, local)
+        make_topology(name, n, local)
+    assert len(set(caplog.messages)) == len(caplog.messages) and re.search(says, caplog.text)
+    product = np.eye(n)
+    for r in range(3 * (graph.period or 8)):
+        matrix = graph.matrix(r)
+        assert np.allclose(matrix.sum(0), 1) and np.allclose(matrix.sum(1), 1)
+        product = matrix @ product
+    assert np.abs(product - 1 / n).max() < 0.3
+
+
+def test_no_fallback_where_none_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    for name, n, local in (("ring", 4, 4), ("exp", 8, 8), ("alternating-exp-ring", 8, 2), ("complete", 3, 3)):
+        make_topology(name, n, local)
+    assert not caplog.messages
+    with pytest.raises(ValueError, match="must have 4 nodes"):
+        make_topology(make_topology("ring", 6, 6), 4, 4)
+
+
+@pytest.mark.parametrize(("rule", "says"), [
+    ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
+    ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
+    ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
+        "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {
+        "requirements": replace(Full.requirements, phases=2)}), "2 exchanges"),
+])  # fmt: skip
+def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
+    with pytest.raises((ValueError, UsageError), match=says):
+        sharing_named(rule)
+
+
+def test_a_rule_says_what_it_needs_of_the_topology() -> None:
+    picky = type("Picky", (Full,), {"requirements": replace(Full.requirements, static=True)})
+    with pytest.raises(ValueError, match="topology must be static for Picky"):
+        Plan(make_topology("ring", 4, 4), sharing_named(picky), 0)
+    assert Plan(make_topology("complete", 4, 4), sharing_named(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625

@@ -1,0 +1,109 @@
+"""What a generation leaves unfinished is settled so that the mean of the survivors' models stays."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.planning.rules import sharing_named
+from decentnode.parallel.planning.topologies import make_topology
+from decentnode.parallel.transports.base import BucketExchange, Flight
+from decentnode.parallel.transports.regrouping import RegroupingExchange
+
+
+class Sent(BucketExchange):
+    """An exchange in which everything that was sent has arrived, in memory that all ranks share."""
+
+    def __init__(self, plan: Plan, world: dict[tuple[int, int, int], torch.Tensor]) -> None:
+        super().__init__(plan, 1.0)
+        self.world = world
+
+    def depart(self, bucket: Bucket) -> None:
+        bucket.sent = bucket.sent_buffer()
+        self._flights[bucket.index] = Flight(self._step)
+        self.world[self.rank, bucket.index, self._step] = bucket.sent.clone()
+
+    def arrive(self, bucket: Bucket) -> Flight | None:
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self.collect(bucket, flight, self.plan.view(flight.step).sources)
+        return flight
+
+    def drain(self) -> None:
+        self._flights.clear()
+
+    def collect(self, bucket: Bucket, flight: Flight, sources: Any) -> None:
+        for peer in sources:
+            bucket.received[peer] = self.world[peer, bucket.index, flight.step]
+
+
+class Rank:
+    """A rank with two buckets of one parameter each."""
+
+    def __init__(self, rank: int, n: int, world: dict[tuple[int, int, int], torch.Tensor]) -> None:
+        plan = Plan(make_topology({"name": "regular", "degree": 4}, n, n), sharing_named("full"), rank)
+        rules = plan.rules()
+        self.buckets = [Bucket(number, [Parameter(torch.full((6,), float(rank + 10 * number)))], True, next(rules))
+                        for number in range(2)]  # fmt: skip
+        job: Any = SimpleNamespace(members=tuple(range(n)), control=SimpleNamespace(broken="", waits=lambda _: None))
+        self.exchange = RegroupingExchange(Sent(plan, world), self.buckets, job, lambda _: None)
+        self.step = 0
+        self.exchange.launch(self.buckets, 0)
+
+    def may_mix(self, number: int) -> bool:
+        """Whether all that the bucket waits for was sent."""
+        inner: Any = self.exchange.inner
+        flight = inner.flight_of(self.buckets[number])
+        return all((peer, number, flight.step) in inner.world for peer in inner.plan.view(flight.step).sources)
+
+    def mix(self, number: int, dead: set[int]) -> float:
+        """One bucket's part of a step without an update; what it gives each element of those that will be dead."""
+        bucket, inner = self.buckets[number], self.exchange.inner
+        flight = inner.flight_of(bucket)
+        assert flight is not None and isinstance(inner, Sent)
+        view, sent = inner.plan.view(flight.step), float(bucket.sent[0])
+        given = sum(view.weights[peer] * (float(inner.world[peer, number, flight.step][0]) - sent)
+                    for peer in view.sources if peer in dead)  # fmt: skip
+        with torch.no_grad():
+            self.exchange.finish(bucket)
+            self.exchange.begin(flight.step + 1)
+            for part in bucket.parts:
+                self.exchange.snapshot(bucket, part)
+            self.exchange.depart(bucket)
+        return given
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_survivors_that_were_at_different_steps_keep_their_mean(seed: int) -> None:
+    """Of eight, three die at any time; the others are at other steps, and in the middle of one."""
+    draw, n, world = random.Random(seed), 8, dict[tuple[int, int, int], torch.Tensor]()
+    ranks = [Rank(rank, n, world) for rank in range(n)]
+    dead = set(draw.sample(range(n), 3))
+    expected = [sum(float(ranks[r].buckets[k].flat[0]) for r in range(n) if r not in dead) for k in range(2)]
+    moves = 0
+    while moves < 60:
+        able = [(rank, number) for rank in range(n) for number in range(2)
+                if (rank not in dead or moves < 20) and ranks[rank].may_mix(number)]  # fmt: skip
+        if not able:
+            break
+        rank, number = draw.choice(able)
+        given = ranks[rank].mix(number, dead)
+        expected[number] += 0.0 if rank in dead else given
+        moves += 1
+    left = [ranks[rank] for rank in range(n) if rank not in dead]
+    reports = {rank: ranks[rank].exchange.report() for rank in range(n) if rank not in dead}
+    assert len({tuple(report["mixed"]) for report in reports.values()}) > 1
+    unsettled = [sum(float(each.buckets[number].flat[0]) for each in left) for number in range(2)]
+    for each in left:
+        each.exchange.settle(reports, 1.0)
+    settled = [sum(float(each.buckets[number].flat[0]) for each in left) for number in range(2)]
+    assert settled == pytest.approx(expected, abs=1e-3)
+    assert unsettled != pytest.approx(expected, abs=1e-3)
+    assert not any(each.exchange.inner.in_flight() for each in left)
