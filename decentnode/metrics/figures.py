@@ -107,6 +107,8 @@ FIGURES = (
            how=_rounds),
     Figure("round_seconds_median", "s", "from the begin of a round to its end, median over rounds, then over nodes",
            "Node.finish_round", "ms/round", 1e3, 1, of=("round_seconds_median",), how=_median),
+    Figure("virtual_seconds", "s", "until the last node had made its last round, in the world that `simulate` has",
+           "simulate/virtual.py", of=("virtual_seconds",), how=lambda values: max(values, default=None)),
     Figure("bytes_sent_total", "bytes", "data + metadata: what the sharing rules of all nodes sent",
            "Counters.sent", "payload MB", 1e-6, of=("bytes_data", "bytes_metadata"), how=_total),
     *(

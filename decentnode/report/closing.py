@@ -37,8 +37,17 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     again = f" ({size(resent)} of it sent again)" if (resent := summary.get("bytes_resent_total")) else ""
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}{again if purpose == 'protocol' else ''}"
                        for purpose in others)  # fmt: skip
-    found = [*lines, traffic, f"beside   {beside}", *_waiting(summary["waiting"])]
+    found = [*lines, traffic, *_virtual(summary, most), f"beside   {beside}", *_waiting(summary["waiting"])]
     return [*found, *_left(summary), *_lost(summary), *_losses(summary), *_checkpoints(summary)]
+
+
+def _virtual(summary: Mapping[str, Any], rounds: int) -> list[str]:
+    """Of a simulation in a described world: the time there, which is not that of the computation."""
+    seconds = summary.get("virtual_seconds")
+    if not seconds or not rounds:
+        return []
+    per_round = duration(seconds / rounds)
+    return [f"virtual  {duration(seconds)} in the world that simulate describes, {per_round} per round"]
 
 
 def _sides(summary: Mapping[str, Any]) -> list[str]:

@@ -83,6 +83,10 @@ class OwnRounds(Hub):
             self._rounds[number] = _Round(computed, end, arrived)
         return self._rounds[round]
 
+    def ended(self, uid: int, _rounds: int) -> float:
+        """Returns when the node's last round ended, whatever the number of its rounds."""
+        return self._last_ends.get(uid, 0.0)
+
     # -- what is under way
 
     def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:

@@ -126,6 +126,10 @@ class VirtualTime:
         end = self._end(rounds - 1)
         return float(end.max() if uid is None else end[uid])
 
+    def ended(self, uid: int, rounds: int) -> float:
+        """As `finished`, of one node: by this name a schedule of rounds of one's own has it, too."""
+        return self.finished(rounds, uid)
+
     def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a node's record with `virtual_seconds`: of a round when the node had finished it, of an evaluation
         when all nodes had finished the rounds before it."""

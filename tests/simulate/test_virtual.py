@@ -16,6 +16,7 @@ from decentnode.experiment import load
 from decentnode.report.reading.runs import axes_of, lines
 from decentnode.simulate.links_file import read_links
 from decentnode.simulate.virtual import VirtualTime, make_clock, measured_step_seconds, time_line_of
+from decentnode.words import duration
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -46,6 +47,9 @@ def test_a_simulation_records_virtual_seconds(tmp_path: Path) -> None:
                 if r["kind"] in ("round", "evaluation")}  # fmt: skip
         assert told["round", 2] == line.end[2, uid]
         assert told["evaluation", 0] == 0 and told["evaluation", 2] == line.finished()[1]
+    assert json.loads((run / "summary.json").read_text())["virtual_seconds"] == line.end[3].max()
+    told, = [text for text in result.output.splitlines() if text.startswith("virtual  ")]
+    assert f"{duration(line.end[3].max())} in the world" in told and f"{duration(line.end[3].max() / 4)} per" in told
     drawn, _ = lines([run.resolve()])
     assert "virtual_seconds" in axes_of(drawn)
     assert drawn[0].series("accuracy", "virtual_seconds").x == [0.0, line.finished()[1], line.finished()[3]]
@@ -62,7 +66,7 @@ def test_a_finished_run_gets_virtual_time_afterwards(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["simulate", QUICKSTART, "--plain", "--run-dir", str(tmp_path), *sets(SMALL)])
     assert result.exit_code == 0, result.output
     (run,) = tmp_path.glob("*/latest")
-    assert not any("virtual_seconds" in record for record in records(run, 0))
+    assert not any("virtual_seconds" in record for record in records(run, 0)) and "\nvirtual " not in result.output
     drawn, _ = lines([run.resolve()])
     assert "virtual_seconds" not in axes_of(drawn)
     told = CliRunner().invoke(main, ["timeline", str(run), "--json", *sets(WORLD)])

@@ -26,6 +26,7 @@ from decentnode.launch.loading import load_request
 from decentnode.launch.nodes.node_process import begin_faults, describe_failure, give_faults, set_up
 from decentnode.launch.one_process.simulated import Files, Stoppable, run_batched
 from decentnode.launch.one_process.simulated_faults import run_struck
+from decentnode.metrics.figures import VIRTUAL
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
 from decentnode.node.schedules.schedules import SCHEDULES
@@ -98,7 +99,7 @@ class NodesFiles:
                 self._struck.extend([node.rounds.faults] if node.rounds.faults is not None else [])
             self._send(NodeJoined(node.uid))
 
-    def finish(self, node: Node) -> None:
+    def finish(self, node: Node, virtual: VirtualTime | OwnRounds | None) -> None:
         """After its last step: write the last checkpoint and the model, and report the closing figures."""
         assert self._records is not None
         if node.checkpoints is not None:
@@ -109,7 +110,8 @@ class NodesFiles:
         self.reporters[node.uid].close()
         stopped = not node.over
         self._records.over(node, stopped)
-        self._send(Finished(node.uid, node.figures(), stopped, modules=local_modules()))
+        ended = {} if virtual is None else {VIRTUAL: virtual.ended(node.uid, node.round)}
+        self._send(Finished(node.uid, {**node.figures(), **ended}, stopped, modules=local_modules()))
 
     def failed(self, error: BaseException) -> None:
         """The nodes end with this error."""
@@ -154,7 +156,7 @@ def run_nodes(
         own_rounds = virtual if isinstance(virtual, OwnRounds) else None
         nodes = run_in_process(experiment, record, lambda nodes: files.begin(nodes, ready), tick, own_rounds)
         for node in reversed(nodes):
-            files.finish(node)
+            files.finish(node, virtual)
         return 0 if all(node.over for node in nodes) else Interrupted.exit_code
     except BaseException as error:
         files.failed(error)

@@ -16,6 +16,7 @@ from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.simulated_records import lines_of
 from decentnode.metrics.events import EventLog
+from decentnode.metrics.figures import VIRTUAL
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
 from decentnode.simulate.virtual import VirtualTime
@@ -97,6 +98,10 @@ class Files(Sink):
             record = self._virtual.told(uid, record)
         self._lines[uid].append(encode(record))
         self.send(Progress(uid, finite(record)))
+
+    def ended(self, uid: int, rounds: int) -> dict[str, float]:
+        """Returns when the node had ended its rounds, as a closing figure; nothing in a run without virtual time."""
+        return {} if self._virtual is None else {VIRTUAL: self._virtual.ended(uid, rounds)}
 
     def _tell(self) -> None:
         """Tell of the last round, if nobody did."""
@@ -181,7 +186,8 @@ def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppab
         save_models(engine, Path(task.run_dir))
     for uid in task.uids:
         files.event(uid, "finished" if over else "stopped", f"{engine.round} rounds")
-        send(Finished(uid, engine.figures(uid), not over, modules=local_modules() if uid == task.uids[-1] else {}))
+        figures = {**engine.figures(uid), **files.ended(uid, engine.round)}
+        send(Finished(uid, figures, not over, modules=local_modules() if uid == task.uids[-1] else {}))
     return 0 if over else Interrupted.exit_code
 
 
