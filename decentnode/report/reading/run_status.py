@@ -88,10 +88,10 @@ def _cut(text: str, style: str = "") -> Text:
 
 
 def blame(statuses: dict[int, dict[str, Any]]) -> str:
-    """Returns the nodes that others wait for and that wait for nobody themselves."""
+    """Returns the nodes that others wait for and that wait for nobody themselves. Who ended, or died, waits no more."""
     waited: dict[int, int] = {}
     for status in statuses.values():
-        for uid in status["waiting_for"]:
+        for uid in status["waiting_for"] if state_of(status) not in (*ENDS, "gone") else ():
             waited[uid] = waited.get(uid, 0) + 1
     roots = {uid: n for uid, n in waited.items() if uid not in statuses or not statuses[uid]["waiting_for"]}
     if not roots:
