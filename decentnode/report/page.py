@@ -19,6 +19,7 @@ from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import VIRTUAL_AXES
 from decentnode.metrics.history_kinds import HISTORY
+from decentnode.metrics.machines import differences, machines_of
 from decentnode.metrics.reader import read
 from decentnode.report import compare
 from decentnode.report.closing import closing
@@ -80,6 +81,8 @@ def render(paths: Sequence[Path], names: Sequence[str] = ()) -> tuple[str, list[
 
     drawn, said = lines(paths, names)
     ran = [[_ran(run.path) for run in line.runs] for line in drawn]
+    said = [*said, *(f"{each.path}: its machines differ: {line}" for group in ran for each in group
+                     for line in differences(machines_of(each.path)))]  # fmt: skip
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)  # fmt: skip
     text = resources.files("decentnode.report").joinpath("report.html.j2").read_text("utf-8")
@@ -360,14 +363,17 @@ def _value(node: Mapping[str, Any], name: str, scale: float, digits: int, suffix
 
 
 def _machine(ran: Ran) -> dict[str, Any]:
-    try:
-        found = json.loads((ran.path / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = {}
-    versions = found.get("versions") if isinstance(found, dict) else None
-    rows = [(key, str(found[key])) for key in ("time", "host", "system", "cpu", "cores", "memory") if key in found]
-    if isinstance(versions, dict):
-        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    """What each machine of the run ran on, as far as the folder has it."""
+    found = machines_of(ran.path)
+    rows = []
+    for each in found:
+        told = [(key, str(each.environment[key])) for key in ("time", "host", "system", "cpu", "cores", "memory")
+                if key in each.environment]  # fmt: skip
+        if each.versions:
+            told.append(("versions", ", ".join(f"{name} {version}" for name, version in each.versions.items())))
+        if each.commit and len(found) > 1:
+            told.append(("commit", each.commit))
+        rows += [(f"machine {each.number}: {key}" if len(found) > 1 else key, value) for key, value in told]
     return {"label": str(ran.path), "rows": rows}
 
 

@@ -58,8 +58,18 @@ def test_the_shares_of_two_machines_become_one_run(tmp_path: Path, monkeypatch: 
     shutil.copytree(tmp_path / "b" / "runs", tmp_path / "a" / "copied" / "runs", symlinks=True)
 
     said = command("collect", "tiny", "copied")
-    assert f"{tmp_path}/a/copied/runs/tiny/{second.name}: node 2-3; " in said and "has 4 nodes" in said, said
-    assert "missing" not in said and "ended" not in said
+    copied = f"{tmp_path}/a/copied/runs/tiny/{second.name}"
+    assert f"{copied}: node 2-3, what machine 1 ran on; " in said and "has 4 nodes" in said, said
+    assert "missing" not in said and "ended" not in said and "warning" not in said, "both ran on the same"
+    for name in ("env.json", "git.txt", "pip-freeze.txt", "command.txt"):
+        assert (first / "machines" / "1" / name).read_bytes() == (second / name).read_bytes()
+    environment = json.loads((first / "machines" / "1" / "env.json").read_text())
+    environment["versions"]["torch"] = "1.0"
+    (first / "machines" / "1" / "env.json").write_text(json.dumps(environment))
+    for words in (("collect", "tiny", "copied"), ("report", "tiny")):
+        assert "machines differ: torch: " in command(*words).replace("machines of the run differ", "machines differ")
+    page = (first / "report.html").read_text()
+    assert "its machines differ: torch: " in page and "machine 1: versions" in page and "machine 0: host" in page
     assert title(first).startswith("tiny: mean of 4 nodes,") and has_checkpoint(first, 4)
     for uid in ("002", "003"):
         for name in ("metrics.jsonl", "events.jsonl", "status.json", "log.txt"):

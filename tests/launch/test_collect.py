@@ -13,6 +13,7 @@ from decentnode.checkpoint.store import Cut, Snapshot
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.collecting import collect as module
 from decentnode.launch.collecting.collect import Collected, collect
+from decentnode.metrics.machines import differences, machines_of
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 PLACES = [{"uid": uid, "machine": uid // 2} for uid in range(6)]
@@ -212,3 +213,70 @@ def test_a_disk_that_refuses_leaves_no_half_of_a_node(tmp_path: Path, monkeypatc
     assert not list(run.glob(".collect*"))
     left[0] = 100
     assert uids(collect(run, [other])) == [[3]] and content(run).items() >= content(other).items()
+
+
+def environment(machine: int, torch: str = "2.13.0", source: str = "aaaa") -> bytes:
+    return json.dumps({"machine": machine, "host": f"host-{machine}", "time": f"t{machine}", "source": source,
+                       "versions": {"decentnode": "0.1.0", "torch": torch}}).encode()  # fmt: skip
+
+
+def test_what_other_machines_ran_on_comes_along_under_their_numbers(tmp_path: Path) -> None:
+    commit = "5" * 40
+    run = share(tmp_path / "run", 0, env__json=environment(0), git__txt=f"repo {commit}\n".encode())
+    files = {"env__json": environment(1, "2.12.0"), "git__txt": f"repo {commit} (changed)\n M a.py\n".encode(),
+             "git__diff": b"+ a\n", "command__txt": b"decentnode launch\n"}  # fmt: skip
+    second = share(tmp_path / "second", 2, **files)
+    newcomer = share(tmp_path / "newcomer", 7, env__json=environment(4))
+    own = (run / "env.json").read_bytes()
+    taken = collect(run, [second, newcomer]).taken
+    assert [each.machines for each in taken] == [[1], [4]], "machine 2 is the mapping's last: node 7 is the second more"
+    assert (run / "env.json").read_bytes() == own
+    for name in ("env.json", "git.txt", "git.diff", "command.txt"):
+        assert (run / "machines" / "1" / name).read_bytes() == (second / name).read_bytes()
+    assert names(run / "machines" / "4") == ["env.json"]
+    found = machines_of(run)
+    assert [each.number for each in found] == [0, 1, 4] and found[1].environment["host"] == "host-1"
+    told = differences(found)
+    assert told[0] == "torch: 2.13.0 on machine 0, 4; 2.12.0 on machine 1"
+    assert told[1].startswith(f"git commit: {commit[:12]} on machine 0; {commit[:12]} with changes ")
+    assert "; unknown on machine 4" in told[1] and len(told) == 2
+    again = collect(run, [second, newcomer]).taken
+    assert [each.machines for each in again] == [[], []] and again[0].size == 0
+    third = share(tmp_path / "third", 4, env__json=environment(2))
+    assert collect(third, [run]).taken[0].machines == [0, 1, 4], "and what the other folder collected itself"
+
+
+def test_changes_of_the_same_commit_are_told_apart(tmp_path: Path) -> None:
+    git = f"repo {'5' * 40} (changed)\n M a.py\n".encode()
+    run = share(tmp_path / "run", 0, env__json=environment(0), git__txt=git, git__diff=b"+ a\n")
+    same = share(tmp_path / "same", 2, env__json=environment(1), git__txt=git, git__diff=b"+ a\n")
+    other = share(tmp_path / "other", 4, env__json=environment(2), git__txt=git, git__diff=b"+ b\n")
+    collect(run, [same])
+    assert differences(machines_of(run)) == []
+    collect(run, [other])
+    (told,) = differences(machines_of(run))
+    assert "with changes" in told and "on machine 0-1; " in told and told.endswith("on machine 2")
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"[]", b'{"versions": 7, "machine": "x", "modules": []}', b"{" * 10000, b"\xff",
+])  # fmt: skip
+def test_nothing_in_another_machine_s_environment_is_trusted(tmp_path: Path, content: bytes) -> None:
+    run = share(tmp_path / "run", 0, env__json=environment(0))
+    collect(run, [share(tmp_path / "other", 2, env__json=content)])
+    assert all(each.number in (0, 1) for each in machines_of(run)) and isinstance(differences(machines_of(run)), list)
+
+
+def test_a_link_in_place_of_an_environment_is_not_followed(tmp_path: Path) -> None:
+    run, other = share(tmp_path / "run", 0, env__json=environment(0)), share(tmp_path / "other", 2)
+    (tmp_path / "secret").write_text("{}")
+    (other / "env.json").symlink_to(tmp_path / "secret")
+    assert collect(run, [other]).taken[0].machines == [] and not (run / "machines").exists()
+
+
+def test_a_folder_that_tells_no_run_says_what_to_do(tmp_path: Path) -> None:
+    run, old = share(tmp_path / "run", 0), share(tmp_path / "old" / "other", 2, run=None)
+    with pytest.raises(UsageError, match=rf"copy by hand .*: cp -rn {old}/nodes {old}/models {run}/$"):
+        collect(run, [old])
+    with pytest.raises(UsageError, match=r"1 of other runs \(1 of them tell no run: name one to hear what to do\)"):
+        collect(run, [tmp_path / "old"])

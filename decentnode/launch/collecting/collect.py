@@ -7,10 +7,12 @@ those that a run gives its files. Nothing here imports torch unless there are ch
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -19,8 +21,9 @@ import yaml
 
 from decentnode import entropy
 from decentnode.errors import CheckpointError, EnvironmentFault, UsageError
-from decentnode.launch.collecting.share import MAX_DEPTH, RECORDS, STATUS, Parts, Share
+from decentnode.launch.collecting.share import MAX_DEPTH, MAX_STATUS_BYTES, RECORDS, STATUS, Parts, Share
 from decentnode.launch.files import supervisor_file
+from decentnode.metrics.machines import FILES, FOLDER
 from decentnode.metrics.run_folder import node_dir
 
 OF_ALL = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more in ((), ("ema",))
@@ -28,6 +31,8 @@ OF_ALL = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more
 """Files of the whole run, which one of its machines writes."""
 CUT = re.compile(r"\d{8,12}-[0-9a-f]{12}")
 BLOCK = 1 << 20
+MAX_DIGITS = 7
+"""Of the number of a machine."""
 
 
 @dataclass
@@ -41,6 +46,8 @@ class Taken:
     """Bytes."""
     whole: list[str] = field(default_factory=list)
     """Files of the whole run."""
+    machines: list[int] = field(default_factory=list)
+    """Machines of which something was copied that says what they ran on."""
 
 
 @dataclass
@@ -84,7 +91,7 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
             except OSError as error:
                 raise EnvironmentFault(f"cannot copy into {run}: {error.strerror or error}") from error
         left_out = [f"{share.path / name}: no regular file" for share in shares for name in sorted(share.left_out)]
-        return Collected(run, taken, _missing(run, own.uids), [*left_out, *copy.problems])
+        return Collected(run, taken, _missing(_mapping(run), own.uids), [*left_out, *copy.problems])
 
 
 # -- what is of the run -------------------------------------------------------------------------------------------
@@ -99,15 +106,18 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Share:
     return share
 
 
-def _run_of(share: Share) -> str:
-    """Returns the id of a folder's run. Raises UsageError where its nodes tell none, or several."""
+def _run_of(share: Share, into: Path | None = None) -> str:
+    """Returns the id of a folder's run. Raises UsageError where its nodes tell none, or several. into: the folder that
+    it is to be brought into."""
     found = share.runs()
     if len(found) == 1:
         return found.pop()
     if found:
         raise UsageError(f"{share.path} must hold one run, got the nodes of {', '.join(sorted(found))}")
     raise UsageError(f"no status.json in {share.path / 'nodes'} tells the run's id: its nodes never joined, or an "
-                     "earlier version wrote it, or a script (decentnode.parallel) did")  # fmt: skip
+                     "earlier version wrote it, or a script (decentnode.parallel) did. Nothing but you knows then of "
+                     "which run it is. Where all are of one run, copy by hand what this folder alone has of the nodes: "
+                     f"cp -rn {share.path / 'nodes'} {share.path / 'models'} {into or 'RUN'}/")  # fmt: skip
 
 
 def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) -> list[Share]:
@@ -117,10 +127,10 @@ def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) ->
         return []
     if (top / "nodes").is_dir():
         share = _opened(top, stack)
-        if (other := _run_of(share)) != wanted:
+        if (other := _run_of(share, run)) != wanted:
             raise UsageError(f"{given} is of another run than {run}: run {other}, not {wanted}")
         return [share]
-    found, passed = [], 0
+    found, passed, nameless = [], 0, 0
     for folder in _with_nodes(top):
         if folder == run:
             continue
@@ -129,9 +139,11 @@ def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) ->
             if share.runs() == {wanted}:
                 found.append(share)
                 continue
+            nameless += not share.runs()
         passed += 1
     if not found:
         there = f", but {passed} of other runs" if passed else ""
+        there += f" ({nameless} of them tell no run: name one to hear what to do)" if nameless else ""
         raise UsageError(f"{given} holds no other folder of the run {run}{there}")
     return found
 
@@ -149,15 +161,21 @@ def _with_nodes(top: Path) -> Iterator[Path]:
         below.sort()
 
 
-def _missing(run: Path, there: Sequence[int]) -> dict[int, list[int]]:
-    """Returns by machine the nodes of the run's mapping that are not there; nothing where no mapping can be read."""
-    found: dict[int, list[int]] = {}
+def _mapping(run: Path) -> dict[int, int]:
+    """Returns uid -> machine of the run's mapping; nothing where it cannot be read."""
     try:
-        for place in yaml.safe_load((run / "mapping.yaml").read_text(encoding="utf-8")):
-            if place["uid"] not in there:
-                found.setdefault(int(place["machine"]), []).append(int(place["uid"]))
+        places = yaml.safe_load((run / "mapping.yaml").read_text(encoding="utf-8"))
+        return {int(place["uid"]): int(place["machine"]) for place in places}
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
         return {}
+
+
+def _missing(machine_of: Mapping[int, int], there: Sequence[int]) -> dict[int, list[int]]:
+    """Returns by machine the nodes of the run's mapping that are not there."""
+    found: dict[int, list[int]] = {}
+    for uid, machine in machine_of.items():
+        if uid not in there:
+            found.setdefault(machine, []).append(uid)
     return found
 
 
@@ -248,11 +266,13 @@ class _Copy:
     def __init__(self, run: Path, own: Share, place: Path) -> None:
         """place: an empty folder on the same disk."""
         self._run, self._own, self._place = run, own, place
+        self._machine_of = _mapping(run)
         self.problems: list[str] = []
 
     def take(self, share: Share, run_id: str) -> Taken:
         """Copy what a share has. Raises OSError."""
         taken = Taken(share.path)
+        self._machines(share, taken)
         for uid in share.uids:
             # The node's own folder last: as long as it is not there, the node counts as missing.
             newer = _time(share, uid) > _time(self._own, uid)
@@ -267,6 +287,42 @@ class _Copy:
                 taken.size += self._file(share, parts)
                 taken.whole.append("/".join(parts))
         return taken
+
+    def _machines(self, share: Share, taken: Taken) -> None:
+        """Copy what says on what a share's machine ran, and others whose shares were brought into it."""
+        uids = share.uids
+        number = self._number(uids[0]) if uids else None
+        folders = {number: ()} if number is not None and share.has(("env.json",)) else {}
+        others = [name for name in share.names(FOLDER) if name.isdecimal() and len(name) <= MAX_DIGITS]
+        found: dict[int, Parts] = {**{int(name): (FOLDER, name) for name in others}, **folders}
+        newer = any(_time(share, uid) > _time(self._own, uid) for uid in uids)
+        for machine, place in sorted(found.items()):
+            if self._own.has(("env.json",)) and machine == self._own_number:
+                continue
+            size = 0
+            for name in FILES:
+                there: Parts = (FOLDER, str(machine), name)
+                if share.has((*place, name)) and (newer or not self._own.has(there)):
+                    size += self._file(share, (*place, name), there)
+            if size:
+                taken.machines.append(machine)
+                taken.size += size
+
+    @functools.cached_property
+    def _own_number(self) -> int | None:
+        """The machine whose files the run's folder had at first: what they say, as `collect` brings other nodes."""
+        try:
+            with self._own.open(("env.json",)) as file:
+                return int(json.loads(file.read(MAX_STATUS_BYTES))["machine"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+    def _number(self, uid: int) -> int | None:
+        """The machine of a node; each newcomer has one of its own. None where no mapping tells it."""
+        if not self._machine_of:
+            return None
+        beyond = uid - max(self._machine_of)
+        return self._machine_of.get(uid, max(self._machine_of.values()) + beyond)
 
     def _is_new(self, share: Share, parts: Parts, newer: bool) -> bool:
         """Returns whether a file is to be copied that is replaced where the node's share is newer."""
@@ -332,9 +388,9 @@ class _Copy:
             os.replace(there / each[-1], target / each[-1])
         return size
 
-    def _file(self, share: Share, parts: Parts) -> int:
-        """Copy one file to its place, which has the old one or the new. Returns its bytes."""
-        target = self._run.joinpath(*parts)
+    def _file(self, share: Share, parts: Parts, place: Parts | None = None) -> int:
+        """Copy one file to its place, or to another one, which has the old one or the new. Returns its bytes."""
+        target = self._run.joinpath(*(place or parts))
         target.parent.mkdir(parents=True, exist_ok=True)
         size = self._to(share, parts, self._place / "file")
         os.replace(self._place / "file", target)

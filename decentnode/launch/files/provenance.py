@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import shutil
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +26,8 @@ from typing import Any
 from decentnode import clock, version
 from decentnode.config.run_files import CODE
 from decentnode.system import write_atomic
+
+logger = logging.getLogger(__name__)
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "SLURM_JOB_ID", "SLURM_NODEID", "RANK")
 """Environment variables that are recorded; all others may hold secrets."""
@@ -128,6 +132,20 @@ def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
     for name, text in (("git.txt", state), ("git.diff", diff)):
         if text:
             write_atomic(run_dir / name, text)
+
+
+def begin_writing(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> threading.Thread:
+    """Have a thread write what `write` does, for a node in the foreground; a disk that refuses is in the log."""
+
+    def attempt() -> None:
+        try:
+            write(run_dir, facts, config_dir)
+        except OSError as error:
+            logger.warning("the environment could not be written: %s", error)
+
+    made = threading.Thread(target=attempt, name="environment", daemon=True)
+    made.start()
+    return made
 
 
 def local_modules() -> dict[str, str]:

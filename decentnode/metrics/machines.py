@@ -1,0 +1,106 @@
+"""What the machines of a run ran on, from the run's folder: its own machine's files lie there, those of others, which
+`decentnode collect` took from their folders, in machines/<number>. Nothing in them is trusted. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from decentnode.words import names
+
+FOLDER = "machines"
+FILES = ("env.json", "pip-freeze.txt", "git.txt", "git.diff", "command.txt")
+"""Files that every machine writes for itself."""
+MAX_BYTES = 1 << 22
+"""Of a file that is read."""
+COMMIT = re.compile(r"^\S.* ([0-9a-f]{40,64})( \(changed\))?$", re.MULTILINE)
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one machine wrote of itself."""
+
+    number: int
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    """env.json; empty where there is none."""
+    commit: str = ""
+    """The commits that its code was at, shortened, and whether it was changed; "" without git."""
+
+    @property
+    def versions(self) -> Mapping[str, Any]:
+        found = self.environment.get("versions")
+        return found if isinstance(found, dict) else {}
+
+
+def machines_of(run: Path) -> list[Machine]:
+    """Returns those of which a run's folder says what they ran on, ascending."""
+    found = {}
+    own = _machine(run, None)
+    if own is not None:
+        found[own.number] = own
+    for folder in (run / FOLDER).glob("*"):
+        if re.fullmatch(r"\d{1,7}", folder.name) and int(folder.name) not in found:
+            other = _machine(folder, int(folder.name))
+            if other is not None:
+                found[other.number] = other
+    return [found[number] for number in sorted(found)]
+
+
+def _machine(folder: Path, number: int | None) -> Machine | None:
+    """number: None where env.json tells it."""
+    try:
+        environment = json.loads(_text(folder / "env.json") or "{}")
+    except (ValueError, RecursionError):
+        environment = {}
+    environment = environment if isinstance(environment, dict) else {}
+    commits = COMMIT.findall(_text(folder / "git.txt"))
+    if not environment and not commits:
+        return None
+    changes = hashlib.sha256(_text(folder / "git.diff").encode()).hexdigest()[:8]
+    told = ", ".join(f"{commit[:12]}{f' with changes {changes}' if changed else ''}" for commit, changed in commits)
+    own = environment.get("machine")
+    return Machine(own if number is None and isinstance(own, int) else number or 0, environment, told)
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def differences(found: list[Machine]) -> list[str]:
+    """Returns in what the machines differ that may explain other results, a line each: versions, code, commits."""
+    if len(found) < 2:
+        return []
+    packages = dict.fromkeys(str(name) for each in found for name in each.versions)
+    told: dict[str, Callable[[Machine], str]] = {
+        **{name: lambda each, name=name: str(each.versions.get(name, "")) for name in packages},  # type: ignore[misc]
+        "decentnode's code": lambda each: str(each.environment.get("source", ""))[:12],
+        "git commit": lambda each: each.commit,
+        "own modules": _modules,
+    }
+    lines = []
+    for what, value in told.items():
+        by: dict[str, list[int]] = {}
+        for each in found:
+            by.setdefault(value(each)[:200] or UNKNOWN, []).append(each.number)
+        if len(by) > 1:
+            lines.append(f"{what}: " + "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in by.items()))
+    return lines
+
+
+def _modules(machine: Machine) -> str:
+    """A word for the contents of the user's own modules: each machine keeps its copies of them."""
+    modules = machine.environment.get("modules")
+    if not isinstance(modules, dict) or not modules:
+        return ""
+    content = {name: each.get("sha256") if isinstance(each, dict) else None for name, each in modules.items()}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:12]
