@@ -75,10 +75,11 @@ def command(
     text = checked_text(told.config)
     check(text, told.digest, chosen, start.environ(), samples_of, device)
     granted = admitted(request, max(1.0, timeout + started - clock.now()), tell)
+    began = clock.now() - granted.age_milliseconds / 1000
     if not quiet:
         how = "; behind NAT: others reach it through relays" if relayed(granted) else ""
         click.echo(f"admitted as node {granted.uid}{how}")
-    seat = _Seat(request, granted)
+    seat = _Seat(request, granted, began)
     with seat:
         if granted.config != told.config:
             raise AssemblyError("the run tells another experiment once it has admitted this node", [])
@@ -88,8 +89,9 @@ def command(
 class _Seat:
     """What the run granted this node. A context: whoever leaves it before the node has joined gives the uid back."""
 
-    def __init__(self, request: Request, granted: Granted) -> None:
-        self.granted = granted
+    def __init__(self, request: Request, granted: Granted, began: float) -> None:
+        """began: when the run did (`clock.now()`)."""
+        self.granted, self.began = granted, began
         self._request, self._joined = request, False
 
     def tell(self, message: ChildMessage) -> None:
@@ -129,10 +131,11 @@ def _take_part(
     """Run the node to its end. Returns the exit code. Blocking."""
     import os
 
-    from decentnode.cli.node import Teller, leavable, leave_on_signals
+    from decentnode.cli.node import Teller, leavable, leave_on_signals, struck_by_itself
     from decentnode.experiment import load
     from decentnode.launch.children import messages
     from decentnode.launch.children.messages import Task
+    from decentnode.launch.files import provenance
     from decentnode.launch.files import run_dir as run_dirs
     from decentnode.launch.nodes.node_process import Link, run_node
     from decentnode.launch.supervising.prepare import facts as facts_of
@@ -150,14 +153,20 @@ def _take_part(
     task = Task(
         request=request, uids=[uid], machine=newcomer.place.machine, run_dir=str(directory),
         threads=computes[1] or os.cpu_count() or 1, run_id="", in_process=False, progress_seconds=1.0, socket_dir="",
-        join=True,
-    )
-    def tell(message: ChildMessage) -> None:
-        seat.tell(message)
-        told.tell(message)
+        join=True, began=seat.began,
+    )  # fmt: skip
+    # not the command: an invitation in it is a secret
+    facts = {"name": experiment.name, "digest": experiment.digest(), "machine": newcomer.place.machine}
+    environment = provenance.begin_writing(directory, facts, directory)
+    with leavable(directory, uid, leave_on_signals) as attach, struck_by_itself(experiment, task, told) as strikes:
 
-    with leavable(directory, uid, leave_on_signals) as attach:
+        def tell(message: ChildMessage) -> None:
+            seat.tell(message)
+            told.tell(message)
+            strikes(message)
+
         code = run_node(task, Link(tell, attach, dict), newcomer)
+    environment.join(run_dirs.ENVIRONMENT_SECONDS)
     told.drain()
     if not quiet:
         click.echo(f"node {uid} ends with exit code {code}; its files are in {directory}")

@@ -19,9 +19,12 @@ from decentnode.words import stamp
 
 if TYPE_CHECKING:
     from decentnode.cli.output import OutputKind
-    from decentnode.launch.children.messages import ChildMessage, Facts
+    from decentnode.experiment import Experiment
+    from decentnode.launch.children.messages import ChildMessage, Facts, Task
     from decentnode.launch.reporting.outcome import Durations, Ledger
     from decentnode.node.node import Node
+
+WARN_SECONDS = 0.5
 
 
 @click.command()
@@ -67,11 +70,13 @@ def command(
     )
     ledger, told = Ledger(directory), Teller(uid, facts, quiet or as_json, join)
 
-    def send(message: ChildMessage) -> None:
-        told.tell(message)
-        _keep(ledger, message)
+    with leavable(directory, uid, stop_on_signals) as attach, struck_by_itself(experiment, task, told) as strikes:
 
-    with leavable(directory, uid, stop_on_signals) as attach:
+        def send(message: ChildMessage) -> None:
+            told.tell(message)
+            _keep(ledger, message)
+            strikes(message)
+
         code = run_node(task, Link(send, attach, dict))
     if uid == 0:
         wall = clock.now() - started
@@ -139,6 +144,28 @@ def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iter
         supervisor_file.remove(folder)
 
 
+@contextlib.contextmanager
+def struck_by_itself(experiment: Experiment, task: Task, told: Teller) -> Iterator[Callable[[ChildMessage], None]]:
+    """While entered, this process is killed and suspended as the faults of the experiment say; the function that comes
+    takes what the node says."""
+    from decentnode.launch.children.messages import FaultDue, NodeJoined
+    from decentnode.launch.nodes.own_strikes import OwnStrikes
+
+    assert task.run_dir is not None
+    strikes = OwnStrikes(experiment.make_faults(), task.uids[0], Path(task.run_dir), told.warn)
+
+    def take(message: ChildMessage) -> None:
+        if isinstance(message, NodeJoined):
+            strikes.begin(clock.now() if task.began is None else task.began)
+        elif isinstance(message, FaultDue):
+            strikes.strike(message.index)
+
+    try:
+        yield take
+    finally:
+        strikes.close()
+
+
 def on_signals(ask: Callable[[], None]) -> None:
     """Install handlers that ask for the end."""
     from decentnode.launch.children.signals import SUSPENDING
@@ -187,6 +214,13 @@ class Teller:
                 self._echo(self._state.line() + self._state.left_text(clock.now()), OutputKind.PROGRESS)
         elif isinstance(message, Failed):
             self.errors.put(f"error: {message.text}\n", OutputKind.ERROR)
+
+    def warn(self, text: str) -> None:
+        """Say something on stderr before this process can say no more. Blocking for WARN_SECONDS at most."""
+        from decentnode.cli.output import OutputKind
+
+        self.errors.put(f"{text}\n", OutputKind.ERROR)
+        self.errors.drain(WARN_SECONDS)
 
     def _echo(self, text: str, kind: OutputKind) -> None:
         if not self._quiet:

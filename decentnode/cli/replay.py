@@ -48,7 +48,7 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
     from decentnode.simulate.world.records import Violation, read_lives
 
     experiment = load(folder / "config.resolved.yaml", check=False)
-    lives = read_lives(folder, experiment.make_graph().num_nodes)
+    lives = read_lives(folder, experiment.make_graph().num_nodes, experiment.node.newcomers)
     if not only_check:
         refuse(experiment, lives)
     for warning in warnings(experiment, lives):
@@ -72,6 +72,12 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
     if experiment.node.on_partition == "both" and any(event.kind == "entered" for _, event in every_event(lives)):
         raise UsageError("node.on_partition was both: sides of a broken network may have gone on apart, and a replay "
                          "has one generation at a time; --check compares the records without repeating the run")
+    founders = experiment.make_graph().num_nodes
+    for life, event in every_event(lives):
+        if event.kind == "entered" and max(event.members) >= founders:
+            raise UsageError(f"{place_of(life, event)}: it has node {max(event.members)} beside it, which came from "
+                             f"outside of the mapping: a replay begins with the nodes of the mapping and lets nobody "
+                             f"in; --check compares the records without repeating the run")  # fmt: skip
     for each in lives.values():
         first = next((event for event in each[0].events if event.kind in ("steps", "resumed")), None)
         if first is not None and first.kind == "steps" and first.round:
@@ -115,13 +121,15 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
 
 def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
     from decentnode.build import limits_of
-    from decentnode.simulate.world.records import check_generations, check_payloads
+    from decentnode.simulate.world.records import check_generations, check_payloads, unseen
 
-    limits = limits_of(experiment)
-    return {
+    limits, founders = limits_of(experiment), experiment.make_graph().num_nodes
+    found = {
         "nodes": len(lives), "processes": sum(map(len, lives.values())), "payloads": check_payloads(lives),
-        "generations": check_generations(lives, min_nodes=limits.min_nodes, rounds=limits.rounds),
+        "generations": check_generations(lives, min_nodes=limits.min_nodes, rounds=limits.rounds, founders=founders),
     }  # fmt: skip
+    elsewhere = unseen(lives)
+    return {**found, "unseen": elsewhere} if elsewhere else found
 
 
 def _repeated(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:

@@ -154,6 +154,8 @@ class Communication(Hooks[ConfigT], Component, abc.ABC):
 
     fault_course: FaultCourse | None = None
     """None where nothing goes wrong with messages but what really does."""
+    run_began: float | None = None
+    """When the run began (`clock.now()`), where the experiment has faults, which come about by that time."""
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from decentnode.config.component import Settings
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
+
+
+class ComingConfig(Settings):
+    """A node that is in no mapping and comes to a simulated run, as with `decentnode join` to one on machines."""
+
+    at_seconds: float = Field(ge=0)
+    """When it asks to be admitted, in virtual seconds since the start of the run."""
+    leaves_at_seconds: float | None = Field(None, gt=0)
+    """When it is asked to leave; it does so after its round. Default: it stays to the end."""
+    samples_of: int | None = Field(None, ge=0)
+    """The node of the mapping whose samples it trains on, and as long as others do. Default: it has none and only
+    mixes, in no time; where data is private (a path has ``{uid}``) it has the files of its uid."""
+
+    @model_validator(mode="after")
+    def _leaves_later(self) -> Self:
+        if self.leaves_at_seconds is not None and self.leaves_at_seconds <= self.at_seconds:
+            raise ValueError(f"leaves_at_seconds must be more than at_seconds, {self.at_seconds:g}, got "
+                             f"{self.leaves_at_seconds:g}")  # fmt: skip
+        return self
 
 
 class SimulateConfig(Settings):
@@ -25,3 +46,5 @@ class SimulateConfig(Settings):
     evaluations have `virtual_seconds`."""
     links: LinksConfig | None = None
     """What connects the nodes: bandwidths and latencies. Without bounds when not given."""
+    newcomers: tuple[ComingConfig, ...] = ()
+    """Nodes beyond the mapping that come (`node.newcomers` says how many may), each with the next free uid."""

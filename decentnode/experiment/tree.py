@@ -208,7 +208,7 @@ class Experiment(Settings):
         """What the section `faults` comes to: whom each fault strikes, and when. Raises UsageError."""
         if not self.faults:
             return ()
-        return resolve(self.faults, self.seed, self.make_graph().num_nodes, self.node.rounds)
+        return resolve(self.faults, self.seed, self.make_graph().num_nodes, self.node.rounds, self.node.newcomers)
 
     def make_mapping(self) -> NodeMapping:
         """The mapping, made once. Raises MappingError."""

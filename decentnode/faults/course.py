@@ -22,14 +22,17 @@ Plan = tuple[AnyFault, ...]
 """Resolved faults; a fault is named by its place in it."""
 
 
-def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int) -> Plan:
+def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, newcomers: int = 0) -> Plan:
     """Returns when and whom each of these faults strikes: always the same for the same arguments. Raises UsageError
-    for nodes that there are not, and for more than MAX_STRIKES."""
+    for nodes that there are not, and for more than MAX_STRIKES.
+
+    newcomers: how many nodes may come beyond these. Faults may name them; `nodes: all` are those of the mapping, as
+    nobody knows beforehand who comes."""
     found: list[AnyFault] = []
     for index, fault in enumerate(faults):
-        unknown = sorted({uid for uid in fault.uids if not 0 <= uid < num_nodes})
+        unknown = sorted({uid for uid in fault.uids if not 0 <= uid < num_nodes + newcomers})
         if unknown:
-            raise UsageError(f"faults[{index}] must be of nodes below {num_nodes}, got {unknown[0]}")
+            raise UsageError(f"faults[{index}] must be of nodes below {num_nodes + newcomers}, got {unknown[0]}")
         for each in fault.resolved(stream(seed, GLOBAL, f"fault {index}"), num_nodes, rounds):
             found.append(each)
             if len(found) > MAX_STRIKES:

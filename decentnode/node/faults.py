@@ -47,6 +47,7 @@ class NodeFaults:
 
     def begin(self, zero: float, again: bool = False) -> None:
         """The run began at `zero` (`clock.now()`). again: whether this is not the node's first process."""
+        self._communication.run_began = zero
         with self._lock:
             self._course.begin(zero, clock.now(), again)
         if self._communication.fault_course is not None:

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from decentnode.wire.bounds import MAX_LONG_TEXT, Scalars, blob, named_scalars, number, text
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -33,6 +33,8 @@ MAX_SEATS, MAX_SEATS_BYTES = 64, 64 * 256
 """Most nodes that a run admits beyond its mapping (`node.newcomers`), and most bytes that say where they are."""
 MAX_CONFIG_BYTES = 1 << 17
 """Of an experiment that is told to a newcomer."""
+MAX_AGE_MILLISECONDS = 1 << 40
+"""Since a run began: 34 years."""
 
 REACH_UNKNOWN, REACH_DIRECT, REACH_RELAYED = 0, 1, 2
 """What a newcomer says of how others reach it: whoever answers finds out; at its address; through relays alone."""
@@ -413,13 +415,15 @@ class Knock(Message):
 @dataclass(frozen=True)
 class Granted(Message):
     """Answer to Knock: the newcomer is `uid`, and asks to join with the token `seat`. `seats` as in Prepare, the
-    newcomer's among them; `config` is the experiment (YAML)."""
+    newcomer's among them; `config` is the experiment (YAML). The run began `age_milliseconds` ago; 0 in runs without
+    faults, where nothing depends on it."""
 
     TYPE: ClassVar[int] = 37
     uid: int = number(MAX_NODES)
     seat: bytes = blob(SEAT_TOKEN_BYTES, exact=True)
     seats: bytes = blob(MAX_SEATS_BYTES)
     config: bytes = blob(MAX_CONFIG_BYTES)
+    age_milliseconds: int = number(MAX_AGE_MILLISECONDS)
 
 
 @dataclass(frozen=True)

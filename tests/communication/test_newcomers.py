@@ -237,3 +237,11 @@ def test_a_member_does_not_give_up_its_seat_by_such_a_word() -> None:
         granted = takes_part(nodes, control)
         resign(request(control, 0), granted)
         assert set(seats(nodes[0])) == {2}
+
+
+def test_a_newcomer_is_told_how_long_ago_a_run_with_faults_began() -> None:
+    with run_of_two(newcomers=2) as (nodes, control):
+        assert asks(control, 0)[0].age_milliseconds == 0, "faults come about by no time"
+        for node in nodes:
+            node.run_began = clock.now() - 100.0
+        assert 100_000 <= asks(control, 0)[0].age_milliseconds < 200_000

@@ -189,3 +189,39 @@ TYPOS = {
 @pytest.mark.parametrize("faults", TYPOS)
 def test_slips_of_the_pen_are_told_as_those_of_other_sections(write: Any, faults: str) -> None:
     assert said(write(f"{BASE}faults: {faults}\n")) == textwrap.dedent(TYPOS[faults]).strip()
+
+
+OPEN = f"{BASE}node: {{missing: regroup, rounds: 6, newcomers: 2}}\nmapping: {{machines: 1, nodes_per_machine: 4, " \
+       "base_port: 20000}\n"  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [
+    "{do: kill, nodes: [5], at_round: 1}", "{do: pause, nodes: [1, 4], at_seconds: 1, seconds: 1}",
+    "{do: cut, sides: [[0, 1], [4, 5]], at_round: 1, seconds: 1}", "{do: drop, source: [4], to: [0]}",
+    "{do: slow, nodes: [4], factor: 2, probability: .1}", "{do: restart, nodes: all, at_seconds: 1}",
+])  # fmt: skip
+def test_faults_go_with_newcomers_and_name_them(write: Any, fault: str) -> None:
+    faults = f"faults: [{{do: kill, nodes: all, count: 1, at_round: 1}}, {fault}]\n"
+    experiment = load(write(OPEN + faults), ZEROMQ, {})
+    assert all(max(each.uids, default=0) < 6 for each in experiment.make_faults())
+    killed = {uid for each in experiment.make_faults()[:1] for uid in each.uids}
+    assert killed <= {0, 1, 2, 3}, "nobody knows beforehand who comes: all are those of the mapping"
+
+
+@pytest.mark.parametrize(("fault", "wrong"), [
+    ("{do: kill, nodes: [6], at_round: 1}", "faults[0].nodes[0] must be of nodes below 6, got 6"),
+    ("{do: restart, nodes: [3, 4], at_seconds: 1}",
+     "faults[0].nodes[1]: node 4 is a newcomer, which its own command starts (decentnode join): nothing else"),
+])  # fmt: skip
+def test_what_no_newcomer_can_be_struck_by_is_refused_at_its_place(write: Any, fault: str, wrong: str) -> None:
+    assert wrong in said(write(f"{OPEN}faults: [{fault}]\n"), *ZEROMQ)
+
+
+@pytest.mark.parametrize(("newcomers", "wrong"), [
+    ("[{at_seconds: 1, samples_of: 4}]", "newcomers[0].samples_of must be a node of the mapping, below 4, got 4"),
+    ("[{at_seconds: 2, leaves_at_seconds: 2}]", "leaves_at_seconds must be more than at_seconds, 2, got 2"),
+])  # fmt: skip
+def test_newcomers_of_simulated_runs_are_checked(write: Any, newcomers: str, wrong: str) -> None:
+    assert wrong in said(write(f"{OPEN}simulate: {{newcomers: {newcomers}}}\n"), *ZEROMQ)
+    nobody = write(f"{BASE}simulate: {{newcomers: [{{at_seconds: 1}}]}}\n")
+    assert "simulate.newcomers: the run admits nobody; set node.newcomers" in said(nobody, *ZEROMQ)

@@ -76,6 +76,51 @@ def test_newcomers_come_die_and_leave_and_so_does_a_node_of_the_mapping(tmp_path
     assert found["resumed"]["round"] > 0 and "newcomers" not in found
 
 
+@pytest.mark.slow
+def test_a_newcomer_comes_while_faults_strike_and_its_records_are_checked_once_they_are_brought(tmp_path: Path) -> None:
+    first = free_ports(8)
+    faults = [{"do": "kill", "nodes": [3], "at_round": 5}, {"do": "drop", "share": 0.02},
+              {"do": "slow", "nodes": [4], "factor": 1.5, "at_round": 1}]  # fmt: skip
+    training = {**experiment()["training"], "local_steps": 20}
+    node = {"rounds": 100_000, "evaluate_every": 0, "missing": "regroup", "newcomers": 1, "restarts": 3}
+    communication = {"name": "zeromq", "timeout_seconds": 60, "suspect_seconds": 10}
+    mapping = {"nodes_per_machine": 4, "base_port": first}
+    sections = experiment(training=training, node=node, communication=communication, mapping=mapping, faults=faults)
+    (tmp_path / "open.yaml").write_text(yaml.safe_dump(sections))
+    latest = tmp_path / "runs" / "tiny" / "latest"
+    metrics = latest / "nodes" / "000" / "metrics.jsonl"
+    with started(tmp_path, "run", "open.yaml") as whole:
+        wait_until(metrics.exists, "the first round")
+        with started(tmp_path, "join", "--seed", f"127.0.0.1:{first}", "--samples-of", "1", "--threads", "1",
+                     "--run-dir", "came") as newcomer:  # fmt: skip
+            (folder,) = wait_for_folder(tmp_path / "came" / "joined")
+            events = folder / "nodes" / "004" / "events.jsonl"
+            wait_until(lambda: events.exists() and sum(1 for _ in read_kind(events, "mixed")) > 5, "rounds of node 4")
+            wait_until(lambda: [*read_kind(metrics, "generation")][-1]["members"] == [0, 1, 2, 3, 4], "all are there")
+            psutil.Process(whole.pid).send_signal(signal.SIGINT)
+            out, err = whole.communicate()
+            newcomer.wait()
+    summary = json.loads((latest / "summary.json").read_text())
+    assert summary["checked"].keys() == {"payloads", "generations", "unseen"}, out + err
+    assert summary["checked"]["unseen"].keys() == {"4"} and summary["struck"] == {"kill": 1}
+    struck = [each["detail"] for each in read_kind(events, "fault")]
+    assert any('"slow"' in each for each in struck) and any('"drop"' in each for each in struck)
+    code, out, err = run(tmp_path, "collect", "tiny", "came")
+    assert code == 0 and "node 4, what machine 1 ran on" in out, out + err
+    code, out, err = run(tmp_path, "replay", "tiny", "--check", "--json")
+    told = json.loads(out)
+    assert code == 0 and told["nodes"] == 5 and "unseen" not in told, out + err
+    assert told["payloads"] > summary["checked"]["payloads"] + summary["checked"]["unseen"]["4"]
+
+
+def wait_for_folder(above: Path) -> list[Path]:
+    def there() -> list[Path]:
+        return [each for each in above.glob("2*") if not each.is_symlink()]
+
+    wait_until(lambda: bool(there()), "a newcomer's folder")
+    return there()
+
+
 def _kill(command: Command) -> None:
     family = [psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True)]
     for each in family:

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
+from decentnode.cli.replay import refuse
 from decentnode.errors import PeerLost, UsageError
 from decentnode.experiment import Experiment, load
 from decentnode.launch.children.messages import ChildMessage, Failed, Finished, Request, Task
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.in_process import run_nodes
-from decentnode.launch.one_process.simulated_faults import StruckRun
+from decentnode.launch.one_process.simulated_faults import StruckRun, in_world
+from decentnode.launch.reporting.checked import check
+from decentnode.launch.reporting.checked import told as sentence_of
 from decentnode.launch.supervising.prepare import facts
 from decentnode.metrics.reader import read_kind
-from decentnode.simulate.world.records import check_generations, check_payloads, read_lives
+from decentnode.simulate.world.records import check_generations, check_payloads, read_lives, unseen
 from decentnode.simulate.world.run_again import run_again
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -142,3 +145,51 @@ def test_a_struck_run_with_a_server_is_repeated(tmp_path: Path) -> None:
     assert check_generations(lives, min_nodes=3, rounds=ROUNDS) > 0
     _, outcome = run_again(experiment, lives)
     assert outcome.compared == sum(len(life.events) for each in lives.values() for life in each)
+
+
+def test_newcomers_come_to_a_simulated_run_that_faults_strike(tmp_path: Path) -> None:
+    """A node of the mapping dies and comes back, a newcomer is cut off for a moment, another dies, a third leaves."""
+    node = {"rounds": 60, "evaluate_every": 30, "missing": "regroup", "restarts": 1, "newcomers": 3}
+    mapping = {"name": "linear", "machines": 1, "nodes_per_machine": NODES, "base_port": 20000}
+    coming = [{"at_seconds": 1, "samples_of": 2}, {"at_seconds": 1.5},
+              {"at_seconds": 2, "leaves_at_seconds": 6, "samples_of": 1}]  # fmt: skip
+    experiment = of(
+        {"do": "kill", "nodes": [3], "at_round": 25}, {"do": "kill", "nodes": [5], "at_round": 40},
+        {"do": "cut", "sides": [[0, 1, 2, 3], [4]], "at_seconds": 3, "seconds": 0.5}, {"do": "drop", "share": 0.02},
+        node=node, mapping=mapping, simulate={"newcomers": coming, "compute": {"step_seconds": 0.02}},
+    )  # fmt: skip
+    made, told = run(experiment, tmp_path)
+    assert {each.uid: each.figures["rounds"] for each in told[Finished]} == dict.fromkeys(range(NODES), 60)
+    assert told[Finished][0].struck == {"kill": 2} and told[Finished][0].reports.keys() == {"4"}
+    assert [process.uid for process in made.world.lives].count(5) == 1, "nobody starts a newcomer again"
+    assert made.world.processes[6].node.left and 0 < made.world.processes[6].node.round < 60
+    assert made.world.processes[4].node.training.num_samples == made.world.processes[2].node.training.num_samples
+    assert not made.world.processes[5].node.training.num_samples
+    lives = read_lives(tmp_path, NODES, 3)
+    assert lives.keys() == {*range(7)} and [len(lives[uid]) for uid in range(7)] == [1, 1, 1, 2, 1, 1, 1]
+    whole = check_payloads(lives)
+    assert not unseen(lives) and check_generations(lives, min_nodes=3, rounds=60, founders=NODES) >= 4
+    founders = {uid: lives[uid] for uid in range(NODES)}
+    elsewhere = unseen(founders)
+    assert elsewhere.keys() == {"4", "5", "6"} and 0 < check_payloads(founders) < whole
+    assert check_generations(founders, min_nodes=3, rounds=60, founders=NODES) >= 4
+    found = check(tmp_path, facts(experiment, Request("", in_process=True, simulate=True)))
+    assert found["payloads"] == whole and "unseen" not in found
+    with pytest.raises(UsageError, match=r"came from outside of the mapping.*--check"):
+        refuse(experiment, lives)
+
+
+def test_payloads_of_newcomers_whose_records_are_elsewhere_are_counted_and_told() -> None:
+    sentence = sentence_of({"payloads": 10, "generations": 1, "unseen": {"4": 1500, "5": 2}})
+    assert sentence.startswith("checked: 10 payloads") and "1,502 more are of node 4-5, whose records lie" in sentence
+
+
+def test_a_run_without_faults_to_which_nodes_come_is_a_world_too(tmp_path: Path) -> None:
+    node = {"rounds": 20, "evaluate_every": 0, "missing": "regroup", "newcomers": 1}
+    mapping = {"name": "linear", "machines": 1, "nodes_per_machine": NODES, "base_port": 20000}
+    experiment = of(node=node, mapping=mapping, simulate={"newcomers": [{"at_seconds": 0.3}]})
+    assert in_world(experiment) and not in_world(of())
+    made, _ = run(experiment, tmp_path)
+    assert made.world.processes[4].node.round == 20 and made.world.processes[0].node.reports.keys() >= {0, 4}
+    with pytest.raises(UsageError, match="not resumed"):
+        StruckRun(Task(Request(""), [0], 0, None, 1, "", True, 2.0, "", resume=["x"]), experiment, print, print)

@@ -75,6 +75,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._generations = generations_of(run, parts)
         if self._generations is not None and parts.growth is not None:
             Newcomers(run, self._relays).admit_through(self._generations.reconfiguration, parts.growth)
+            self._generations.reconfiguration.began = lambda: self.run_began
         self._relays.set_up(parts.growth is not None, run.counters)
         self._protocol = self._node_protocol()
         self._inbox.ask = lambda uids: self._driver.call(lambda: self._protocol.ask_overdue(uids, clock.now()))

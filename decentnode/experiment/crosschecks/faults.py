@@ -35,10 +35,14 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                           "restarted", doubt=True)  # fmt: skip
         if graph is None:
             continue
+        stop = graph.num_nodes + experiment.node.newcomers
         for path, uid in _named(fault):
-            if not 0 <= uid < graph.num_nodes:
-                yield Problem(("faults", index, *path), f"must be of nodes below {graph.num_nodes}, got {uid}",
+            if not 0 <= uid < stop:
+                yield Problem(("faults", index, *path), f"must be of nodes below {stop}, got {uid}",
                               other=("graph",))  # fmt: skip
+            elif isinstance(fault, Restart) and uid >= graph.num_nodes:
+                yield Problem(("faults", index, *path), f": node {uid} is a newcomer, which its own command starts "
+                              "(decentnode join): nothing else restarts it", other=("node", "newcomers"))  # fmt: skip
         count = getattr(fault, "count", None)
         if count is not None and count > graph.num_nodes:
             yield Problem(("faults", index, "count"), f"must be at most the number of nodes, {graph.num_nodes}, got "

@@ -52,6 +52,7 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
     most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
     if not most and getattr(experiment.communication, "invitations", None) is not None:
         yield Problem(("communication", "invitations"), ": the run admits nobody; set node.newcomers", other=("node",))
+    yield from _simulated_newcomers(experiment)
     if not most or graph is None or mapping is None:
         return
     path = ("node", "newcomers")
@@ -74,12 +75,20 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
     if sampler is not None:
         yield Problem(path, f": sampler {sampler.name} begins with neighbors in the mapping's graph, and knows of "
                       "nodes in the mapping alone", other=("node", "sampler"))  # fmt: skip
-    if experiment.faults:
-        yield Problem(path, ": the records of a run with faults are checked, and a newcomer's are elsewhere",
-                      other=("faults",))  # fmt: skip
     if getattr(experiment.data, "shard_test", False):
         yield Problem(path, ": each node tests on its part of the test set alone, and a newcomer has none",
                       other=("data", "shard_test"))  # fmt: skip
+
+
+def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
+    """simulate.newcomers: come to a run that admits them, and have samples of nodes that there are."""
+    coming, mapping = experiment.simulate.newcomers, mapping_of(experiment)
+    if coming and not experiment.node.newcomers:
+        yield Problem(("simulate", "newcomers"), ": the run admits nobody; set node.newcomers", other=("node",))
+    for index, each in enumerate(coming):
+        if each.samples_of is not None and mapping is not None and each.samples_of >= mapping.num_nodes:
+            yield Problem(("simulate", "newcomers", index, "samples_of"), "must be a node of the mapping, below "
+                          f"{mapping.num_nodes}, got {each.samples_of}", other=("mapping",))  # fmt: skip
 
 
 def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:

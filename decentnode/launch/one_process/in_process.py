@@ -25,7 +25,7 @@ from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.loading import load_request
 from decentnode.launch.nodes.node_process import begin_faults, describe_failure, give_faults, set_up
 from decentnode.launch.one_process.simulated import Files, Stoppable, run_batched
-from decentnode.launch.one_process.simulated_faults import run_struck
+from decentnode.launch.one_process.simulated_faults import in_world, run_struck
 from decentnode.metrics.figures import VIRTUAL
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
@@ -135,7 +135,7 @@ def run_nodes(
     code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
     logs.set_level(experiment.run.log_level)
     take_cudnn(experiment.training)
-    if task.request.simulate and experiment.faults:
+    if task.request.simulate and in_world(experiment):
         torch.set_num_threads(task.threads)
         return run_struck(task, experiment, send, ready, tick)
     virtual = _virtual_time(experiment) if task.request.simulate else None

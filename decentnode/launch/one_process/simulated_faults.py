@@ -1,5 +1,6 @@
-"""A simulated run that faults strike: its nodes are whole processes of a world on virtual time (simulate/world/), with
-the files and messages of a run on machines. What they recorded is checked, and replayed, as that of such a run is."""
+"""A simulated run that faults strike, or to which nodes come: its nodes are whole processes of a world on virtual time
+(simulate/world/), with the files and messages of a run on machines. What they recorded is checked, and replayed, as
+that of such a run is."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from decentnode.build import build, limits_of
 from decentnode.communication.parts import Schema
@@ -23,6 +26,8 @@ from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.nodes.node_process import describe_failure
 from decentnode.launch.one_process.simulated import Stoppable
+from decentnode.mapping.base import Place
+from decentnode.mapping.newcomer import Newcomer, machine_of
 from decentnode.node.node import Node
 from decentnode.simulate.virtual import make_compute
 from decentnode.simulate.world.run_again import PLAIN
@@ -42,20 +47,26 @@ LONGEST_SECONDS = 1e8
 """Virtual seconds that no run takes."""
 
 
+def in_world(experiment: Experiment) -> bool:
+    """Whether a simulated run of this experiment needs whole nodes."""
+    return bool(experiment.faults or experiment.simulate.newcomers)
+
+
 def refused(experiment: Experiment, resumes: bool) -> str:
-    """Returns why these faults cannot be simulated; "" where they can."""
+    """Returns why these faults and newcomers cannot be simulated; "" where they can."""
     for fault in experiment.faults:
         if isinstance(fault, FullDisk | ClockJump):
             return f"a simulated run has no disk and no time of day for {fault.do} to strike; run it with processes"
     if experiment.simulate.engine == "batched":
-        return "simulate.engine: batched has neither processes nor connections that faults could strike; leave it out"
+        return "simulate.engine: batched has neither processes nor connections for faults to strike and newcomers to " \
+               "come to; leave it out"  # fmt: skip
     if experiment.simulate.links is not None:
-        return "simulate.links must be left out with faults, which come about on links of their own"
-    return "a simulated run with faults is not resumed: it repeats from its beginning" if resumes else ""
+        return "simulate.links must be left out with faults or simulate.newcomers, which have links of their own"
+    return "a simulated run with faults or newcomers is not resumed: it repeats from its beginning" if resumes else ""
 
 
 class StruckWorld(World):
-    """Starts processes that are killed again, as a supervisor does."""
+    """Starts processes of the mapping that are killed again, as a supervisor does."""
 
     restarts: int = 0
     """`node.restarts`."""
@@ -65,15 +76,25 @@ class StruckWorld(World):
         super().__init__(*parts)
         self.struck: Counter[str] = Counter()
         """How many processes were struck, by the kind of fault."""
+        self.asking = ""
+        """The host of the newcomer that asked last to be admitted."""
+        self.given_up: set[str] = set()
+        """Hosts of newcomers that ask no more."""
+
+    def admit(self, ask: int, at: str) -> None:
+        self.asking = at
+        if at not in self.given_up:
+            super().admit(ask, at)
 
     def strike(self, index: int, fault: AnyFault) -> None:
-        struck = [uid for uid in fault.uids if isinstance(fault, OnProcesses)
+        struck = [uid for uid in fault.uids if isinstance(fault, OnProcesses) and uid in self.processes
                   and self.processes[uid].alive != isinstance(fault, Restart)]  # fmt: skip
         if struck:
             self.struck[fault.do] += len(struck)
         super().strike(index, fault)
         for uid in struck:
-            if isinstance(fault, Kill) and self.processes[uid].life < self.restarts:
+            again = uid < self.setting.num_nodes and self.processes[uid].life < self.restarts
+            if isinstance(fault, Kill) and again:
                 self.heap.after(RESTART_SECONDS, lambda uid=uid: self._restart(uid))  # type: ignore[misc]
 
     def _restart(self, uid: int) -> None:
@@ -96,19 +117,27 @@ class StruckRun:
         self._reporters: dict[int, Reporter] = {}
         self._records: dict[int, NodeRecords] = {}
         self._stop_asked = self._stop_told = False
+        usual = ComputeConfig.model_validate({"step_seconds": STEP_SECONDS})
+        self._compute = make_compute(experiment, experiment.simulate.compute or usual)
+        self._coming = {f"10.0.{index // 256}.{index % 256}": each
+                        for index, each in enumerate(experiment.simulate.newcomers)}  # fmt: skip
+        """Newcomers by their hosts, which nobody connects to."""
+        self._came: dict[str, Process] = {}
         self.world = self._make_world()
+        for at, each in self._coming.items():
+            self.world.heap.at(each.at_seconds, lambda at=at: self._comes(at))  # type: ignore[misc]
+            if each.leaves_at_seconds is not None:
+                self.world.heap.at(each.leaves_at_seconds, lambda at=at: self._leaves(at))  # type: ignore[misc]
 
     def _make_world(self) -> StruckWorld:
         experiment = self._experiment
-        usual = ComputeConfig.model_validate({"step_seconds": STEP_SECONDS})
-        compute = make_compute(experiment, experiment.simulate.compute or usual)
         config = experiment.communication
         config = config if isinstance(config, ZeroMQConfig) else PLAIN
         regroups = experiment.node.missing == "regroup"
         made = StruckWorld(Setting(
             experiment.make_graph().num_nodes, config.model_copy(update={"checksum": "xxh3"}),
             limits_of(experiment) if regroups else None, Faults(links=LINK, plan=experiment.make_faults()),
-            seed=experiment.seed, compute_seconds=lambda uid, round: float(compute.seconds(round)[uid]),
+            seed=experiment.seed, compute_seconds=self._compute_seconds, newcomers=experiment.node.newcomers,
         ), self._make_node)  # fmt: skip
         made.restarts = experiment.node.restarts if regroups else 0
         made.began, made.settled = self._began, self._settled
@@ -118,7 +147,35 @@ class StruckRun:
         def record(found: dict[str, Any]) -> None:
             self._reporters[uid].record(found)
 
-        return build(self._experiment, uid, make_communication, record, device="cpu")
+        return build(self._experiment_of(uid), uid, make_communication, record, device="cpu")
+
+    def _experiment_of(self, uid: int) -> Experiment:
+        """As the process of this node has it, which is being made."""
+        mapping = self._experiment.make_mapping()
+        if uid < mapping.num_nodes:
+            return self._experiment
+        at, found = self.world.asking, self._experiment.model_copy()
+        place = Place(uid, machine_of(uid, mapping), 0, at, None, "cpu", at, None)
+        found.seat(Newcomer(place, b"", b"", self._coming[at].samples_of))
+        return found
+
+    def _compute_seconds(self, uid: int, round: int) -> float:
+        seconds = self._compute.seconds(round)
+        if uid < len(seconds):
+            return float(seconds[uid])
+        return float(np.median(seconds)) if self.world.processes[uid].node.training.num_samples else 0.0
+
+    def _comes(self, at: str) -> None:
+        """A newcomer asks a member that lives to be admitted."""
+        self.world.admit(next((uid for uid, each in self.world.processes.items() if each.alive), 0), at)
+
+    def _leaves(self, at: str) -> None:
+        """A newcomer is asked to leave, or comes no more."""
+        self.world.given_up.add(at)
+        process = self._came.get(at)
+        if process is not None and process.alive:
+            process.node.ask_leave()
+            process.shell.settle()
 
     def ask_stop(self) -> None:
         """As `Stoppable.ask_stop`."""
@@ -131,12 +188,17 @@ class StruckRun:
     def _began(self, process: Process) -> None:
         """A process begins, in place of the one of its node that died."""
         uid, task, node = process.uid, self._task, process.node
+        if process.granted is not None:
+            self._came[self.world.asking] = process
         if uid in self._records:
             self._records[uid].close()
         else:
-            path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
-            self._reporters[uid] = Reporter(uid, path, self._send, task.progress_seconds)
-            self._send(NodeJoined(uid))
+            folder = node_dir(task.run_dir, uid) if task.run_dir else None
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+            send = self._send if uid in task.uids else _nobody  # as on machines, where newcomers have no supervisor
+            self._reporters[uid] = Reporter(uid, folder and folder / "metrics.jsonl", send, task.progress_seconds)
+            send(NodeJoined(uid))
         self._records[uid] = NodeRecords([node], task.run_dir, recorded(self._experiment) is True, self._experiment.run)
         attach(node, self._experiment, task, self._reporters[uid])
         self._records[uid].joined(uid)
@@ -158,8 +220,10 @@ class StruckRun:
             well = [each for each in ends if not each.dead and each.error is None]
             if not well or self._experiment.node.missing != "regroup":
                 self._raise_first(ends)
+            came = [each for uid, each in self.world.processes.items() if uid not in self._task.uids]
+            reports = {str(each.uid): figures for each in came if (figures := self._end_newcomer(each)) is not None}
             for process in reversed(ends):
-                self._end(process)
+                self._end(process, reports)
             return 0 if all(each.node.over for each in well) else Interrupted.exit_code
         except BaseException as error:
             for uid, each in self._records.items():
@@ -179,7 +243,8 @@ class StruckRun:
             process.error.__dict__.setdefault("uid", process.uid)
             raise process.error
 
-    def _end(self, process: Process) -> None:
+    def _end(self, process: Process, reports: dict[str, dict[str, Any]]) -> None:
+        """reports: closing figures of newcomers, which no supervisor hears of by themselves."""
         uid, node = process.uid, process.node
         if process.dead:
             title = f"node {uid} was killed, as `faults` says"
@@ -187,15 +252,32 @@ class StruckRun:
         elif process.error is not None:
             self._send(describe_failure(uid, process.error))
         else:
-            if node.checkpoints is not None:
-                node.checkpoints.close(node.communication.config.timeout_seconds)
-            stopped = not node.over
-            self._records[uid].over(node, stopped)
-            figures = node.figures()
-            if self._task.run_dir:
-                save_node(node, Path(self._task.run_dir))
-            struck = dict(self.world.struck)
-            self._send(Finished(uid, figures, stopped, modules=local_modules(), struck=struck))
+            figures, struck = self._close(node), dict(self.world.struck)
+            self._send(Finished(uid, figures, not node.over, reports, local_modules(), struck=struck))
+
+    def _end_newcomer(self, process: Process) -> dict[str, Any] | None:
+        """Returns its closing figures; None where it died, failed, or left before the others."""
+        if process.dead:
+            return None
+        if process.error is not None:
+            self._records[process.uid].failed(process.uid, process.error)
+            return None
+        figures = self._close(process.node)
+        return None if process.node.left else figures
+
+    def _close(self, node: Node) -> dict[str, Any]:
+        """Write what a node leaves that came to its end. Returns its closing figures."""
+        if node.checkpoints is not None:
+            node.checkpoints.close(node.communication.config.timeout_seconds)
+        self._records[node.uid].over(node, not node.over)
+        figures = node.figures()
+        if self._task.run_dir:
+            save_node(node, Path(self._task.run_dir))
+        return figures
+
+
+def _nobody(_message: ChildMessage) -> None:
+    """Hears what no supervisor hears."""
 
 
 def run_struck(
@@ -204,6 +286,7 @@ def run_struck(
 ) -> int:
     """Run all nodes of a simulated task with faults, as `in_process.run_nodes` does without. Returns the exit code."""
     run = StruckRun(task, experiment, send, tick)
-    send(Engine("world", "faults strike whole nodes on virtual time"))
+    what = "faults strike whole nodes" if experiment.faults else "nodes come to whole nodes"
+    send(Engine("world", f"{what} on virtual time"))
     ready([run])
     return run.run()

@@ -15,7 +15,9 @@ from decentnode.simulate.world.records import (
     check_payloads,
     every_event,
     read_lives,
+    unseen,
 )
+from decentnode.words import names
 
 NOTHING = "no node recorded a payload that it mixed"
 
@@ -37,24 +39,27 @@ def check_run(
 
 def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
     """Returns what summary.json says of it, as `checked`: how many payloads were mixed as their sources sent them, and
-    how many generations of members there were; or under `violation` the first record that contradicts another; or under
-    `unchecked` why nothing can be said. Blocking: a million records take some seconds."""
+    how many generations of members there were, and under `unseen` how many payloads of each newcomer were mixed whose
+    records are elsewhere; or under `violation` the first record that contradicts another; or under `unchecked` why
+    nothing can be said. Blocking: a million records take some seconds."""
     if len(facts.machines) > 1:
         return {"unchecked": "the records lie on several machines: decentnode collect brings them together, and "
                              "decentnode replay --check looks"}  # fmt: skip
     try:
-        lives = read_lives(run_dir, facts.num_nodes)
+        lives = read_lives(run_dir, facts.num_nodes, facts.newcomers)
         if any("total" in event.fields for _, event in every_event(lives)):
             return {"unchecked": "payloads were summed on their way (collective communication)"}
         payloads = check_payloads(lives)
-        generations = check_generations(lives, min_nodes=facts.min_nodes, rounds=facts.rounds)
+        generations = check_generations(lives, min_nodes=facts.min_nodes, rounds=facts.rounds,
+                                        founders=facts.num_nodes)  # fmt: skip
     except Violation as violation:
         return {"violation": str(violation)}
     except (UsageError, OSError) as error:
         return {"unchecked": str(error)}
+    elsewhere = unseen(lives)
     if not payloads:
         return {"unchecked": NOTHING}
-    return {"payloads": payloads, "generations": generations}
+    return {"payloads": payloads, "generations": generations, **({"unseen": elsewhere} if elsewhere else {})}
 
 
 def told(checked: dict[str, Any]) -> str:
@@ -65,4 +70,8 @@ def told(checked: dict[str, Any]) -> str:
         return f"not checked: {checked['unchecked']}"
     if not checked["payloads"]:
         return f"not checked: {NOTHING}"
-    return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them"
+    more = ""
+    if elsewhere := checked.get("unseen"):
+        more = f"; {sum(elsewhere.values()):,} more are of node {names(sorted(map(int, elsewhere)))}, whose records " \
+               "lie where it ran: decentnode collect brings them here, and decentnode replay --check looks"  # fmt: skip
+    return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them{more}"

@@ -20,7 +20,7 @@ from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.files import resume
 from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.loading import load_request
-from decentnode.launch.one_process.simulated_faults import refused
+from decentnode.launch.one_process.simulated_faults import in_world, refused
 from decentnode.launch.reporting.header import header, other_code
 from decentnode.launch.supervising.schedulers import detect, machine_of
 from decentnode.mapping.addresses import own_names
@@ -100,11 +100,12 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
 
 
 def _check_request(experiment: Experiment, request: Request, struck: bool) -> None:
-    """Raises UsageError for what is asked of an experiment that cannot do it. struck: faults are simulated."""
+    """Raises UsageError for what is asked of an experiment that cannot do it. struck: faults or newcomers are simulated."""
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
     if struck and (why := refused(experiment, request.resume is not None)):
-        raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]'")
+        raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]' --set "
+                         "'simulate.newcomers=[]'")  # fmt: skip
 
 
 def _resumed_runs(experiment: Experiment, request: Request, num_machines: int) -> resume.Found | None:
@@ -124,7 +125,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
     machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
-    struck = request.simulate and bool(experiment.faults)
+    struck = request.simulate and in_world(experiment)
     _check_request(experiment, request, struck)
     machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"

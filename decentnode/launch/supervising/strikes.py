@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
-import logging
 import math
 import os
 import signal
@@ -15,11 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from decentnode import clock
-from decentnode.launch.files.run_dir import node_dir
+from decentnode.launch.files.strike_notes import note_strike
 from decentnode.launch.supervising.workers import Worker
-from decentnode.metrics.writer import MetricsWriter
-
-logger = logging.getLogger(__name__)
 
 KINDS = ("kill", "pause", "restart")
 
@@ -105,25 +100,13 @@ class Strikes:
             worker.kill()
         else:
             self._pause(worker, clock.now() + float(fault["seconds"]))
-        self._note(uid, fault)
+        note_strike(self._directory, uid, fault)
 
     def _pause(self, worker: Worker, until: float) -> None:
         """Suspend a process; one that is suspended already stays so for the longer of both times."""
         longest = max([until, *(before for before, each in self._paused if each is worker)])
         self._paused = [(longest, worker), *(each for each in self._paused if each[1] is not worker)]
         _signal(worker, signal.SIGSTOP)
-
-    def _note(self, uid: int, fault: Mapping[str, Any]) -> None:
-        """Write it to the events of the node, whose process cannot."""
-        if self._directory is None:
-            return
-        try:
-            writer = MetricsWriter(node_dir(self._directory, uid) / "events.jsonl")
-            writer.write({"time": clock.wall(), "uid": uid, "kind": "fault", "peer": None,
-                          "detail": json.dumps(dict(fault))})  # fmt: skip
-            writer.close()
-        except OSError as error:
-            logger.warning("node %d: a fault could not be noted: %s", uid, error)
 
 
 def _signal(worker: Worker, number: int) -> None:

@@ -392,7 +392,7 @@ class Control:
             else:
                 uid, token = found
                 token = token or bytes(SEAT_TOKEN_BYTES)
-                reply = Granted(state.run, 0, state.uid, uid, token, state.seats.encoded(), self._told)
+                reply = Granted(state.run, 0, state.uid, uid, token, state.seats.encoded(), self._told, 0)
             self._take(state.take_events(now))
         with suppress(zmq.ZMQError):
             self._in.send_multipart([who, packed_frame(reply)], zmq.NOBLOCK)

@@ -6,7 +6,7 @@ The same checks serve runs on machines, of which nothing else is known, and simu
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,11 +146,16 @@ Lives = dict[int, list[Life]]
 """By uid: the processes of a node, in the order in which they began."""
 
 
-def read_lives(run: Path, num_nodes: int) -> Lives:
-    """Reads what the nodes of a run recorded. Raises UsageError where one of them did not, or cannot be read."""
+def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> Lives:
+    """Reads what the nodes of a run recorded. Raises UsageError where one of them did not, or cannot be read.
+
+    newcomers: how many nodes beyond the mapping's may have come. Their records lie elsewhere, and are left out, unless
+    they were brought here (`decentnode collect`)."""
     lives = {}
-    for uid in range(num_nodes):
+    for uid in range(num_nodes + newcomers):
         path = run / "nodes" / f"{uid:03d}" / "events.jsonl"
+        if uid >= num_nodes and not path.is_file():
+            continue
         if not path.is_file():
             raise UsageError(f"{path} is missing: a run is repeated from the records of all {num_nodes} nodes; copy "
                              f"those of other machines into {run / 'nodes'}")  # fmt: skip
@@ -218,9 +223,21 @@ def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:
 # -- what must hold ----------------------------------------------------------------------------------------------------
 
 
+def unseen(lives: Lives) -> dict[str, int]:
+    """Returns of how many payloads that were mixed the source has no record here, by its uid: of newcomers."""
+    found: Counter[int] = Counter()
+    for _, event in every_event(lives):
+        if event.kind == "mixed":
+            found.update(event.sources.keys() - lives.keys())
+        elif event.kind == "mixed_copies":
+            found.update(source for source, *_ in event.copies if source not in lives)
+    return {str(uid): found[uid] for uid in sorted(found)}
+
+
 def check_payloads(lives: Lives) -> int:
     """Checks that every payload was mixed as its source sent it, to this node, in this round (or, out of a mailbox,
-    under this number) and generation, and in no round twice. Returns how many there were. Raises Violation."""
+    under this number) and generation, and in no round twice. Returns how many there were, without those of `unseen`.
+    Raises Violation."""
     sent = _digests_of("sent", lives)
     checked = _check_copies(lives)
     for one in (life for each in lives.values() for life in each):
@@ -232,6 +249,8 @@ def check_payloads(lives: Lives) -> int:
             must((event.generation, event.channel) not in before, f"{where} twice")
             before.add((event.generation, event.channel))
             for source, digest in event.sources.items():
+                if source not in lives:
+                    continue
                 said = sent.get((event.generation, event.channel, source, one.uid), set())
                 must(digest in said, f"{where} {digest} of node {source}, which sent it in that round "
                                      f"{', '.join(sorted(said)) or 'nothing'}")  # fmt: skip
@@ -257,6 +276,8 @@ def _check_copies(lives: Lives) -> int:
         mixed: set[tuple[Name, Channel, int, int]] = set()
         for event in one.events:
             for source, number, age, digest in event.copies if event.kind == "mixed_copies" else ():
+                if source not in lives:
+                    continue
                 round, channel = event.channel
                 where, which = f"{place_of(one, event)}: it mixed", (event.generation, (number, channel), source)
                 said = published.get((*which, one.uid), set())
@@ -271,10 +292,13 @@ def _check_copies(lives: Lives) -> int:
     return checked
 
 
-def check_generations(lives: Lives, *, min_nodes: int, rounds: int) -> int:
+def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: int | None = None) -> int:
     """Checks that all members say the same of a generation, that each node's have ascending names, that rounds need
     `min_nodes`, and that of two generations in which rounds were mixed one ended before the other. Returns how many
-    there were beside the first. Raises Violation."""
+    there were beside the first. Raises Violation.
+
+    founders: how many nodes the mapping has, which alone count toward `min_nodes`; all that recorded when None."""
+    founders = len(lives) if founders is None else founders
     found: dict[Name, Event] = {}
     for one in (life for each in lives.values() for life in each):
         last = FIRST
@@ -288,11 +312,12 @@ def check_generations(lives: Lives, *, min_nodes: int, rounds: int) -> int:
             must(other.fields == event.fields, f"{where} is {dict(event.fields)}, elsewhere {dict(other.fields)}")
             must(one.uid in event.members, f"{where} is entered by a node that is no member")
             closing = event.fields.get("stopping") or event.fields["round"] >= rounds
-            must(bool(closing) or len(event.members) >= min_nodes, f"{where} has {len(event.members)} members")
+            counted = sum(uid < founders for uid in event.members)
+            must(bool(closing) or counted >= min_nodes, f"{where} has {counted} members")
     trained = _whole_and_trained(lives, found)
     for name, members in trained.items():
         for another, theirs in trained.items():
-            must(name == another or bool(members & theirs) or 2 * min_nodes <= len(lives),
+            must(name == another or bool(members & theirs) or 2 * min_nodes <= founders,
                  f"generations {name[0]} and {another[0]} have no node in common")  # fmt: skip
     return len(found)
 
@@ -307,7 +332,7 @@ def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, 
         elif event.kind in ("mixed", "mixed_copies"):
             mixed.add(event.generation)
     return {name: {*event.members} for name, event in found.items()
-            if entered[name] == {*event.members} and name in mixed}  # fmt: skip
+            if entered[name] == {*event.members} & lives.keys() and name in mixed}  # fmt: skip
 
 
 def takers(lives: Lives) -> set[tuple[Name, Channel, int, int]]:

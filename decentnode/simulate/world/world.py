@@ -216,7 +216,7 @@ class World:
         self.began: Callable[[Process], None] = lambda _process: None
         """Called with every process before anything happens to it."""
         rounds = setting.limits.rounds if setting.limits is not None else MANY_ROUNDS
-        self._plan = resolve(setting.faults.plan, setting.seed, setting.num_nodes, rounds)
+        self._plan = resolve(setting.faults.plan, setting.seed, setting.num_nodes, rounds, setting.newcomers)
         self._by_round = [(i, fault) for i, fault in enumerate(self._plan) if fault.at_round is not None]
 
     @contextlib.contextmanager
@@ -303,7 +303,7 @@ class World:
         elif isinstance(fault, FullDisk | ClockJump):
             raise ValueError(f"a simulated world has neither disks nor a time of day: {fault.do}")
         elif isinstance(fault, Kill | Restart | Pause):
-            for process in [self.processes[uid] for uid in fault.uids]:
+            for process in [self.processes[uid] for uid in fault.uids if uid in self.processes]:
                 if isinstance(fault, Restart):
                     if process.dead:
                         self._begin(process.uid, process.life + 1).begin()

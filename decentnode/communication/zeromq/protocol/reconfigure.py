@@ -27,7 +27,18 @@ from decentnode.wire.generation import (
 )
 from decentnode.wire.invitation import Invitation
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import NO_RUN, Asked, Described, Granted, Inquiry, Knock, Message, Resign, Turned
+from decentnode.wire.messages import (
+    MAX_AGE_MILLISECONDS,
+    NO_RUN,
+    Asked,
+    Described,
+    Granted,
+    Inquiry,
+    Knock,
+    Message,
+    Resign,
+    Turned,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +84,8 @@ class Reconfiguration:
         """Takes where a node is that is not in the mapping; the owner sets it."""
         self.config_text = b""
         """The experiment, as newcomers are told it."""
+        self.began: Callable[[], float | None] = lambda: None
+        """When the run began (`Communication.run_began`), for newcomers; the owner sets it."""
         self.admission: Callable[[str, str], Invitation | None] = lambda _text, _key: None
         """(invitation, key) -> what the invitation of a newcomer says; None where it needs none. Raises PeerFault
         ("uninvited"). The owner sets it."""
@@ -197,7 +210,10 @@ class Reconfiguration:
                 return self._sent_on(answer)
             seat, uid = answer
             self._report("knocked", f"node {uid} at {seat.control}")
-            return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text)
+            began = self.began()
+            age = 0 if began is None else round(1000 * (now - began))
+            return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text,
+                           min(max(0, age), MAX_AGE_MILLISECONDS - 1))  # fmt: skip
         finally:
             self._obey(of.take_events(now), now)
 
