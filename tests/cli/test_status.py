@@ -46,6 +46,12 @@ def test_who_waits_for_whom() -> None:
     assert going(chain) and not going({0: status(0, doing="finished")})
 
 
+def test_who_ended_or_died_waits_for_nobody() -> None:
+    for over in ({"doing": "finished"}, {"doing": "exchange", "time": 0, "pid": 1 << 30}):
+        found = {0: status(0), 1: {**status(1), "waiting_for": [0], **over}}
+        assert blame(found) == "2 nodes have written their status"
+
+
 def test_who_has_not_entered_a_collective_call() -> None:
     """Members that have entered wait for all others, because the library does not tell them who has."""
     clique = {uid: status(uid, waiting_for=sorted({0, 1, 2, 3} - {uid}), waiting_seconds=12.0) for uid in (0, 1, 3)}
