@@ -104,7 +104,7 @@ def table(found: Sequence[Prediction], best: Sequence[bool], target: float) -> s
     for number, (each, star) in enumerate(zip(found, best, strict=True), 1):
         told = "~" if each.consensus_measured else ""
         never = each.consensus_rounds is None
-        busiest = f"{each.busiest_link} {each.busiest_seconds / each.round_seconds:.0%}" if each.busiest_link else "-"
+        busiest = f"{each.busiest_link} {each.busiest_share:.0%}" if each.busiest_link else "-"
         rows.append([
             f"{number}{'*' if star else ''}", each.graph, each.sharing, each.compression, str(each.local_steps),
             str(each.batch_size), _seconds(each.round_seconds), _seconds(each.compute_seconds),

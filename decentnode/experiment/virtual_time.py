@@ -181,6 +181,6 @@ class LinksConfig(Settings):
     """File with Mbit/s between places, in Diablo's format: a line per sender, numbers separated by commas. Node i is at
     place i modulo the number of lines."""
     jitter: float = Field(0.0, ge=0, le=10)
-    """Deviation of a transfer's duration by its mean: a lognormal factor, drawn for each transfer."""
+    """Deviation of what a transfer has to pass by its mean: a lognormal factor, drawn for each transfer."""
     efficiency: float = Field(1.0, gt=0, le=1)
     """Share of each bandwidth that carries payloads; 0.94 for TCP in frames of 1,500 bytes."""

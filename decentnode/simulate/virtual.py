@@ -103,7 +103,7 @@ def make_clock(
         compute, network, transfers, steps_before=traffic.steps_before, trains=traffic.trains,
         overlapped=experiment.node.schedule == "overlapped",
         mixes_in_background=experiment.node.mix_in_background is not False,
-        asynchronous=asynchronous,
+        asynchronous=asynchronous, rounds=experiment.node.rounds,
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decentnode.simulate.timeline import fair
-from decentnode.simulate.timeline.fair import FairSharing, fair_rates
+from decentnode.simulate.timeline import fluid
+from decentnode.simulate.timeline.fair import fair_rates
+from decentnode.simulate.timeline.fluid import FairSharing, Fluid
 
 
 @st.composite
@@ -80,7 +81,32 @@ def test_large_sets_are_followed_coarsely_and_alike(monkeypatch: pytest.MonkeyPa
     uses = np.stack([draws.integers(0, 20, 200), 20 + draws.integers(0, 20, 200)], axis=1)
     arguments = uses, draws.uniform(1, 5, 40), np.ones(200), np.full(200, np.inf)
     exact = FairSharing(*arguments).ends(np.zeros(200))
-    monkeypatch.setattr(fair, "EXACT_FLOWS", 10)
+    monkeypatch.setattr(fluid, "EXACT_FLOWS", 10)
     coarse = FairSharing(*arguments).ends(np.zeros(200))
     assert coarse.max() == pytest.approx(exact.max(), rel=0.05)
     assert np.abs(coarse / exact - 1).mean() < 0.1
+
+
+@given(networks(), st.lists(st.floats(0.1, 5), min_size=12, max_size=12), st.lists(st.floats(0, 3), min_size=12,
+       max_size=12), st.lists(st.floats(0, 6), max_size=4))  # fmt: skip
+def test_flows_end_when_they_would_wherever_one_stops_to_look(
+    network: tuple[np.ndarray, np.ndarray, np.ndarray], work: list[float], begins: list[float], stops: list[float]
+) -> None:
+    uses, capacity, most = network
+    n = len(uses)
+    found = np.full((2, n), np.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        for row, times in enumerate([[np.inf], [*sorted(stops), np.inf]]):
+            patch.setattr(fluid, "FEW", 0 if row else 100)  # by clocks of their own, or by one
+            followed = Fluid(2)
+            followed.add(uses, np.array(work[:n]), most, np.array(begins[:n]), np.arange(n))
+            for until in times:
+                keys, ends = followed.advance(until, capacity)
+                assert np.isnan(found[row, keys]).all() and (ends <= followed.now).all()
+                found[row, keys] = ends
+    assert found[1] == pytest.approx(found[0])
+    for r in range(capacity.size):
+        on = (uses == r).any(axis=1)
+        if on.any():
+            span = found[0, on].max() - np.array(begins[:n])[on].min()
+            assert np.array(work[:n])[on].sum() <= capacity[r] * span * (1 + 1e-6)

@@ -124,6 +124,7 @@ def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
     assert experiment.graph.name == "one_peer_exponential" and getattr(experiment.training, "local_steps", 0) == 8
     told = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).output)
     assert len(told["candidates"]) == 4 and told["candidates"][0]["graph"] == "one_peer_exponential"
+    assert all(0 < each["busiest_share"] <= 1 for each in told["candidates"])
     for seconds in ("nan", "inf"):
         refused = CliRunner().invoke(main, ["plan", TWO_MACHINES, "--step-seconds", seconds])
         assert refused.exit_code == 2 and "must be more than 0 and finite" in refused.output

@@ -45,6 +45,8 @@ class Prediction:
     """For which it is busy in a round, mean."""
     busiest_bytes: float
     """That pass it in a round, mean."""
+    busiest_share: float
+    """Share of the time for which it is busy, from the begin of the rounds until all transfers are over."""
     consensus_rate: float
     """Factor per round by which the distance to the mean shrinks."""
     consensus_rounds: int | None
@@ -130,6 +132,7 @@ def predict(
         names.get("compression", compression.name if compression is not None else "none"), steps, batch,
         round_seconds, float((found.computed - found.steps_began).mean()), sent,
         busiest, loads[busiest][1] if busiest else 0.0, loads[busiest][0] if busiest else 0.0,
+        rounds * loads[busiest][1] / made.over if busiest else 0.0,
         consensus.rate, consensus.rounds, None if consensus.rounds is None else consensus.rounds * round_seconds,
         consensus.measured, memory_of(experiment, traffic.model_bytes, exchanged),
         traffic.num_nodes * steps * batch / round_seconds if round_seconds else 0.0, tuple(overrides),

@@ -13,7 +13,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment.virtual_time import ComputeConfig
 from decentnode.simulate.timeline import availability, traces
 from decentnode.simulate.timeline.availability import Availability
-from decentnode.simulate.timeline.fair import FairSharing
+from decentnode.simulate.timeline.fluid import FairSharing
 
 TRAINING_BY_INFERENCE = 3.0
 """A training step by an inference on the same samples, where a trace of devices tells only the latter (FedScale)."""
@@ -56,7 +56,8 @@ class Compute:
             self.availability = traces.availability(base_dir / config.availability, self.num_nodes, seed)
         elif config.churn is not None:
             self.availability = availability.drawn(config.churn, self.num_nodes, seed)
-        self._machine_of = np.array(machine_of)
+        self.machine_of = np.array(machine_of)
+        self.num_machines = int(self.machine_of.max()) + 1
         self._straggling = [self._stragglers(index) for index in range(len(config.stragglers))]
 
     @property
@@ -106,13 +107,11 @@ class Compute:
         """Returns when steps that begin at `begins` [N] and take `seconds` [N] end: where cores are shared, or the node
         is away meanwhile, later than both added."""
         if self.config.cores is not None:
-            capacity = np.full(int(self._machine_of.max()) + 1, self.config.cores)
-            sharing = FairSharing(self._machine_of[:, None], capacity, seconds, np.ones(self.num_nodes))
-            return sharing.ends(begins) if self.availability is None else self._away(begins, sharing.ends(begins))
-        if self.availability is None:
-            return begins + seconds
-        return self.availability.worked(begins, seconds)
+            capacity = np.full(self.num_machines, self.config.cores)
+            sharing = FairSharing(self.machine_of[:, None], capacity, seconds, np.ones(self.num_nodes))
+            seconds = sharing.ends(begins) - begins
+        return self.worked(begins, seconds)
 
-    def _away(self, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        assert self.availability is not None
-        return self.availability.worked(begins, ends - begins)
+    def worked(self, begins: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+        """The same, where `seconds` are those with the cores that the node gets."""
+        return begins + seconds if self.availability is None else self.availability.worked(begins, seconds)

@@ -14,7 +14,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment.virtual_time import LinksConfig
 from decentnode.simulate.timeline import traces
 from decentnode.simulate.timeline.compute import lognormal
-from decentnode.simulate.timeline.fair import FairSharing
+from decentnode.simulate.timeline.fluid import FairSharing
 
 MESSAGE, MEETING, BATCH = -3, -2, -1
 """How a transfer depends on others (`Transfers.joins`)."""
@@ -84,12 +84,12 @@ class Transfers:
             begins[call] = begins[call].max()
         return begins
 
-    def ends(self, arrived: np.ndarray) -> np.ndarray:
+    def ends(self, arrived: np.ndarray, there: np.ndarray) -> np.ndarray:
         """Returns when each transfer is over for its receiver [F]. arrived: [F] when its own bytes are there, infinite
-        for transfers that do not take place."""
+        where that is not known. there: bool [F], which transfers take place."""
         if self.joining is None:
             return arrived
-        found, there = arrived.copy(), np.isfinite(arrived)
+        found = arrived.copy()
         if (batch := (self.joining.joins == BATCH) & there).any():
             last = np.full(int(max(self.source.max(), self.target.max())) + 1, -np.inf)
             for end in (self.source, self.target):
@@ -111,12 +111,17 @@ class Transfers:
             found[call & (self.target != late)] = late
         return found
 
-    def busy(self, arrived: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def are_busy(self) -> bool:
+        """Whether some take of the compute of their ends."""
+        return self.joining is not None and bool(self.joining.busy_share.any())
+
+    def busy(self, arrived: np.ndarray, there: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (until when transfers take of each node's compute, minus infinity where none does; which share of
-        it), each [N]. arrived: [F], as `ends` returned it."""
+        it), each [N]. arrived: [F], as `ends` returned it. there: as for `ends`."""
         until, share = np.full(num_nodes, -np.inf), np.zeros(num_nodes)
         if self.joining is not None:
-            there = (self.joining.busy_share > 0) & np.isfinite(arrived)
+            there = (self.joining.busy_share > 0) & there
             for end in (self.source, self.target):
                 np.maximum.at(until, end[there], arrived[there])
                 np.maximum.at(share, end[there], self.joining.busy_share[there])
@@ -130,6 +135,27 @@ class Transfers:
 
 
 NOBODY = Transfers.of([], [], [])
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """What the transfers of one set pass."""
+
+    transfers: Transfers
+    """Kept, so that their id stays theirs."""
+    uses: np.ndarray
+    """[F, 5] int: connections of bounded bandwidth; -1 for none."""
+    latency: np.ndarray
+    """[F] seconds from the end of the last byte to the arrival."""
+    edges: np.ndarray
+    """[F] int: the number of each pair of nodes, the same in all sets."""
+    sharing: FairSharing
+    """Of connections that other pairs of nodes may use, too."""
+
+    @property
+    def alone(self) -> np.ndarray:
+        """[F] seconds that the bytes take when nothing else is under way."""
+        return self.sharing.alone
 
 
 class Network:
@@ -149,7 +175,9 @@ class Network:
         self._names: list[str] = []
         self._by_pair: dict[tuple[str, int, int], int] = {}
         self._matrix = None if config.matrix is None else traces.matrix(base_dir / config.matrix)
-        self._prepared: dict[int, tuple[Transfers, FairSharing, np.ndarray, np.ndarray]] = {}
+        self._prepared: dict[int, Ways] = {}
+        self._edge_numbers: dict[tuple[int, int], int] = {}
+        self._alone_on = np.bincount(self.machine_of) == 1
         self._check()
         # An entry holds for both directions, unless another one names the pair the other way round.
         self._machines = {pair: each for each in config.machines for pair in _both(each.machines)}
@@ -182,13 +210,26 @@ class Network:
     def arrivals(self, transfers: Transfers, begins: np.ndarray, round: int, phase: int = 0) -> np.ndarray:
         """Returns when each transfer that begins at `begins` [F] has arrived [F]; of one that does not take place both
         are infinite."""
-        _, sharing, latency, _ = self._of(transfers)
-        ends = sharing.ends(begins)
-        if self.config.jitter:
-            draws = rng.stream(self._seed, rng.GLOBAL, f"jitter of phase {phase}", round)
-            factors = lognormal(draws, self.config.jitter, begins.size)
-            ends = begins + np.where(np.isfinite(begins), ends - begins, 0.0) * factors
-        return transfers.ends(ends + latency)
+        ways = self.ways(transfers)
+        ends = ways.sharing.ends(begins, self.factors(round, phase, begins.size))
+        return transfers.ends(ends + ways.latency, np.isfinite(begins))
+
+    def factors(self, round: int, phase: int, count: int) -> np.ndarray | None:
+        """Returns by what chance multiplies the bytes of each transfer [count]; None where it has no part."""
+        if not self.config.jitter:
+            return None
+        draws = rng.stream(self._seed, rng.GLOBAL, f"jitter of phase {phase}", round)
+        return lognormal(draws, self.config.jitter, count)
+
+    @property
+    def capacity(self) -> np.ndarray:
+        """[R] bytes per second of each connection that some `Ways` know."""
+        return np.array(self._capacity)
+
+    @property
+    def num_edges(self) -> int:
+        """Pairs of nodes that some `Ways` know."""
+        return len(self._edge_numbers)
 
     def latency(self, source: int, target: int) -> float:
         """Returns the seconds from the last byte's departure to its arrival between two nodes."""
@@ -197,15 +238,15 @@ class Network:
     def quiet_seconds(self, transfers: Transfers) -> float:
         """Returns how long the transfers take when they begin together, nothing else is under way, and chance has no
         part."""
-        _, sharing, latency, _ = self._prepare(transfers)
-        return float((sharing.ends(np.zeros(transfers.sizes.size)) + latency).max(initial=0.0))
+        ways = self._prepare(transfers)
+        return float((ways.sharing.ends(np.zeros(transfers.sizes.size)) + ways.latency).max(initial=0.0))
 
     def loads(self, transfers: Transfers) -> dict[str, tuple[float, float]]:
         """Returns the bytes that the transfers bring over each connection of bounded bandwidth, and the seconds that
         they keep it busy at least, by its name: "machine 0 -> machine 1"."""
         if not transfers.source.size:
             return {}
-        _, _, _, uses = self._of(transfers)
+        uses = self.ways(transfers).uses
         found: dict[str, tuple[float, float]] = {}
         capacity = np.array(self._capacity)
         total = np.zeros(len(capacity))
@@ -217,7 +258,8 @@ class Network:
                 found[self._names[index]] = (float(total[index]), float(total[index] / capacity[index]))
         return found
 
-    def _of(self, transfers: Transfers) -> tuple[Transfers, FairSharing, np.ndarray, np.ndarray]:
+    def ways(self, transfers: Transfers) -> Ways:
+        """Returns what transfers pass; the same object for the same ones, if there are not too many others."""
         known = self._prepared.get(id(transfers))
         if known is None:
             if len(self._prepared) >= 64:
@@ -225,21 +267,25 @@ class Network:
             known = self._prepared[id(transfers)] = self._prepare(transfers)
         return known
 
-    def _prepare(self, transfers: Transfers) -> tuple[Transfers, FairSharing, np.ndarray, np.ndarray]:
-        """Returns (the transfers, so that their id stays theirs; their sharing; their latencies [F]; their
-        resources [F, 4])."""
-        uses, latency, most = [], [], []
+    def _prepare(self, transfers: Transfers) -> Ways:
+        uses, latency, most, edges = [], [], [], []
         for i, j in zip(transfers.source.tolist(), transfers.target.tolist(), strict=True):
             way, seconds, rate = self._way(i, j)
             uses.append(way)
             latency.append(seconds)
             most.append(rate)
-        found = np.array(uses, int).reshape(-1, 5)
-        sharing = FairSharing(found, np.array(self._capacity), transfers.sizes, np.array(most))
+            edges.append(self._edge_numbers.setdefault((i, j), len(self._edge_numbers)))
+        found, capacity = np.array(uses, int).reshape(-1, 5), self.capacity
+        # The connection of two machines with one node each is as good as the edge's own.
+        own = (self._alone_on[self.machine_of[transfers.source]] & self._alone_on[self.machine_of[transfers.target]])
+        shared, rates = found.copy(), np.array(most)
+        rates[own] = np.minimum(rates[own], np.append(capacity, np.inf)[found[own, 2]])
+        shared[own, 2] = -1
         every = np.array(latency)
         if transfers.joining is not None:  # a collective call has those of its steps in its own seconds
             every = np.where(transfers.joining.joins < 0, every, 0.0) + transfers.joining.seconds
-        return transfers, sharing, every, found
+        sharing = FairSharing(shared, capacity, transfers.sizes, rates)
+        return Ways(transfers, found, every, np.array(edges, int), sharing)
 
     def _way(self, source: int, target: int) -> tuple[list[int], float, float]:
         """Returns what a payload between two nodes passes: its shared resources, its latency, and the largest rate of

@@ -1,0 +1,232 @@
+"""Flows on shared resources, followed from event to event: what begins, and what ends, changes the rates of others.
+
+Flows that can have no resource in common at one time are followed side by side, each set of them by a clock of its own:
+thousands of short flows of many nodes then take as many steps as the longest chain of events among them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from decentnode.simulate.timeline.fair import EQUAL, fair_rates
+
+EXACT_FLOWS = 256
+"""Most flows under way at once, joined by common resources, whose rates follow every begin and end. Of more of them
+rates are computed anew when COARSE of them have ended; one that begins gets its share then, or COARSE of that time
+later."""
+COARSE = 0.125
+AT_LEAST = 1 / 32
+"""Where more than EXACT_FLOWS are under way in all, they are followed at least until this share of them has ended.
+What would begin in the meantime, because others have ended, begins then."""
+FEW = 24
+"""So many flows are followed by one clock: to look which of them meet would take longer."""
+REMEMBERED = 64
+"""Patterns of begins whose durations are kept: without chance, rounds repeat."""
+
+
+class Fluid:
+    """Flows of given work that pass all their resources at one rate, at every moment a max-min fair one."""
+
+    def __init__(self, resources_each: int) -> None:
+        """resources_each: how many resources a flow has at most."""
+        self.now = 0.0
+        """Until when flows have been followed."""
+        self._uses = np.empty((0, resources_each), int)
+        self._most, self._left, self._begin = np.empty(0), np.empty(0), np.empty(0)
+        self._keys = np.empty(0, int)
+
+    def add(
+        self, uses: np.ndarray, work: np.ndarray, most: np.ndarray, begins: np.ndarray, keys: np.ndarray
+    ) -> None:  # fmt: skip
+        """Takes flows that begin at `begins` [F], or now where that is past. uses: [F, K] int, -1 for none. most: [F],
+        the rate that a flow cannot exceed by itself. keys: [F] int, the caller's names of the flows."""
+        wide = np.full((len(uses), self._uses.shape[1]), -1)
+        wide[:, : uses.shape[1]] = uses
+        self._uses = np.concatenate([self._uses, wide])
+        self._left = np.append(self._left, work)
+        self._most = np.append(self._most, most)
+        self._begin = np.append(self._begin, begins)
+        self._keys = np.append(self._keys, keys)
+
+    def advance(self, until: float, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Follows the flows to `until`, or to the first begin or end after it if none is before; many of them further
+        (AT_LEAST). capacity: [R]. Returns (keys, when they ended) of those that have ended."""
+        until = max(until, self.now)
+        active = self._begin <= self.now
+        if np.isfinite(until) and np.count_nonzero(active) > EXACT_FLOWS:
+            rate = fair_rates(self._uses[active], capacity, self._most[active])
+            until = max(until, self.now + float(np.quantile(self._left[active] / rate, AT_LEAST)))
+        at = np.flatnonzero(self._begin <= until)
+        later = float(self._begin.min(initial=np.inf, where=self._begin > until))
+        if not at.size:
+            bound = later if np.isfinite(later) else until
+            self.now = bound if np.isfinite(bound) else self.now
+            return np.empty(0, int), np.empty(0)
+        ends, self._left[at], self.now = self._followed(at, until, later, capacity)
+        over = np.isfinite(ends)
+        keys, rest = self._keys[at[over]], np.ones(self._keys.size, bool)
+        rest[at[over]] = False
+        self._uses, self._most, self._left = self._uses[rest], self._most[rest], self._left[rest]
+        self._begin, self._keys = self._begin[rest], self._keys[rest]
+        return keys, ends[over]
+
+    def _followed(
+        self, at: np.ndarray, until: float, later: float, capacity: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Returns (when each of some flows ends, infinite where that is later; its work that is left then; until when
+        flows have been followed). later: when the first of the others begins."""
+        uses, most, left, begin = self._uses[at], self._most[at], self._left[at].copy(), self._begin[at]
+        names, uses = np.unique(np.append(uses, -1), return_inverse=True)  # only resources of these flows
+        uses, capacity = uses[:-1].reshape(at.size, -1) - 1, capacity[names[1:]]
+        label = np.zeros(at.size, int)
+        if at.size > FEW:
+            label = meeting(uses, np.maximum(begin, self.now), left, most, capacity)
+            # Each set has its resources to itself: another one uses them at another time of its own clock.
+            names, own = np.unique(np.append(np.where(uses < 0, -1, uses + label[:, None] * capacity.size), -1),
+                                   return_inverse=True)  # fmt: skip
+            uses, capacity = own[:-1].reshape(uses.shape) - 1, capacity[names[1:] % capacity.size]
+        sets = int(label.max()) + 1
+        clock, ends, bound = np.full(sets, self.now), np.full(at.size, np.inf), np.nan
+        alive = np.arange(at.size)
+        while alive.size:
+            of = label[alive]
+            active = begin[alive] <= clock[of] + EQUAL * (1 + np.abs(clock[of]))
+            target = np.full(sets, np.inf)
+            np.minimum.at(target, of[~active], begin[alive[~active]])
+            under_way, of = alive[active], of[active]
+            rate = fair_rates(uses[under_way], capacity, most[under_way])
+            with np.errstate(divide="ignore", invalid="ignore"):
+                last = np.where(np.isinf(rate), 0.0, left[under_way] / rate)
+            target = self._next(target, clock, of, last)
+            if np.isnan(bound):
+                bound = max(until, min(float(target.min()), later))
+            target = np.minimum(target, bound)
+            step = target[of] - clock[of]
+            over = last <= step * (1 + EQUAL) + 1e-15
+            ends[under_way[over]] = (clock[of] + last)[over]
+            rest = ~over  # whose rates are finite, as is the step
+            left[under_way[over]] = 0.0
+            left[under_way[rest]] = np.maximum(left[under_way[rest]] - (rate * step)[rest], 0.0)
+            clock = target
+            alive = alive[np.isinf(ends[alive]) & (clock[label[alive]] < bound)]
+        return ends, left, float(bound if np.isfinite(bound) else max(self.now, ends.max()))
+
+    @staticmethod
+    def _next(begins: np.ndarray, clock: np.ndarray, of: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Returns until when the rates of each set of flows stay [sets]. begins: [sets] of the next that begins. of:
+        [F], the set of each flow under way. last: [F] seconds until it ends."""
+        first, count = np.full(clock.size, np.inf), np.bincount(of, minlength=clock.size)
+        np.minimum.at(first, of, last)
+        target = np.minimum(clock + first, begins)
+        for each in np.flatnonzero(count > EXACT_FLOWS):
+            some = float(np.quantile(last[of == each], COARSE, method="inverted_cdf"))
+            target[each] = clock[each] + some
+            if begins[each] < target[each]:
+                target[each] = max(float(begins[each]), clock[each] + COARSE * some)
+        return target
+
+
+def meeting(
+    uses: np.ndarray, begin: np.ndarray, work: np.ndarray, most: np.ndarray, capacity: np.ndarray
+) -> np.ndarray:  # fmt: skip
+    """Returns a number for each flow [F], equal where flows may have a resource in common at one time, directly or over
+    others."""
+    count = np.bincount(uses[uses >= 0], minlength=capacity.size)
+    share = np.append(capacity / np.maximum(count, 1), np.inf)
+    # No flow ever has less than its share among all that use the resource at any time.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        longest = np.where(work > 0, work / np.minimum(most, share[uses].min(axis=1, initial=np.inf)), 0.0)
+    end = begin + longest * (1 + 1e-6)
+    while True:
+        label = _linked(uses, begin, end)
+        # Rates of many flows are not computed anew at every event, so that theirs may take longer than that.
+        large = (np.bincount(label) > EXACT_FLOWS)[label] & np.isfinite(end)
+        if not large.any():
+            return label
+        end = np.where(large, np.inf, end)
+
+
+def _linked(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The same, where each flow is under way between `begin` and `end`, [F] each."""
+    flow = np.repeat(np.arange(len(uses)), uses.shape[1])
+    resource = uses.ravel()
+    flow, resource = flow[resource >= 0], resource[resource >= 0]
+    order = np.lexsort((begin[flow], resource))
+    flow, resource = flow[order], resource[order]
+    by_end = np.argsort(end[flow], kind="stable")
+    rank = np.empty(flow.size, int)
+    rank[by_end] = np.arange(flow.size)
+    # The last end on a resource of those that began before: a running maximum that begins anew with each resource.
+    latest = np.maximum.accumulate(resource * flow.size + rank) - resource * flow.size
+    linked = (resource[1:] == resource[:-1]) & (begin[flow[1:]] <= end[flow[by_end[latest[:-1]]]])
+    return connected(len(uses), flow[:-1][linked], flow[1:][linked])
+
+
+def connected(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns the number of the connected component of each of `count` vertices, with edges between `a` and `b`."""
+    label = np.arange(count)
+    while True:
+        of_a, of_b = label[a], label[b]
+        if (of_a == of_b).all():
+            return np.unique(label, return_inverse=True)[1]
+        low = np.minimum(of_a, of_b)
+        np.minimum.at(label, of_a, low)
+        np.minimum.at(label, of_b, low)
+        while (label != label[label]).any():
+            label = label[label]
+
+
+@dataclass
+class FairSharing:
+    """A fixed set of flows that is asked again and again when each ends, with nothing else under way."""
+
+    uses: np.ndarray
+    """[F, K] int, resources of each flow; -1 for none."""
+    capacity: np.ndarray
+    """[R] work per second."""
+    work: np.ndarray
+    """[F] of each flow."""
+    most: np.ndarray
+    """[F] largest rate of each flow; infinite where nothing but resources bounds it."""
+    alone: np.ndarray = field(init=False)
+    """[F] seconds that a flow takes when nothing else is under way."""
+    _known: dict[bytes, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        limits = np.append(self.capacity, np.inf)[self.uses]
+        alone = np.minimum(self.most, limits.min(axis=1, initial=np.inf))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.alone = np.where(self.work > 0, self.work / alone, 0.0)
+        count = np.append(np.bincount(self.uses[self.uses >= 0], minlength=self.capacity.size), 0)
+        self._sharing = np.flatnonzero((count[self.uses] > 1).any(axis=1))
+        """Flows with a resource that another one has, too."""
+
+    def ends(self, begins: np.ndarray, factors: np.ndarray | None = None) -> np.ndarray:
+        """Returns when each flow ends [F], for these begins [F]; infinity is the begin and the end of one that is left
+        out. factors: [F], by which the work of each is multiplied."""
+        found = begins + (self.alone if factors is None else self.alone * factors)
+        own = begins[self._sharing]
+        first = own.min(initial=np.inf)
+        if np.isinf(first):
+            return found
+        if factors is not None:
+            found[self._sharing] = first + self._followed(own - first, self.work * factors)
+            return found
+        pattern = np.round(own - first, 12).tobytes()
+        known = self._known.get(pattern)
+        if known is None:
+            if len(self._known) >= REMEMBERED:
+                self._known.clear()
+            known = self._known[pattern] = self._followed(own - first, self.work)
+        found[self._sharing] = first + known
+        return found
+
+    def _followed(self, begins: np.ndarray, work: np.ndarray) -> np.ndarray:
+        ends, there = begins.copy(), np.flatnonzero(np.isfinite(begins))
+        flows, fluid = self._sharing[there], Fluid(self.uses.shape[1])
+        fluid.add(self.uses[flows], work[flows], self.most[flows], begins[there], there)
+        keys, over = fluid.advance(np.inf, self.capacity)
+        ends[keys] = over
+        return ends

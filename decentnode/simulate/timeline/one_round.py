@@ -1,0 +1,194 @@
+"""What the nodes do in one round, and when: from when they begin it and when what they send arrives.
+
+Sequential: steps, then the payloads leave, and the round ends when those of all neighbors have been mixed. Overlapped:
+payloads leave with the round's begin, and the round ends when both the steps and the mixing are done
+(docs/explanation/round.rst). With a server: the model goes down, clients that take part make their steps once they have
+it, and what changed comes up. Asynchronous: the round of a node ends when its own work is done, whoever else is where.
+
+A time may be infinite, which says that it is not known yet; what follows from it is infinite, too, and all else final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from decentnode.simulate.timeline.compute import Compute
+from decentnode.simulate.timeline.network import Transfers, Ways
+
+TransfersOf = Callable[[int], Sequence[Transfers]]
+"""The transfers of each phase of a round."""
+
+TAIL_BYTES = 4 << 20
+"""Payloads are mixed in chunks of so many bytes as they arrive: only the last one is mixed after the arrival."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is known of a round before it begins."""
+
+    round: int
+    phases: tuple[Transfers, ...]
+    seconds: np.ndarray
+    """[N] of each node's local steps."""
+    present: np.ndarray
+    """[N] bool, who takes part."""
+
+    def there(self, transfers: Transfers) -> np.ndarray:
+        """Returns which transfers take place [F]."""
+        found: np.ndarray = self.present[transfers.source] & self.present[transfers.target]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The times of one round, [N] each, as `TimeLine` has them."""
+
+    begin: np.ndarray
+    steps_began: np.ndarray
+    computed: np.ndarray
+    end: np.ndarray
+    waits_for: np.ndarray
+    waited: np.ndarray
+    present: np.ndarray
+    arrivals: tuple[tuple[Transfers, np.ndarray], ...]
+    """The transfers of each phase that has any, and when they had arrived [F]."""
+
+
+class World(Protocol):
+    """What says how long the work and the transfers of one round take."""
+
+    def steps(self, begins: np.ndarray) -> np.ndarray:
+        """Returns when the local steps that begin at `begins` [N] are done, as long as no exchange takes of their
+        compute [N]."""
+        ...
+
+    def exchange(self, phase: int, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (when the transfers of a phase have arrived, when they have at least), [F] each. ready: [N] when each
+        node has what it sends."""
+        ...
+
+
+class Rules:
+    """The schedule of a round. Parameters as for `Clock`."""
+
+    def __init__(
+        self, compute: Compute, transfers: TransfersOf, *, overlapped: bool, mixes_in_background: bool,
+        leaves_after: float | None, asynchronous: bool, steps_before: int,
+        trains: Callable[[int], np.ndarray] | None,
+    ) -> None:  # fmt: skip
+        self.compute, self.transfers = compute, transfers
+        self.steps_before, self._trains = steps_before, trains
+        self.overlapped, self._background, self.asynchronous = overlapped, mixes_in_background, asynchronous
+        self.leaves_after = (0.0 if overlapped else 1.0) if leaves_after is None else leaves_after
+
+    @property
+    def core_resources(self) -> int:
+        """How many resources are cores of machines: those before the connections."""
+        return self.compute.num_machines if self.compute.config.cores is not None else 0
+
+    def resources(self, ways: Ways) -> np.ndarray:
+        """Returns what transfers share with others [F, 5], numbered after the machines' cores; -1 for none."""
+        uses = ways.sharing.uses
+        return np.where(uses >= 0, uses + self.core_resources, -1)
+
+    def plan(self, round: int, present: np.ndarray) -> Plan:
+        works = present if self._trains is None else present & self._trains(round)
+        seconds = np.where(works, self.compute.seconds(round), 0.0)
+        return Plan(round, tuple(self.transfers(round)), seconds, present)
+
+    def begins(self, end: np.ndarray) -> np.ndarray:
+        """Returns when nodes begin the next round [N] that have ended one at `end`, and wait for whoever is away."""
+        known = np.isfinite(end)
+        if self.compute.availability is None or not known.any():
+            return end
+        return np.where(known, self.compute.availability.returns(np.where(known, end, 0.0)), np.inf)
+
+    def least_gap(self, round: int) -> np.ndarray:
+        """Returns how long after the begin of a round the first of its transfers, or computations that share cores,
+        begin at least [N]."""
+        if self.leaves_after < 1 or self.steps_before or self.core_resources:
+            return np.zeros(self.compute.num_nodes)
+        return self.plan(round, np.ones(self.compute.num_nodes, bool)).seconds
+
+    def row(self, plan: Plan, begin: np.ndarray, world: World) -> Row:
+        """Returns the times of a round. begin: [N] when each node begins it."""
+        first, waits_for, waited = begin, np.full(begin.size, -1, np.int32), np.zeros(begin.size)
+        arrivals: list[tuple[Transfers, np.ndarray]] = []
+        for phase, transfers in enumerate(plan.phases[: self.steps_before]):
+            if transfers.source.size:
+                arrived, _ = world.exchange(phase, first)
+                arrivals.append((transfers, arrived))
+                first, late, wait = self._mixed(plan, transfers, arrived, first, first)
+                waited += wait
+                waits_for = np.where(wait > 0, late, waits_for)
+        end = computed = world.steps(first)
+        # A product would have no value where the steps' end is not known.
+        ready = {0.0: begin, 1.0: computed}.get(self.leaves_after)
+        if ready is None:
+            ready = begin + self.leaves_after * (computed - begin)
+        leaving = True
+        for phase, transfers in enumerate(plan.phases[self.steps_before :], self.steps_before):
+            if not transfers.source.size:
+                continue
+            sent = ready if leaving else end
+            arrived, least = world.exchange(phase, sent)
+            if leaving:
+                end = computed = self._slowed(plan, computed, ready, transfers, arrived, least)
+                if 0 < self.leaves_after < 1:
+                    arrived = transfers.ends(np.maximum(arrived, computed[transfers.source]), plan.there(transfers))
+            arrivals.append((transfers, arrived))
+            end, late, wait = self._mixed(plan, transfers, arrived, end, sent)
+            waited += wait
+            waits_for = np.where(wait > 0, late, waits_for)
+            leaving = False
+        end = np.where(plan.present, end + self.compute.config.overhead_seconds, end)
+        return Row(begin, first, computed, end, waits_for, waited, plan.present, tuple(arrivals))
+
+    @staticmethod
+    def _slowed(
+        plan: Plan, computed: np.ndarray, ready: np.ndarray, transfers: Transfers, arrived: np.ndarray,
+        least: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Returns when local steps are done [N] beside an exchange that takes a share of each node's compute from
+        `ready` [N] until it is over. computed: [N] when they would be done without it."""
+        if not transfers.are_busy:
+            return computed
+        there, known = plan.there(transfers), np.isfinite(computed)
+        left = np.where(known, np.maximum(np.where(known, computed - ready, 0.0), 0.0), 0.0)
+        taken = []
+        for each in (arrived, least):
+            until, share = transfers.busy(each, there, computed.size)
+            taken.append(share * np.minimum(np.maximum(until - np.where(known, ready, 0.0), 0.0), left / (1 - share)))
+        # Steps that are done before the exchange is over do not depend on when that is.
+        sure = np.isclose(taken[0], taken[1], rtol=1e-9, atol=0.0)
+        return np.where(sure, computed + taken[0], np.inf)
+
+    def _mixed(
+        self, plan: Plan, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray, sent: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (when each node has mixed what came, for whom it waited, seconds waited), each [N]. computed: [N]
+        from when on nodes have nothing else to do. sent: [N] when each had what it sent."""
+        uids, first = transfers.receivers
+        takes_place = plan.there(transfers)
+        last = np.maximum.reduceat(np.where(takes_place, arrived, -np.inf), first)
+        mix, tail = np.zeros(computed.size), np.zeros(computed.size)
+        speed = self.compute.config.mixing_bytes_per_second
+        if speed is not None:
+            sizes = np.where(takes_place, transfers.mixed, 0.0)
+            come = np.bincount(transfers.target, sizes, computed.size)
+            tail[uids] = np.add.reduceat(np.minimum(sizes, TAIL_BYTES), first) / speed
+            mix = come / speed if not (self.overlapped and self._background) else tail
+        end, late, waited = computed + mix, np.full(computed.size, -1, np.int32), np.zeros(computed.size)
+        done = last + tail[uids]
+        blocked = np.zeros(len(uids), bool) if self.asynchronous else done > end[uids]
+        of_last = np.zeros(computed.size)
+        of_last[uids] = last
+        at = np.flatnonzero(arrived == of_last[transfers.target])
+        late[transfers.target[at][::-1]] = transfers.held_up_by(sent)[at][::-1]  # the lowest uid of several
+        waited[uids[blocked]] = done[blocked] - end[uids[blocked]]
+        end[uids[blocked]] = done[blocked]
+        return end, late, waited
