@@ -100,7 +100,7 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
 
 
 def _check_request(experiment: Experiment, request: Request, struck: bool) -> None:
-    """Raises UsageError for what is asked of an experiment that cannot do it. struck: faults or newcomers are simulated."""
+    """Raises UsageError for what an experiment cannot do. struck: its faults or newcomers are simulated."""
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
     if struck and (why := refused(experiment, request.resume is not None)):
