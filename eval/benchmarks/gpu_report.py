@@ -27,6 +27,8 @@ class Report:
         self.rows: list[Row] = []
         self.profiles: list[Profile] = []
         self._out, self._about, self._began = out, about, time.monotonic()
+        if out is not None:
+            out.with_name("profiles.txt").unlink(missing_ok=True)
         self._lock = threading.RLock()  # a signal may ask for the table while a row is added
         self._write()
 

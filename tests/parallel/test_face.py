@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,16 @@ def test_outputs_of_the_average_in_train_mode_without_gradients(alone: None, mon
     monkeypatch.setattr(wrapped, "revert_global_avg", lambda: pytest.fail("reverted"))
     with torch.no_grad():
         wrapped(batch(0, 0)[0])
+
+
+def test_a_hook_of_the_script_that_refers_to_the_wrapper_does_not_keep_it(alone: None) -> None:
+    wrapped = wrapper()
+    for p in wrapped.module.parameters():
+        p.register_hook(lambda gradient, kept=wrapped: gradient * kept.training)
+    gone = weakref.ref(wrapped)
+    del wrapped, p
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("transport", ["auto", "collective"])

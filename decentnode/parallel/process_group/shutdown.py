@@ -40,8 +40,9 @@ class InFlight(Protocol):
 
 _processes: set[int] = set()
 """The processes that joined a group or made wrappers. A forked child inherits this module's state, but no threads."""
-_alive: weakref.WeakKeyDictionary[Closable, Sequence[Tensor]] = weakref.WeakKeyDictionary()
-"""What is closed before the process ends, with the parameters that it steps."""
+_alive: weakref.WeakKeyDictionary[Closable, frozenset[int]] = weakref.WeakKeyDictionary()
+"""What is closed before the process ends, with the identities of the parameters that it steps and holds: a parameter
+itself would keep its wrapper alive where a hook of the script's on it refers to the wrapper."""
 _left: list[tuple[InFlight, object]] = []
 """Exchanges in flight whose wrapper is gone: their buffers have to outlive them."""
 
@@ -54,14 +55,14 @@ def leave_at_exit() -> None:
 def close_at_exit(wrapper: Closable, params: Sequence[Tensor] = ()) -> None:
     """Closes `wrapper` before that, if it still exists. Its `close` drops its references to process groups. params:
     those that it steps in backward passes."""
-    _alive[wrapper] = params
+    _alive[wrapper] = frozenset(map(id, params))
     leave_at_exit()
 
 
 def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
     """Closes the wrappers of any of these parameters that are still there, because two would both step in a backward
     pass; returns whether one of them was open. wrapper: the one that goes on."""
-    mine = set(params)
+    mine = set(map(id, params))
     others = [each for each, theirs in _alive.items() if each is not wrapper and not mine.isdisjoint(theirs)]
     closed = [each.close() for each in others]
     return any(closed)
@@ -76,7 +77,7 @@ def keep(exchange: InFlight, memory: object) -> None:
 def _close_all() -> None:
     if os.getpid() not in _processes:
         return
-    for wrapper in list(_alive):
+    for wrapper in reversed(list(_alive)):  # a wrapper uses the job, which was made before it
         wrapper.close()
     for exchange, _ in _left:
         with contextlib.suppress(Exception):
