@@ -76,6 +76,10 @@ def _text(path: Path) -> str:
         return ""
 
 
+MOST_LINES = 100
+"""More differences say no more: what comes from other machines is not trusted to be short."""
+
+
 def differences(found: list[Machine]) -> list[str]:
     """Returns in what the machines differ that may explain other results, a line each: versions, code, commits."""
     if len(found) < 2:
@@ -87,12 +91,15 @@ def differences(found: list[Machine]) -> list[str]:
         "git commit": lambda each: each.commit,
         "own modules": _modules,
     }
-    lines = []
+    lines: list[str] = []
     for what, value in told.items():
         by: dict[str, list[int]] = {}
         for each in found:
-            by.setdefault(value(each)[:200] or UNKNOWN, []).append(each.number)
-        if len(by) > 1:
+            text = "".join(c if c.isprintable() else "?" for c in value(each)[:200])
+            if text or value is not _modules:  # known when a run has ended; a newcomer's never are
+                by.setdefault(text or UNKNOWN, []).append(each.number)
+        what = "".join(c if c.isprintable() else "?" for c in what[:80])
+        if len(by) > 1 and len(lines) < MOST_LINES:
             lines.append(f"{what}: " + "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in by.items()))
     return lines
 

@@ -110,3 +110,16 @@ def test_flows_end_when_they_would_wherever_one_stops_to_look(
         if on.any():
             span = found[0, on].max() - np.array(begins[:n])[on].min()
             assert np.array(work[:n])[on].sum() <= capacity[r] * span * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("begin", [0.0, 1e3, 1e4, 1e6])
+def test_short_flows_end_however_late_it_is(begin: float) -> None:
+    """What is left of a flow may take less than the last digit of the clock."""
+    rng, capacity = np.random.default_rng(0), np.full(3, 1.25e9)
+    for _ in range(50):
+        followed = Fluid(1)
+        work, begins = rng.uniform(5e4, 2e5, 6), begin + rng.uniform(0, 2e-4, 6)
+        followed.add(rng.integers(0, 3, (6, 1)), work, np.full(6, np.inf), begins, np.arange(6))
+        keys, ends = followed.advance(np.inf, capacity)
+        assert sorted(keys) == [*range(6)]
+        assert (ends[np.argsort(keys)] >= begins - 1e-9 * (1 + begin)).all()  # begins so close together are one

@@ -291,7 +291,9 @@ class _Copy:
     def _machines(self, share: Share, taken: Taken) -> None:
         """Copy what says on what a share's machine ran, and others whose shares were brought into it."""
         uids = share.uids
-        number = self._number(uids[0]) if uids else None
+        number = _number_in(share)
+        if number is None and uids:
+            number = self._number(uids[0])
         folders = {number: ()} if number is not None and share.has(("env.json",)) else {}
         others = [name for name in share.names(FOLDER) if name.isdecimal() and len(name) <= MAX_DIGITS]
         found: dict[int, Parts] = {**{int(name): (FOLDER, name) for name in others}, **folders}
@@ -311,11 +313,7 @@ class _Copy:
     @functools.cached_property
     def _own_number(self) -> int | None:
         """The machine whose files the run's folder had at first: what they say, as `collect` brings other nodes."""
-        try:
-            with self._own.open(("env.json",)) as file:
-                return int(json.loads(file.read(MAX_STATUS_BYTES))["machine"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            return None
+        return _number_in(self._own)
 
     def _number(self, uid: int) -> int | None:
         """The machine of a node; each newcomer has one of its own. None where no mapping tells it."""
@@ -404,3 +402,13 @@ class _Copy:
                 file.write(block)
                 left -= len(block)
         return size - left
+
+
+def _number_in(share: Share) -> int | None:
+    """The machine that a share's own files say they are of; None where they do not."""
+    try:
+        with share.open(("env.json",)) as file:
+            number = json.loads(file.read(MAX_STATUS_BYTES))["machine"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return number if type(number) is int and 0 <= number < 10**MAX_DIGITS else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,10 @@ def _cut(text: str, style: str = "") -> Text:
 
 def blame(statuses: dict[int, dict[str, Any]]) -> str:
     """Returns the nodes that others wait for and that wait for nobody themselves. Who ended, or died, waits no more."""
-    waited: dict[int, int] = {}
-    for status in statuses.values():
-        for uid in status["waiting_for"] if state_of(status) not in (*ENDS, "gone") else ():
-            waited[uid] = waited.get(uid, 0) + 1
-    roots = {uid: n for uid, n in waited.items() if uid not in statuses or not statuses[uid]["waiting_for"]}
+    waits = {uid: [] if state_of(status) in (*ENDS, "gone") else status["waiting_for"]
+             for uid, status in statuses.items()}  # fmt: skip
+    waited = Counter(uid for others in waits.values() for uid in others)
+    roots = {uid: n for uid, n in waited.items() if not waits.get(uid)}
     if not roots:
         return f"{len(statuses)} nodes have written their status"
     names = ", ".join(

@@ -104,7 +104,8 @@ class Fluid:
                 bound = max(until, min(float(target.min()), later))
             target = np.minimum(target, bound)
             step = target[of] - clock[of]
-            over = last <= step * (1 + EQUAL) + 1e-15
+            # A clock has no place for a moment that is shorter than its last digit: what ends within it has ended.
+            over = (last <= step * (1 + EQUAL) + 1e-15) | (clock[of] + last <= target[of])
             ends[under_way[over]] = (clock[of] + last)[over]
             rest = ~over  # whose rates are finite, as is the step
             left[under_way[over]] = 0.0
