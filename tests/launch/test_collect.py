@@ -280,3 +280,32 @@ def test_a_folder_that_tells_no_run_says_what_to_do(tmp_path: Path) -> None:
         collect(run, [old])
     with pytest.raises(UsageError, match=r"1 of other runs \(1 of them tell no run: name one to hear what to do\)"):
         collect(run, [tmp_path / "old"])
+
+
+def test_a_share_that_collected_others_stays_the_machine_that_it_says(tmp_path: Path) -> None:
+    first = share(tmp_path / "first", 0, env__json=environment(0, "A"))
+    second = share(tmp_path / "second", 2, env__json=environment(1, "B"))
+    third = share(tmp_path / "third", 4, env__json=environment(2, "C"))
+    collect(second, [first])  # its first node is machine 0's now
+    collect(third, [second])
+    assert {each.number: each.versions["torch"] for each in machines_of(third)} == {0: "A", 1: "B", 2: "C"}
+
+
+def test_words_of_other_machines_reach_no_terminal_as_they_are(tmp_path: Path) -> None:
+    run = share(tmp_path / "run", 0, env__json=environment(0))
+    collect(run, [share(tmp_path / "other", 2, env__json=environment(1, "2\x1b[2J\n13\x07"))])
+    (told,) = differences(machines_of(run))
+    assert told == "torch: 2.13.0 on machine 0; 2?[2J?13? on machine 1"
+
+
+def test_own_modules_are_compared_where_they_are_known(tmp_path: Path) -> None:
+    known = {"modules": {"mine": {"sha256": "aa"}}}
+    run = share(tmp_path / "run", 0, env__json=json.dumps({**json.loads(environment(0)), **known}).encode())
+    newcomer = share(tmp_path / "newcomer", 7, env__json=environment(4))
+    collect(run, [newcomer])
+    assert differences(machines_of(run)) == []
+    known["modules"]["mine"]["sha256"] = "bb"
+    other = share(tmp_path / "other", 2, env__json=json.dumps({**json.loads(environment(1)), **known}).encode())
+    collect(run, [other])
+    (told,) = differences(machines_of(run))
+    assert told.startswith("own modules: ") and "machine 4" not in told
