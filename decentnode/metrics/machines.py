@@ -95,13 +95,17 @@ def differences(found: list[Machine]) -> list[str]:
     for what, value in told.items():
         by: dict[str, list[int]] = {}
         for each in found:
-            text = "".join(c if c.isprintable() else "?" for c in value(each)[:200])
+            text = _printable(value(each)[:200])
             if text or value is not _modules:  # known when a run has ended; a newcomer's never are
                 by.setdefault(text or UNKNOWN, []).append(each.number)
-        what = "".join(c if c.isprintable() else "?" for c in what[:80])
         if len(by) > 1 and len(lines) < MOST_LINES:
-            lines.append(f"{what}: " + "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in by.items()))
+            values = "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in by.items())
+            lines.append(f"{_printable(what[:80])}: {values}")
     return lines
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _modules(machine: Machine) -> str:
