@@ -111,9 +111,10 @@ def test_a_run_ends_as_ever_whatever_its_trackers_do(tmp_path: Path, monkeypatch
     def closed(self: Trackers, impatient: object) -> None:
         """Without the wait for the one that hangs."""
         started.extend(each.process for each in self._trackers)
-        closes(self, lambda: all(each.poll() is not None for each in started[1:]), 60.0)
+        closes(self, lambda: all(each.poll() is not None for each in started[1:]))
 
     monkeypatch.setattr(Trackers, "close", closed)
+    monkeypatch.setattr("decentnode.launch.reporting.trackers.CLOSE_SECONDS", 60.0)
     heard = Notices()
     run = decentnode.run(
         TINY, processes=False, run_dir=tmp_path, progress=heard,
