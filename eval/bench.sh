@@ -12,6 +12,8 @@
 # bash eval/bench.sh sharing [PARAMETERS [RULE...]]  rules and codecs in multiples of one memory copy of the model
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel with
 #                                        and without regroup; AccumAdam, slow links, stragglers
+# bash eval/bench.sh slow_links          four machines on cables of 100 Mbit/s and 1 Gbit/s: time to learn, beside PyTorch DDP
+#                                        with bf16 and PowerSGD (needs root)
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
 # bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
 # bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes
@@ -24,7 +26,7 @@ script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = ddp_paced ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, virtual" >&2
+  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, slow_links, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"

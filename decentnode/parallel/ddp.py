@@ -116,6 +116,7 @@ class DecentralizedDataParallel(Module, Joinable):
         transport: Literal["auto", "shared_memory", "collective", "sockets"] = "auto",
         timeout_seconds: float = 300.0,
         missing: Missing | None = None,
+        delayed: bool = False,
     ) -> None:
         """Blocking until all ranks agree on parameters and topology; all ranks then have rank 0's values.
 
@@ -125,11 +126,15 @@ class DecentralizedDataParallel(Module, Joinable):
         functools.partial(torch.optim.SGD, lr=0.1); exactly one of the two. lr_scheduler_fn: makes a scheduler from the
         optimizer, stepped once per step. scaler: a GradScaler. grad_clip_norm: largest global gradient norm, 0 for
         any. sharing: an elementwise rule of decentnode.sharing, by name, as a section such as {"name": "ac"}, a class
-        or an object; every step is a round. transport: shared_memory between ranks of one host for CPU tensors,
+        or an object; every step is a round. A linear one may have a `compression`; choco sends compressed differences
+        (planning/differences.py). transport: shared_memory between ranks of one host for CPU tensors,
         collective for torch.distributed's point-to-point and all_reduce operations; auto takes the first where it can;
         sockets, with missing="regroup", for ZeroMQ, whose waits end with a rank that does not answer.
         missing: "fail" ends the training with the first rank that dies, with "regroup" the others go on and new ones
         come in (membership/); None: as `initialize_dist` was told.
+        delayed: for a rule that does not exchange in every step, such as local_sgd: an exchange is mixed just before
+        the next one begins, not in the step after it, and so hides behind all steps between the two. What the steps
+        changed meanwhile is added to the mixed snapshot (CoCoD-SGD, Shen et al., IJCAI 2019, algorithm 1).
         Raises ValueError for arguments that contradict each other, a rule that is not elementwise, a model that is
         wrapped already or whose parameters share memory, an optimizer that needs a closure (checks/refusals.py),
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
@@ -147,6 +152,7 @@ class DecentralizedDataParallel(Module, Joinable):
         local = ranks_per_machine(local_world_size)
         self._member = None if job is None else WrapperParticipant(
             job, topology, local, sharing, transport, make_topology=self._make_topology)
+        self._delayed = delayed
         options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
         plan = self._agree(topology, local, sharing, options)
         params = [p for _, p in self._named]
@@ -214,7 +220,8 @@ class DecentralizedDataParallel(Module, Joinable):
             for name, buffer in model.named_buffers():
                 check_device(f"buffer {name}", buffer)
             graph = self._make_topology(topology, num_ranks(), local_world_size)
-            plan = Plan(graph, sharing_named(sharing), dist.get_rank() if dist.is_initialized() else 0)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            plan = Plan(graph, sharing_named(sharing), rank, self._delayed)
         if dist.is_initialized():
             check_all_alike(model, plan, options, device_of_group())
             broadcast_all([*model.parameters(), *model.buffers()])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from decentnode import native
 from decentnode.compression import indices, select
 from decentnode.compression.base import Codec
 from decentnode.errors import PeerFault
@@ -93,6 +94,12 @@ class Operator:
             return values if at is None else torch.zeros_like(vectors).scatter_(1, at, values)
 
         return compress
+
+    def lost(self) -> float:
+        """Returns the fraction of a normal vector's energy that C takes away."""
+        with native.torch_threads(1), torch.no_grad():
+            vector = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
+            return float((self.compressor()(vector) - vector).square().sum() / vector.square().sum())
 
     def _chosen(self, vectors: Tensor, draws: torch.Generator) -> Tensor | None:
         """Returns the positions [N, K] int64 that are chosen in each vector; None for all. Random choices have a fixed

@@ -98,6 +98,8 @@ class Search:
     common: float = 0.0
     """Norm of the part that all models have in common, relative to that in which they differ. It matters for rules that
     compress the models themselves."""
+    state_per_matrix: bool = False
+    """Whether nodes keep a state for each of the graph's matrices, instead of one."""
 
     def largest(self, matrices: Sequence[np.ndarray]) -> float:
         """Returns the largest of STEPS that contracts; the smallest of STEPS where none does."""
@@ -130,10 +132,8 @@ class Search:
         It is a third of omega, the fraction of a normal vector's energy that the operator keeps, times `enough` for
         rules that compress the models themselves.
         """
-        with native.torch_threads(1), torch.no_grad():
-            vector = torch.randn(1, ENTRIES // MODES, generator=torch.Generator().manual_seed(0))
-            lost = float((self.operator.compressor()(vector) - vector).square().sum() / vector.square().sum())
-        return float(f"{max(0.001, (1 - lost) / 3 * (self.enough if self.common else 1)):.2g}")
+        kept = 1 - self.operator.lost()
+        return float(f"{max(0.001, kept / 3 * (self.enough if self.common else 1)):.2g}")
 
 
 def largest_step(rule: type[Sharing], config: Any, graph: Graph) -> float | None:
@@ -200,11 +200,11 @@ def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -
         draws = torch.Generator().manual_seed(0)
         models = torch.randn(n, max(64, ENTRIES // n), generator=draws)
         models += search.common * torch.randn(1, models.shape[1], generator=draws)
-        kept = torch.zeros_like(models)
         pulls = [torch.from_numpy(w - np.eye(n)).to(torch.float32) for w in matrices]
+        kept = [torch.zeros_like(models) for _ in (pulls if search.state_per_matrix else pulls[:1])]
         start = now = _distance(models)
         for r in range(ROUNDS):
-            search.advance(models, kept, pulls[r % len(pulls)], step, compress)
+            search.advance(models, kept[r % len(kept)], pulls[r % len(pulls)], step, compress)
             if r % 25 == 24:
                 now = _distance(models) / start
                 if not now <= LOST:

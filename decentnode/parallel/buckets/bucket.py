@@ -104,7 +104,8 @@ class Bucket:
         self._block = block // self.flat.element_size() if self._hashes else max(1, total)
         self._hash_of: dict[int, int] = {}
         """Without compiled loops: the element where a block starts -> the block's hash in the last snapshot."""
-        self._seen: list[int] = []
+        self._seen: list[int] | None = None
+        """Elsewhere: `_versions` at the last snapshot; None where what was sent differs from it."""
         self._slots: list[Tensor] = []
         self.parts = list(self._cut(PART_BYTES // self.flat.element_size() if self._hashes else max(1, total)))
         self._marks: Marks = np.zeros((self._mark(total) + len(self.parts), 2), np.uint64)
@@ -196,6 +197,14 @@ class Bucket:
                 second.copy_(flat)
             if self._hashes:
                 self._hash_of[where.at] = self._hash(where, flat)
+
+    def send_apart(self, sent: Tensor) -> None:
+        """Neighbors have `sent` [S], which is not what the parameters are: mixing keeps what they differ by, as it
+        keeps a script's changes. No snapshot is compared with any more."""
+        self.sent = sent
+        self._marks.fill(0)  # of nothing
+        self._hash_of.clear()
+        self._seen = None
 
     def advance(self, part: BucketPart, view: RoundView | None, rows: Rows, place: Tensor | None) -> None:
         """In one pass over memory: mixes a part as `mix` does, takes the optimizer's step, copies it to `place` [S].
@@ -292,8 +301,8 @@ class Bucket:
             first = where.part.mark + self._mark(where.at - where.part.start)
             return not self._loops.unchanged(flat, self._marks[first:])
         if self._hashes:
-            return self._hash(where, flat) != self._hash_of[where.at]
-        return self._versions() != self._seen and not torch.equal(flat, sent)
+            return self._hash(where, flat) != self._hash_of.get(where.at)
+        return self._seen is None or (self._versions() != self._seen and not torch.equal(flat, sent))
 
     def _hash(self, where: _Where, block: Tensor) -> int:
         """A 64-bit hash of the bytes of a block of `flat`, on a CPU."""

@@ -156,13 +156,13 @@ class WrapperParticipant:
 
     def _plan_for(self, rank: int, world_size: int) -> Plan:
         local = self._local if world_size % self._local == 0 else 1
-        rule = sharing_named(self._sharing)
+        rule, delayed = sharing_named(self._sharing), self._steps.plan.delayed
         try:
-            return Plan(self._make_topology(self._topology, world_size, local), rule, rank)
+            return Plan(self._make_topology(self._topology, world_size, local), rule, rank, delayed)
         except (ValueError, GraphError) as error:
             logger.warning("topology %s cannot be made for %d ranks (%s): complete is used instead", self._topology,
                            world_size, error)  # fmt: skip
-            return Plan(self._make_topology("complete", world_size, local), rule, rank)
+            return Plan(self._make_topology("complete", world_size, local), rule, rank, delayed)
 
     @torch.no_grad()
     def _share(self, old: list[int], rank: int) -> None:

@@ -10,11 +10,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from decentnode.graph.base import Graph, RoundView
+from decentnode.parallel.planning.differences import Differences
+from decentnode.parallel.planning.rules import coding_of
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.rounds import exchange_rounds, rule_view, unheard
+from decentnode.sharing.step_size import MATRIX_ROUNDS
 
 CHECKED_ROUNDS = 32
 CHECKED_RANKS = 512
+MOST_PHASES = MATRIX_ROUNDS
+"""The longest period of a topology on which ranks keep copies of each other's models."""
 REMEMBERED = 64
 """Steps whose views and cliques are cached."""
 
@@ -30,9 +35,14 @@ class RankGroup:
 class Plan:
     """The rounds of one rank; a step of training is a round."""
 
-    def __init__(self, graph: Graph, rule: Sharing, rank: int) -> None:
-        """Raises ValueError if the graph lacks a property that the rule needs."""
-        self.graph, self.rule, self.rank = graph, rule, rank
+    def __init__(self, graph: Graph, rule: Sharing, rank: int, delayed: bool = False) -> None:
+        """delayed: an exchange is mixed when the next one is about to begin, not in the step after it.
+
+        Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. May take
+        seconds for a rule whose step is searched (differences.py)."""
+        self.graph, self.rule, self.rank, self.delayed = graph, rule, rank, delayed
+        self.coding = coding_of(rule)
+        """None where payloads are sent as they are."""
         self._cliques: dict[int, RankGroup | None] = {}
         self._views: dict[tuple[int, float], RoundView] = {}
         self._check()
@@ -52,10 +62,28 @@ class Plan:
         if alone is not None:
             raise ValueError(f"topology must join all ranks over the steps in which {type(rule).__name__} exchanges, "
                              f"rank {alone[0]} never hears of rank {alone[1]}; topology='complete' would do")
+        if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
+            raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '
+                             f'"local_sgd", "every": 8}}, got {type(rule).__name__}')  # fmt: skip
+        if isinstance(rule, Differences):
+            if graph.period is None or graph.period > MOST_PHASES:
+                raise ValueError(f"topology must repeat after {MOST_PHASES} steps at most for choco, which keeps a "
+                                 "copy of the model for each of them and for each neighbor")  # fmt: skip
+            rule.choose_step(graph)
 
     def describe(self) -> str:
         """The rule and its configuration, in one line, for comparison between ranks."""
-        return f"{type(self.rule).__name__} {getattr(self.rule, 'config', '')!r}".replace("\n", " ")
+        text = f"{type(self.rule).__name__} {getattr(self.rule, 'config', '')!r}".replace("\n", " ")
+        return f"{text} delayed" if self.delayed else text
+
+    def exchanges_after(self, step: int) -> bool:
+        """Whether ranks exchange the parameters that they have after `step` steps."""
+        return self.rule.exchange_number(step) is not None
+
+    def phase(self, step: int) -> int:
+        """The place of a step's exchange in the period of the topology, which has one."""
+        assert self.graph.period is not None
+        return (self.rule.exchange_number(step) or 0) % self.graph.period
 
     def rules(self) -> Iterator[Sharing]:
         """Yields copies of the rule without end, one for each bucket."""
@@ -103,7 +131,7 @@ class Plan:
 
     def _find_clique(self, step: int, rank: int) -> RankGroup | None:
         members = {rank, *self.view(step, rank=rank).sources}
-        if len(members) <= 2 or not self.rule.requirements.linear:
+        if len(members) <= 2 or not self.rule.requirements.linear or self.coding is not None:
             return None
         weights = []
         for each in members:

@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from decentnode.compression.base import Codec, make_codec
 from decentnode.config.component import load_class
+from decentnode.parallel.planning.differences import Differences
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.choco import Choco
+from decentnode.sharing.operator import Operator
 
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How ranks compress what they send."""
+
+    codec: Codec | None
+    """None: values are sent as they are."""
+    fraction: float
+    """Of the entries of a bucket, the largest, that are sent."""
+    differences: bool
+    """Whether changes of public copies are sent (differences.py); otherwise the parameters."""
+
+
+LOSS_OF_MODELS = 1e-3
+"""The largest share of the energy of a normal vector that a codec may take from whole models: int8 takes 1e-4, int4
+3e-2. Ranks agree no closer than what it takes."""
+
+
+def coding_of(rule: Sharing) -> Coding | None:
+    """None where the rule's payloads are sent as they are."""
+    section = getattr(rule.config, "compression", None)
+    codec = None if section is None else make_codec(section)
+    if isinstance(rule, Differences):
+        return Coding(codec, rule.fraction, differences=True)
+    return None if codec is None else Coding(codec, 1.0, differences=False)
 
 
 def sharing_named(given: SharingRule) -> Sharing:
@@ -28,18 +59,25 @@ def sharing_named(given: SharingRule) -> Sharing:
     else:
         section = {"name": given} if isinstance(given, str) else dict(given)
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")
-        config = cls.Config.model_validate(section)
-        if getattr(config, "compression", None) is not None:
-            raise ValueError(f"sharing must have no compression here: buckets travel as they are, got {section}")
-        rule = cls(config)
+        rule = (Differences if cls is Choco else cls)(cls.Config.model_validate(section))
     needs = rule.requirements
     lacks = next((why for bad, why in (
         (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),
         (needs.phases != 1, f"has {needs.phases} exchanges per round"),
         (needs.gradient, "needs gradients"),
         (type(rule).adjust is not Sharing.adjust, "needs the loss of the step"),
+        (not needs.linear and getattr(rule.config, "compression", None) is not None,
+         "is not linear, and has compression"),
     ) if bad), None)  # fmt: skip
     if lacks is not None:
-        raise ValueError(f"sharing must be an elementwise rule such as full, ac or local_sgd, got "
+        raise ValueError(f"sharing must be an elementwise rule such as full, ac or local_sgd, or choco, got "
                          f"{type(rule).__name__}, which {lacks}")  # fmt: skip
+    coding = coding_of(rule)
+    if coding is not None and not coding.differences:
+        lost = Operator(1.0, "all", coding.codec).lost()
+        if lost > LOSS_OF_MODELS:
+            name = rule.config.compression.name  # type: ignore[attr-defined]
+            raise ValueError(f"compression must take no more than {LOSS_OF_MODELS:.1%} of a model here, {name} takes "
+                             f"{lost:.1%}: sharing={{'name': 'choco', 'choose': 'all', 'compression': ...}} sends "
+                             "changes of models, which may be coarser")  # fmt: skip
     return rule

@@ -97,7 +97,9 @@ class GossipSteps:
         if self.local.scaler is None:
             self.local.clip()
         with self._whole():
-            if self.local.scaler is None and self.part_steps is not None and divisible(self.local.optimizer):
+            if self._rests():
+                self._take_alone()
+            elif self.local.scaler is None and self.part_steps is not None and divisible(self.local.optimizer):
                 self._count_change()
                 self.part_steps.take(self.local.optimizer, self.exchange, self.round_of(self.taken + 1), self.factor)
             else:
@@ -109,8 +111,9 @@ class GossipSteps:
     def take_idle(self) -> None:
         """Mixes and sends as in a step, without an update."""
         with self._whole():
-            self.mix()
-            self.launch(self.taken + 1)
+            if not self._rests():
+                self.mix()
+                self.launch(self.taken + 1)
             self.taken += 1
         self.local.advance_schedule()
 
@@ -125,6 +128,17 @@ class GossipSteps:
         except BaseException as error:
             self._broken = type(error).__name__
             raise
+
+    def _rests(self) -> bool:
+        """Whether this step neither waits for an exchange nor begins one."""
+        return self.plan.delayed and not self.plan.exchanges_after(self.round_of(self.taken + 1))
+
+    def _take_alone(self) -> None:
+        self.learning_rate = self.rate()
+        self.local.take()
+        for bucket in self.buckets:
+            if self.exchange.flight_of(bucket) is not None:
+                bucket.send_apart(bucket.sent)
 
     def _take_at_once(self) -> None:
         self.mix()

@@ -33,8 +33,9 @@ class Flight:
     step: int
     works: list[tuple[Any, list[int]]] = field(default_factory=list)
     """Operations, each with the ranks that it waits for."""
-    landings: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Slots of a bucket, and where in host memory their content arrives."""
+    landings: dict[int, Callable[[], object]] = field(default_factory=dict)
+    """Rank -> brings what arrived from it to where it belongs; of those of which that has not been done yet. An
+    all_reduce has this rank's."""
     use: int = 0
     """The number of the exchange, in shared memory."""
 

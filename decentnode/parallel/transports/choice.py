@@ -8,7 +8,9 @@ from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.membership.job import Job
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.transports.base import BucketExchange
+from decentnode.parallel.transports.coded_memory import CodedMemory
 from decentnode.parallel.transports.collective import CollectiveExchange
+from decentnode.parallel.transports.host_memory import HostMemory
 from decentnode.parallel.transports.pairs import PairExchange
 from decentnode.parallel.transports.shared_memory import SharedMemoryExchange, usable
 from decentnode.parallel.transports.sockets import SocketExchange
@@ -19,23 +21,27 @@ def exchange_for(
 ) -> BucketExchange:
     """Blocking. job: where ranks come and go, None where they do not (membership/).
 
-    Raises ValueError where shared memory or sockets are asked for and cannot be, or gloo where the job has keys.
+    Raises ValueError where shared memory or sockets are asked for and cannot be, gloo where the job has keys, or what
+    the rule compresses cannot be sent.
     """
+    memory = HostMemory() if plan.coding is None else CodedMemory(plan, plan.coding, buckets)
     if plan.graph.num_nodes == 1:
-        return CollectiveExchange(plan, timeout_seconds)
+        return CollectiveExchange(plan, timeout_seconds, memory)
     if transport == "sockets":
         if job is None:
             raise ValueError('sockets needs missing="regroup"')
-        return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets)
+        return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets, memory)
     if job is not None and job.closed and transport == "collective":
         raise ValueError("collective sends models unencrypted: leave the keys out, or take auto or sockets")
-    shared = transport != "collective" and usable(buckets, plan)
+    if transport == "shared_memory" and plan.coding is not None:
+        raise ValueError("shared_memory sends nothing, and compresses nothing: leave the compression out, or take auto")
+    shared = transport != "collective" and plan.coding is None and usable(buckets, plan)
     if transport == "shared_memory" and not shared:
         raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")
     if shared:
         return SharedMemoryExchange(plan, timeout_seconds, buckets)
     if job is None:
-        return CollectiveExchange(plan, timeout_seconds)
+        return CollectiveExchange(plan, timeout_seconds, memory)
     if job.closed:
-        return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets)
-    return PairExchange(plan, timeout_seconds)
+        return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets, memory)
+    return PairExchange(plan, timeout_seconds, memory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,10 +26,10 @@ from decentnode.parallel.transports.host_memory import HostMemory
 class CollectiveExchange(BucketExchange):
     """`BucketExchange` by point-to-point operations, and in cliques by one all_reduce."""
 
-    def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+    def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         """Blocking: all ranks make the process groups of the topology's cliques, in the same order."""
         super().__init__(plan, timeout_seconds)
-        self._host = HostMemory()
+        self._host = memory
         self._groups: dict[tuple[int, ...], Any] = {}
         everybody = tuple(range(self.graph.num_nodes))
         timeout = timedelta(seconds=self.timeout_seconds)
@@ -62,19 +63,20 @@ class CollectiveExchange(BucketExchange):
         if members is not None:
             others, total = [peer for peer in members if peer != self.rank], self._host.leaving(bucket, bucket.slot(0))
             if total is not bucket.slot(0):
-                flight.landings.append((bucket.slot(0), total))
+                flight.landings[self.rank] = partial(bucket.slot(0).copy_, total)
             with self._blamed(self._step, others):
                 work = dist.all_reduce(total, group=self._groups[members], async_op=True)
             flight.works.append((work, others))
             self.bytes_sent += 2 * bucket.size_bytes * (len(members) - 1) // len(members)
             return
         operations, whom = [], []
-        sent, landing = self._host.leaving(bucket, bucket.sent), self._host.landing(bucket, flight, view.sources)
+        sent = self._host.departing(bucket, self._step)
+        landing = self._host.landing(bucket, flight, view.sources)
         for peer in sorted({*view.neighbors, *view.sources}):
             if peer in view.neighbors:
                 operations.append(dist.P2POp(dist.isend, sent, peer))
                 whom.append([peer])
-                self.bytes_sent += bucket.size_bytes
+                self.bytes_sent += sent.nbytes
             if peer in view.sources:
                 operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
                 whom.append([peer])
@@ -118,6 +120,7 @@ class CollectiveExchange(BucketExchange):
         for flight in self._flights.values():
             self._wait(flight)
         self._flights.clear()
+        self._host.forget()
 
     def end(self) -> bool:
         self._groups.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,11 +45,16 @@ class HostMemory:
         self._copies: dict[int, HostCopies] = {}
         """Of the buckets that the process group cannot send from where they lie."""
 
-    def _copies_of(self, bucket: Bucket) -> HostCopies | None:
-        """None where the process group sends a bucket from where it lies. gloo sums what lies on a GPU, but does not
-        send it from rank to rank; of all that passes, the copies are made here."""
+    @staticmethod
+    def _sends_from(bucket: Bucket) -> bool:
+        """Whether the process group sends a bucket from where it lies. gloo sums what lies on a GPU, but does not send
+        it from rank to rank; of all that passes, the copies are made here."""
         device = bucket.flat.device
-        if device.type == "cpu" or backend_of(device) == "nccl":
+        return device.type == "cpu" or backend_of(device) == "nccl"
+
+    def _copies_of(self, bucket: Bucket) -> HostCopies | None:
+        """None where the process group sends a bucket from where it lies."""
+        if self._sends_from(bucket):
             return None
         return self._copies.setdefault(bucket.index, HostCopies(bucket))
 
@@ -57,19 +63,39 @@ class HostMemory:
         copies = self._copies_of(bucket)
         return tensor if copies is None else copies.of_sent(tensor)
 
+    def departing(self, bucket: Bucket, step: int) -> Tensor:  # noqa: ARG002
+        """What is sent of a bucket whose snapshot `sent` was taken after `step` steps, where the process group can send
+        it. Blocking for a copy."""
+        return self.leaving(bucket, bucket.sent)
+
     def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
-        """Gives a bucket its slots for what comes from these ranks. By rank: the tensor [S] that the process group
-        receives into, the slot or one that `land` copies there."""
+        """Gives a bucket its slots for what comes from these ranks. By rank: the tensor that the process group receives
+        into, the slot or one that `land` copies there."""
         copies, found = self._copies_of(bucket), {}
         for number, peer in enumerate(sources):
             found[peer] = bucket.received[peer] = bucket.slot(number)
             if copies is not None:
                 found[peer] = copies.of_slot(number)
-                flight.landings.append((bucket.received[peer], found[peer]))
+                flight.landings[peer] = partial(bucket.slot(number).copy_, found[peer])
         return found
 
     @staticmethod
-    def land(flight: Flight) -> None:
-        """Blocking: copies what has arrived in host memory to where it belongs."""
-        for slot, arrived in flight.landings:
-            slot.copy_(arrived)
+    def land(flight: Flight, sources: Sequence[int] | None = None) -> None:
+        """Blocking: brings what has arrived from these ranks, from all if None, to where it belongs; once."""
+        for peer in [*flight.landings] if sources is None else sources:
+            take = flight.landings.pop(peer, None)
+            if take is not None:
+                take()
+
+    def sizes(self, bucket: Bucket) -> set[int]:
+        """How many bytes may come for a bucket."""
+        return {bucket.size_bytes}
+
+    def accept(self, bucket: Bucket, flight: Flight, number: int, peer: int, body: Tensor) -> None:  # noqa: ARG002
+        """Takes bytes [one of `sizes`] uint8 that came from the source of this number. They stay unchanged until the
+        bucket is mixed."""
+        arrived = body.view(bucket.flat.dtype)
+        bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.slot(number).copy_(arrived)
+
+    def forget(self) -> None:
+        """The next exchange has nothing to do with those before."""

@@ -71,9 +71,9 @@ class _Line:
 class PairExchange(BucketExchange):
     """`BucketExchange` from rank to rank, over the process group that is the default one when it is made."""
 
-    def __init__(self, plan: Plan, timeout_seconds: float) -> None:
+    def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         super().__init__(plan, timeout_seconds)
-        self._host, self._group = HostMemory(), dist.group.WORLD
+        self._host, self._group = memory, dist.group.WORLD
         self._lines: dict[int, _Line] = {}
 
     def depart(self, bucket: Bucket) -> None:
@@ -82,11 +82,12 @@ class PairExchange(BucketExchange):
             return
         flight = PairFlight(self._step)
         self._flights[bucket.index] = flight
-        sent, landing = self._host.leaving(bucket, bucket.sent), self._host.landing(bucket, flight, view.sources)
+        sent = self._host.departing(bucket, self._step)
+        landing = self._host.landing(bucket, flight, view.sources)
         for peer in sorted({*view.neighbors, *view.sources}):  # all of them, also where one is known to be gone
             if peer in view.neighbors:
                 self._begin(flight, sent, peer, receives=False)
-                self.bytes_sent += bucket.size_bytes
+                self.bytes_sent += sent.nbytes
             if peer in view.sources:
                 self._begin(flight, landing[peer], peer, receives=True)
 
@@ -111,6 +112,7 @@ class PairExchange(BucketExchange):
         for flight in self._flights.values():
             self._wait(flight)
         self._flights.clear()
+        self._host.forget()
 
     def _wait(self, flight: Flight) -> None:
         assert isinstance(flight, PairFlight)
@@ -120,7 +122,7 @@ class PairExchange(BucketExchange):
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:  # noqa: ARG002
         assert isinstance(flight, PairFlight)
         self._wait_for([leg for leg in flight.legs if leg.receives and leg.peer in sources], flight.step)
-        self._host.land(flight)
+        self._host.land(flight, sources)
 
     def _wait_for(self, legs: Sequence[_Leg], step: int) -> None:
         """Blocking. Raises PeerLost naming the rank."""

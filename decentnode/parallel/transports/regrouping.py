@@ -130,6 +130,9 @@ class RegroupingExchange(BucketExchange):
             self.mixed[bucket.index] = flight.step
             self.inner.release(bucket)
 
+    def flight_of(self, bucket: Bucket) -> Flight | None:
+        return self.inner.flight_of(bucket)
+
     def drain(self) -> None:
         while self.inner.in_flight():
             self._guarded(self.inner.drain)

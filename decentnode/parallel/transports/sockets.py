@@ -44,11 +44,13 @@ class SocketExchange(BucketExchange):
     """`BucketExchange` over ZeroMQ; made by all ranks together. What lies on a GPU passes through host memory."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, sockets: Sockets, host: str,
-                 buckets: Sequence[Bucket]) -> None:  # fmt: skip
+                 buckets: Sequence[Bucket], memory: HostMemory) -> None:  # fmt: skip
         """Blocking. host: an address of this machine that the others reach."""
         super().__init__(plan, timeout_seconds)
-        self._buckets, self._sockets, self._host = list(buckets), sockets, HostMemory()
-        most = max(HEADER.size, *(bucket.size_bytes for bucket in buckets))
+        self._buckets, self._sockets, self._host = list(buckets), sockets, memory
+        self._sizes = [memory.sizes(bucket) for bucket in buckets]
+        """[bucket] how many bytes may come for it."""
+        most = max(HEADER.size, *(max(sizes) for sizes in self._sizes))
         self._in = sockets.listener(zmq.PULL, host, 0, most, 2 * len(buckets))
         own = json.dumps([self._in.getsockopt_string(zmq.LAST_ENDPOINT), entropy.word(8)])
         told = [json.loads(text) for text in gather_texts(own, torch.device("cpu"), "address")]
@@ -57,18 +59,20 @@ class SocketExchange(BucketExchange):
         """[rank]"""
         self._out: dict[int, zmq.Socket[bytes]] = {}
         self._inbox: dict[tuple[int, int, int], Tensor] = {}
-        """(rank, bucket, step) -> [S] what came and is not mixed yet."""
+        """(rank, bucket, step) -> [bytes] uint8 that came and are not mixed yet."""
+        self._accepted: set[tuple[int, int, int]] = set()
+        """Those of them that the bucket has."""
 
     def depart(self, bucket: Bucket) -> None:
         view = self._departing(bucket)
         if view is None:
             return
         self._flights[bucket.index] = Flight(self._step)
-        body = memoryview(as_bytes(self._host.leaving(bucket, bucket.sent)))
+        body = memoryview(as_bytes(self._host.departing(bucket, self._step)))
         header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
         for peer in view.neighbors:
             self._send(peer, [header, body])
-            self.bytes_sent += bucket.size_bytes
+            self.bytes_sent += len(body)
 
     def _send(self, peer: int, frames: list[bytes | memoryview]) -> None:
         """Blocking while the peer takes nothing; what comes meanwhile is taken. Raises PeerLost."""
@@ -98,20 +102,23 @@ class SocketExchange(BucketExchange):
             while key not in self._inbox:
                 if not self._take(LOOK_SECONDS):
                     self._look_for(peer, started, clock.now(), flight.step, " (waiting for its parameters)")
-            arrived = self._inbox[key]
-            bucket.received[peer] = arrived if bucket.flat.is_cpu else bucket.slot(number).copy_(arrived)
+            if key not in self._accepted:
+                self._accepted.add(key)
+                self._host.accept(bucket, flight, number, peer, self._inbox[key])
         self.wait_seconds += clock.now() - started
 
     def release(self, bucket: Bucket) -> None:
         flight = self._flights[bucket.index]
         for peer in self.plan.view(flight.step).sources:
             self._inbox.pop((peer, bucket.index, flight.step), None)
+            self._accepted.discard((peer, bucket.index, flight.step))
         super().release(bucket)
 
     def drain(self) -> None:
         for bucket in [each for each in self._buckets if each.index in self._flights]:
             self.arrive(bucket)
             self.release(bucket)
+        self._host.forget()
 
     def _take(self, seconds: float) -> bool:
         """Blocking for so long at most: take what has come; whether anything has."""
@@ -130,14 +137,14 @@ class SocketExchange(BucketExchange):
             return
         token, peer, number, step, digest = HEADER.unpack(header)
         known = token == self._token and peer < self.graph.num_nodes and number < len(self._buckets)
-        if not known or len(body.buffer) != self._buckets[number].size_bytes:
+        if not known or len(body.buffer) not in self._sizes[number]:
             logger.warning("something that is no snapshot of this job came in, and is not heard")
             return
         if xxhash.xxh3_64_intdigest(body.buffer) != digest:
             raise PeerLost(f"rank {self.rank}: what rank {peer} sent in step {step} was damaged on its way", [peer])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about memory that cannot be written: it is only read
-            found = torch.frombuffer(body.buffer, dtype=self._buckets[number].flat.dtype)
+            found = torch.frombuffer(body.buffer, dtype=torch.uint8)
         self._inbox[peer, number, step] = found
 
     def finish_all(self, seconds: float) -> None:

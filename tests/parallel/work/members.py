@@ -41,11 +41,12 @@ def level(model: DecentralizedDataParallel) -> float:
     return float(model.module[2].bias.detach().double().mean())
 
 
-def still(pipe: Connection, transport: str, victims: dict[int, int], steps: int, topology: Any) -> dict[str, Any]:
+def still(pipe: Connection, transport: str, victims: dict[int, int], steps: int, topology: Any, sharing: Any = "full",
+          delayed: bool = False) -> dict[str, Any]:  # fmt: skip
     """Nothing is learned; ranks begin with their number in every parameter. victims: rank -> the step in whose forward
     pass it is killed."""
     rank, _ = initialize_dist(missing="regroup", min_ranks=1 if len(victims) > 1 else None, timeout_seconds=300)
-    model = wrapped(0.0, transport=transport, topology=topology)
+    model = wrapped(0.0, transport=transport, topology=topology, sharing=sharing, delayed=delayed)
     base = level(model)
     with torch.no_grad():
         for p in model.parameters():

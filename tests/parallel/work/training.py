@@ -56,7 +56,7 @@ def train(
 
 
 def with_and_without_regroup(
-    rank: int, n: int, topology: Any, transport: str, sharing: Any
+    rank: int, n: int, topology: Any, transport: str, sharing: Any, delayed: bool = False
 ) -> tuple[list[float], list[float]]:
     """The parameters after training and an average, without missing="regroup" and with it."""
     found = []
@@ -64,7 +64,7 @@ def with_and_without_regroup(
         mine = "collective" if transport == "sockets" and missing == "fail" else transport
         wrapped = DecentralizedDataParallel(
             model(rank), optimizer=SGD, topology=topology, sharing=rule_of(sharing), bucket_size_in_mb=0.0001,
-            transport=mine, missing=missing,  # type: ignore[arg-type]
+            transport=mine, missing=missing, delayed=delayed,  # type: ignore[arg-type]
         )  # fmt: skip
         for t in range(9):
             if t == 6:

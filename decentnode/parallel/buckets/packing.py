@@ -1,0 +1,83 @@
+"""How a compressed bucket is sent: as one tensor of bytes, whose length all ranks know before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from decentnode.compression import select
+from decentnode.parallel.planning.rules import Coding
+from decentnode.payload import TensorSpec
+
+
+class Packing:
+    """Turns values [S] into bytes [size_bytes], which lie on the same device, and back."""
+
+    def __init__(self, coding: Coding, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """sizes: entries of each parameter, S together. Raises ValueError for a codec whose result has no fixed
+        length, and for values that no codec takes."""
+        self._entries, self._dtype = sum(sizes), dtype
+        self._count = select.count_of(coding.fraction, self._entries)
+        self._whole = self._count == self._entries
+        self._codec = coding.codec
+        if self._codec is not None and not dtype.is_floating_point:
+            raise ValueError(f"parameters must be floating point to be compressed, got {dtype}")
+        if self._codec is not None and self._whole:
+            self._codec = self._codec.divided(sizes)
+        specs: dict[str, TensorSpec] = {"values": TensorSpec(dtype, self._count)}
+        if self._codec is not None:
+            specs = self._codec.schema(self._count, dtype)
+        if not all(spec.exact for spec in specs.values()):
+            raise ValueError(f"compression must have a length that is known before, got {coding.codec}")
+        self._shrink = 1.0 + (self._codec.variance if self._codec is not None and coding.differences else 0.0)
+        """What decoded values are divided by, so that changes are never too large (sharing/operator.py)."""
+        if not self._whole:
+            specs = {"at": TensorSpec(torch.int32, self._count), **specs}
+        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
+        """Of each tensor: the bytes [a:b) where it lies, and its dtype. The widest come first: all are aligned."""
+        end = 0
+        for name, spec in sorted(specs.items(), key=lambda each: -each[1].dtype.itemsize):
+            start, end = end, end + spec.max_elements * spec.dtype.itemsize
+            self._places[name] = (start, end, spec.dtype)
+        self.size_bytes = end
+
+    @property
+    def draws(self) -> bool:
+        """Whether values are rounded at random."""
+        return self._codec is not None and self._codec.unbiased
+
+    def encode(self, values: Tensor, out: Tensor, draws: torch.Generator | None = None) -> None:
+        """Writes values [S] to `out` [size_bytes] uint8. draws: on the same device, where values are rounded at
+        random."""
+        coded: dict[str, Tensor] = {}
+        if not self._whole:
+            at = select.largest(values.abs(), self._count)
+            coded["at"], values = at, values.index_select(0, at)
+        coded.update({"values": values} if self._codec is None else self._codec.encode(values, draws))
+        for name, tensor in self._tensors(out):
+            tensor.copy_(coded[name])
+
+    def add_to(self, copy: Tensor, packed: Tensor) -> None:
+        """Adds what was encoded to copy [S]. packed: [size_bytes] uint8. Raises PeerFault for what no encoder makes."""
+        found = dict(self._tensors(packed))
+        values = self._values(found)
+        if self._whole:
+            copy.add_(values)
+        else:
+            copy.index_add_(0, found["at"].clamp(0, self._entries - 1), values)  # whatever was sent
+
+    def decode(self, packed: Tensor, out: Tensor) -> None:
+        """Writes what was encoded to `out` [S], where all entries were. Raises as `add_to`."""
+        out.copy_(self._values(dict(self._tensors(packed))))
+
+    def _values(self, found: Mapping[str, Tensor]) -> Tensor:
+        if self._codec is None:
+            return found["values"]
+        values = self._codec.decode(found, self._count, self._dtype)
+        return values if self._shrink == 1.0 else values.div_(self._shrink)
+
+    def _tensors(self, packed: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for name, (start, stop, dtype) in self._places.items():
+            yield name, packed[start:stop].view(dtype)

@@ -1,0 +1,54 @@
+"""CHOCO-SGD for models in buckets: ranks send compressed changes of public copies, which all neighbors keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from decentnode.config import component
+from decentnode.graph.base import Graph, RoundView
+from decentnode.sharing.choco import Choco, ChocoConfig
+from decentnode.sharing.full import Full
+from decentnode.sharing.step_size import Search, largest_step
+
+
+class Differences(Full):
+    """q_i = C(x_i - h_i) is sent, h_j += q_j, x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, algorithm 2).
+
+    On a topology that repeats after several rounds, ranks have a public copy for each of them, which all that hear of
+    them in that round keep. The mean of the models is kept whatever C is.
+    """
+
+    Config: ClassVar[type[component.Config]] = ChocoConfig
+    requirements = replace(Full.requirements, doubly_stochastic=True, compresses=True)
+    config: ChocoConfig
+
+    def __init__(self, config: ChocoConfig) -> None:
+        """Raises ValueError for a choice of entries whose number is random."""
+        super().__init__(config)
+        if config.choose == "random":
+            raise ValueError("choose must be largest or all here, got random: how many entries are sent must be known "
+                             "before")  # fmt: skip
+        self.step_size = config.step_size
+
+    @property
+    def fraction(self) -> float:
+        """Of the entries of a bucket, that are sent."""
+        return 1.0 if self.config.choose == "all" else self.config.fraction
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search:
+        return replace(Choco.step_search(config), state_per_matrix=True)
+
+    def choose_step(self, graph: Graph) -> None:
+        """Sets the step where the config has none. May take seconds once; every rank finds the same."""
+        if self.step_size is None:
+            search, largest = self.step_search(self.config), largest_step(type(self), self.config, graph)
+            self.step_size = search.without_graph() if largest is None else search.default(largest)
+
+    def plan(self, view: RoundView) -> RoundView:
+        gamma = 1.0 if self.step_size is None else self.step_size
+        weights = {uid: gamma * weight for uid, weight in view.weights.items()}
+        weights[view.uid] += 1.0 - gamma
+        return replace(view, weights=weights)
+

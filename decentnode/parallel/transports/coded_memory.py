@@ -1,0 +1,127 @@
+"""Buckets that are compressed before they leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from decentnode import rng
+from decentnode.errors import PeerFault, PeerLost
+from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.buckets.packing import Packing
+from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.planning.rules import Coding
+from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.host_memory import HostMemory
+
+
+class CodedMemory(HostMemory):
+    """`HostMemory` for buckets that are compressed, on the device on which they lie.
+
+    A rank mixes what its neighbors got of it, not what it has: x <- x + sum_j W_ij (q_j - q_i), so that the mean of the
+    models is kept whatever compression takes away. Of a rule of differences, q are the public copies, one for each
+    round of the topology's period. They begin as the models of the first exchange, which are sent whole.
+    """
+
+    def __init__(self, plan: Plan, coding: Coding, buckets: Sequence[Bucket]) -> None:
+        """Raises ValueError for what cannot be compressed to a length that is known before."""
+        super().__init__()
+        self._plan, self._differences = plan, coding.differences
+        self._packings = [Packing(coding, [p.numel() for p in each.params], each.flat.dtype) for each in buckets]
+        self._packed: dict[int, Tensor] = {}
+        """Bucket -> what leaves of it."""
+        self._rooms: dict[tuple[int, int, int], Tensor] = {}
+        """(bucket, source's number, size) -> where it comes, where the process group can receive it."""
+        self._own: dict[tuple[int, int], Tensor] = {}
+        """(bucket, phase) -> [S] this rank's public copy."""
+        self._theirs: dict[tuple[int, int, int], Tensor] = {}
+        """(bucket, phase, rank) -> [S] the public copy of a neighbor."""
+        self._begins: set[int] = set()
+        """Buckets that are sent whole in the exchange under way."""
+
+    def departing(self, bucket: Bucket, step: int) -> Tensor:
+        packing, snapshot = self._packings[bucket.index], bucket.sent
+        key = bucket.index, self._phase(step)
+        self._begins.discard(bucket.index)
+        if self._differences and key not in self._own:
+            self._begins.add(bucket.index)
+            self._own[key] = snapshot.clone()
+            return self._sendable(bucket, snapshot.view(torch.uint8))
+        if bucket.index not in self._packed:
+            self._packed[bucket.index] = snapshot.new_empty(packing.size_bytes, dtype=torch.uint8)
+        packed, draws = self._packed[bucket.index], self._draws(bucket, step)
+        if self._differences:
+            public = self._own[key]
+            packing.encode(snapshot.sub_(public), packed, draws)
+            packing.add_to(public, packed)
+            bucket.send_apart(public)
+        else:
+            packing.encode(snapshot, packed, draws)
+            packing.decode(packed, snapshot)
+            bucket.send_apart(snapshot)
+        return self._sendable(bucket, packed)
+
+    def _phase(self, step: int) -> int:
+        return self._plan.phase(step) if self._differences else 0
+
+    def _draws(self, bucket: Bucket, step: int) -> torch.Generator | None:
+        if not self._packings[bucket.index].draws:
+            return None
+        view = self._plan.view(step)
+        seed = rng.torch_seed(view.seed, view.uid, f"compression, bucket {bucket.index}", step)
+        return torch.Generator(bucket.flat.device).manual_seed(seed)
+
+    def _sendable(self, bucket: Bucket, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy where the process group can send it. Blocking for a copy."""
+        if self._sends_from(bucket):
+            return tensor
+        return self._room(bucket, -1, tensor.numel()).copy_(tensor)
+
+    def _room(self, bucket: Bucket, number: int, size: int) -> Tensor:
+        key = bucket.index, number, size
+        if key not in self._rooms:
+            flat, direct = bucket.flat, self._sends_from(bucket)
+            self._rooms[key] = torch.empty(size, dtype=torch.uint8, device=flat.device if direct else "cpu",
+                                           pin_memory=flat.is_cuda and not direct)  # fmt: skip
+        return self._rooms[key]
+
+    def _size(self, bucket: Bucket) -> int:
+        """How many bytes come from each neighbor in the exchange under way."""
+        return bucket.size_bytes if bucket.index in self._begins else self._packings[bucket.index].size_bytes
+
+    def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
+        found = {}
+        for number, peer in enumerate(sources):
+            found[peer] = self._room(bucket, number, self._size(bucket))
+            flight.landings[peer] = partial(self.accept, bucket, flight, number, peer, found[peer])
+        return found
+
+    def sizes(self, bucket: Bucket) -> set[int]:
+        size = self._packings[bucket.index].size_bytes
+        return {size, bucket.size_bytes} if self._differences else {size}
+
+    def accept(self, bucket: Bucket, flight: Flight, number: int, peer: int, body: Tensor) -> None:
+        """As there. Raises PeerLost naming the rank for what no encoder makes."""
+        packing, key = self._packings[bucket.index], (bucket.index, self._phase(flight.step), peer)
+        try:
+            if body.numel() != self._size(bucket):
+                raise PeerFault("malformed_payload", f"{body.numel()} bytes instead of {self._size(bucket)}")
+            arrived = body.to(bucket.flat.device)
+            if bucket.index in self._begins:
+                self._theirs[key] = arrived.view(bucket.flat.dtype).clone()
+            elif self._differences:
+                packing.add_to(self._theirs[key], arrived)
+            else:
+                packing.decode(arrived, bucket.slot(number))
+        except PeerFault as error:
+            raise PeerLost(f"rank {self._plan.rank}: what rank {peer} sent in step {flight.step} cannot be decoded: "
+                           f"{error}", [peer]) from error  # fmt: skip
+        bucket.received[peer] = self._theirs[key] if self._differences else bucket.slot(number)
+
+    def forget(self) -> None:
+        """Public copies begin anew, on all ranks: the next exchange sends models whole."""
+        self._own.clear()
+        self._theirs.clear()
