@@ -97,7 +97,7 @@ class Operator:
 
     def lost(self) -> float:
         """Returns the fraction of a normal vector's energy that C takes away."""
-        with native.torch_threads(1), torch.no_grad():
+        with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
             vector = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
             return float((self.compressor()(vector) - vector).square().sum() / vector.square().sum())
 

@@ -196,7 +196,7 @@ def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -
     """Returns the fraction of the distance to the mean that is left after ROUNDS; infinity if it grew beyond LOST."""
     n, compress = len(matrices[0]), search.operator.compressor()
     # a pool of threads that is started here would be broken in processes that are forked later
-    with native.torch_threads(1), torch.no_grad():
+    with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
         draws = torch.Generator().manual_seed(0)
         models = torch.randn(n, max(64, ENTRIES // n), generator=draws)
         models += search.common * torch.randn(1, models.shape[1], generator=draws)

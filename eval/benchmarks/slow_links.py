@@ -189,7 +189,7 @@ def turn(way: str, where: list[tuple[str, str]], options: argparse.Namespace, po
         folder = Path(text)
         np.full(1, np.iinfo(np.int64).max, np.int64).tofile(folder / "stop")
         started = []
-        for rank, (name, address) in enumerate(where):
+        for rank, (name, _) in enumerate(where):
             cable = name.replace("h", "n")
             environment = {**os.environ, "MASTER_ADDR": where[0][1], "MASTER_PORT": str(port), "RANK": str(rank),
                            "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
@@ -246,8 +246,8 @@ def main() -> None:
     for mbit in options.mbit:
         rates = [mbit] * (options.ranks - 1) + [options.slow or mbit]
         slow = f", that of rank {options.ranks - 1} {options.slow:g}" if options.slow else ""
-        print(f"\n{options.ranks} ranks, cables of {mbit:g} Mbit/s{slow}; parameters of {size / 1e6:.1f} MB, once over a "
-              f"cable: {8 * size / min(rates) / 1e6:.2f} s; {options.seconds:g} s each", flush=True)
+        print(f"\n{options.ranks} ranks, cables of {mbit:g} Mbit/s{slow}; parameters of {size / 1e6:.1f} MB, once over "
+              f"a cable: {8 * size / min(rates) / 1e6:.2f} s; {options.seconds:g} s each", flush=True)
         print(f"{'way':24} {'a step':>9} {'sent in it':>11} {f'{options.target:.0%} after':>11} {'of DDP':>7} "
               f"{'loss at 1/4':>11} {'at the end':>11} {'accuracy':>9} {'worst':>7}", flush=True)
         first = float("nan")

@@ -16,7 +16,7 @@ import torch
 from decentnode.parallel import DecentralizedDataParallel
 from tests.gpu.pretended import build
 from tests.parallel.ranks import run_ranks
-from tests.parallel.work import meeting, models, training
+from tests.parallel.work import compressing, meeting, models, training
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -33,6 +33,19 @@ def test_equals_d_psgd(n: int, backend: str, topology: Any) -> None:
     """An average of all by one all_reduce, and payloads from rank to rank, which gloo sends from host memory alone."""
     for _, difference, _ in on_gpus(n, backend, training.train, topology, 7, {"bucket_size_in_mb": 0.0001}):
         assert difference < 1e-5
+
+
+@pytest.mark.parametrize(("n", "backend"), WAYS)
+@pytest.mark.parametrize(("sharing", "options"), [
+    ({"name": "full", "compression": {"name": "bfloat16"}}, {}),
+    ({"name": "choco", "choose": "all", "compression": {"name": "int8"}}, {}),
+    ({"name": "choco", "fraction": 0.2, "step_size": 0.3}, {}),
+    ({"name": "local_sgd", "every": 3}, {"delayed": True}),
+], ids=["bfloat16", "int8", "largest", "delayed"])  # fmt: skip
+def test_for_slow_links(n: int, backend: str, sharing: dict[str, Any], options: dict[str, Any]) -> None:
+    """Encoded on the GPU, and decoded there."""
+    for difference, _, _ in on_gpus(n, backend, compressing.train, {"name": "ring"}, sharing, options, 8):
+        assert difference < 1e-4
 
 
 def test_a_rule_and_its_state() -> None:
@@ -122,7 +135,8 @@ def under_a_default_device(rank: int, n: int, where: str) -> bool:
     batches = [[each.to(where) for each in models.batch(rank, t)] for t in range(3)]
     torch.set_default_device("cuda")
     try:
-        wrapped = DecentralizedDataParallel(module, optimizer=partial(torch.optim.AdamW, lr=0.1, fused=True))
+        wrapped = DecentralizedDataParallel(module, optimizer=partial(torch.optim.AdamW, lr=0.1, fused=True),
+                                            sharing={"name": "choco", "compression": {"name": "int8"}})
         for x, y in batches:
             wrapped.zero_grad()
             (wrapped(x) - y).square().mean().backward()
