@@ -235,9 +235,11 @@ class DecentralizedDataParallel(Module, Joinable):
             logger.warning("the model was wrapped before: that wrapper takes no steps any more")
         self._watch = BackwardWatch(params, self._step)
         close_at_exit(self, params)
-        self._gossip.begin()
         if self._member is not None:
-            self._member.begin(self.module, self._gossip, self._average)
+            self._member.attach(self.module, self._gossip, self._average)
+        self._gossip.begin()  # a rank may be lost in the first launch already
+        if self._member is not None:
+            self._member.come()
         for bucket in self._gossip.buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
 

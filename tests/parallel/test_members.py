@@ -69,6 +69,14 @@ def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, to
         assert without == with_regroup
 
 
+def test_a_connection_that_breaks_in_the_first_launch_begins_another_generation() -> None:
+    with Crowd() as crowd:
+        crowd.found(2, free_ports(1), members.first_launch_breaks, "collective")
+        first, second = (crowd.hear(rank) for rank in range(2))
+    assert first == second
+    assert (first["world"], first["generation"] > 0) == (2, True)
+
+
 @pytest.mark.slow
 def test_a_process_joins_by_address_with_the_mean_of_the_members() -> None:
     with Crowd() as crowd:

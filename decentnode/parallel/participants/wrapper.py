@@ -67,8 +67,9 @@ class WrapperParticipant:
         self.exchange = RegroupingExchange(inner, buckets, self.job, self.regroup)
         return self.exchange
 
-    def begin(self, module: Module, steps: GossipSteps, average: GlobalAverage) -> None:
-        """Blocking for a newcomer, until it is a member. module: the wrapped one; steps, average: of it."""
+    def attach(self, module: Module, steps: GossipSteps, average: GlobalAverage) -> None:
+        """Makes the wrapper the job's, which it may be told to regroup from now on. module: the wrapped one; steps,
+        average: of it. Raises as `Job.attach`."""
         self._module, self._steps, self._average = module, steps, average
         words = {True: "trained", False: "frozen"}
         lines = [f"parameter {name} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}"
@@ -78,7 +79,10 @@ class WrapperParticipant:
         lines += [f"topology {self._topology!r}", f"sharing rule {steps.plan.describe()}",
                   f"transport {self._transport}", f"parameters of the buckets {buckets}"]  # fmt: skip
         self.job.attach(self, lines)
-        if self.job.admission is not None:  # it comes from outside
+
+    def come(self) -> None:
+        """Blocking for a newcomer, until it is a member."""
+        if self.job.admission is not None:
             self.regroup(None)
 
     # -- a step -----------------------------------------------------------------------------------------------

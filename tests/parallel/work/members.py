@@ -16,7 +16,9 @@ from torch import nn
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
 from decentnode.parallel.membership import generation_groups
+from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.train import TrainingRun
+from decentnode.parallel.transports.base import BucketExchange
 from tests.parallel.work import models
 
 SETTINGS = {"timeout_seconds": 300.0, "bucket_size_in_mb": 0.0001}
@@ -104,6 +106,25 @@ def learn(pipe: Connection, transport: str, join: str | None, listen: str | None
     return {"first": first, "steps": model.steps, "losses": losses, "lr": model.get_lr(),
             "factor": model._gossip.factor, "distance": model.consensus_distance(),
             "world": model.world_size}  # fmt: skip
+
+
+def first_launch_breaks(pipe: Connection, transport: str) -> dict[str, Any]:
+    """The very first launch of rank 1 finds that a connection is broken."""
+    rank, _ = initialize_dist(missing="regroup", timeout_seconds=300)
+    launch = BucketExchange.launch
+
+    def breaks(self: BucketExchange, *args: Any) -> None:
+        BucketExchange.launch = launch  # type: ignore[method-assign]
+        raise ConnectionBroken("the first launch is broken", [0])
+
+    if rank == 1:
+        BucketExchange.launch = breaks  # type: ignore[method-assign]
+    model = wrapped(0.01, transport=transport)
+    draw = torch.Generator().manual_seed(rank)
+    while model.steps < 6:
+        step(model, draw)
+    model.global_avg()
+    return {"world": model.world_size, "generation": model.generation, "level": level(model)}
 
 
 def joined(pipe: Connection, transport: str, join: str | None) -> dict[str, Any]:
