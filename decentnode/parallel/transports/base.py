@@ -30,6 +30,7 @@ def _go_on(peer: int, since: float, now: float) -> None:
 class Flight:
     """The exchange of one bucket in flight."""
 
+    bucket: Bucket
     step: int
     works: list[tuple[Any, list[int]]] = field(default_factory=list)
     """Operations, each with the ranks that it waits for."""
@@ -113,9 +114,16 @@ class BucketExchange(abc.ABC):
                 self.mix(bucket, part, flight, factor)
             self.release(bucket)
 
-    @abc.abstractmethod
     def arrive(self, bucket: Bucket) -> Flight | None:
         """Blocking: waits for a bucket; None if it was not sent. Raises PeerLost naming a rank that did not answer."""
+        flight = self._flights.get(bucket.index)
+        if flight is not None:
+            self._await(flight)
+        return flight
+
+    def _await(self, flight: Flight) -> None:
+        """Blocking until all of a flight has arrived. Raises PeerLost naming a rank that did not answer."""
+        raise NotImplementedError
 
     def summed(self, bucket: Bucket, flight: Flight) -> Tensor | None:  # noqa: ARG002
         """The sum [S] of all snapshots of a bucket that has arrived; None where they came one by one."""
@@ -155,9 +163,11 @@ class BucketExchange(abc.ABC):
             raise PeerLost(f"rank {self.rank}: the exchange of step {step} with rank {peer} took longer than "
                            f"{self.timeout_seconds:g} s{waiting}", [peer])  # fmt: skip
 
-    @abc.abstractmethod
     def drain(self) -> None:
-        """Blocking: waits for all buckets in flight and discards them."""
+        """Blocking: waits for all buckets in flight and discards them. Raises PeerLost as `arrive`."""
+        for flight in list(self._flights.values()):
+            self._await(flight)
+            self.release(flight.bucket)
 
     def finish_all(self, seconds: float) -> None:
         """Blocking for so long at most: waits for all buckets in flight, as the process ends."""

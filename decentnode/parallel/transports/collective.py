@@ -58,7 +58,7 @@ class CollectiveExchange(BucketExchange):
         view = self._departing(bucket)
         if view is None:
             return
-        flight = self._flights[bucket.index] = Flight(self._step)
+        flight = self._flights[bucket.index] = Flight(bucket, self._step)
         members = self._mean_group(self._step)
         if members is not None:
             others, total = [peer for peer in members if peer != self.rank], self._host.leaving(bucket, bucket.slot(0))
@@ -87,13 +87,7 @@ class CollectiveExchange(BucketExchange):
 
     # -- receiving --------------------------------------------------------------------------------------------
 
-    def arrive(self, bucket: Bucket) -> Flight | None:
-        flight = self._flights.get(bucket.index)
-        if flight is not None:
-            self._wait(flight)
-        return flight
-
-    def _wait(self, flight: Flight) -> None:
+    def _await(self, flight: Flight) -> None:
         started = clock.now()
         for work, peers in flight.works:
             with self._blamed(flight.step, peers):
@@ -117,9 +111,7 @@ class CollectiveExchange(BucketExchange):
             bucket.mix(self.plan.view(flight.step, factor), part, cached)
 
     def drain(self) -> None:
-        for flight in self._flights.values():
-            self._wait(flight)
-        self._flights.clear()
+        super().drain()
         self._host.forget()
 
     def end(self) -> bool:

@@ -80,7 +80,7 @@ class PairExchange(BucketExchange):
         view = self._departing(bucket)
         if view is None:
             return
-        flight = PairFlight(self._step)
+        flight = PairFlight(bucket, self._step)
         self._flights[bucket.index] = flight
         sent = self._host.departing(bucket, self._step)
         landing = self._host.landing(bucket, flight, view.sources)
@@ -102,19 +102,11 @@ class PairExchange(BucketExchange):
         except RuntimeError as error:  # a connection that is known to be broken
             leg.over, leg.failed = True, str(error)
 
-    def arrive(self, bucket: Bucket) -> Flight | None:
-        flight = self._flights.get(bucket.index)
-        if flight is not None:
-            self._wait(flight)
-        return flight
-
     def drain(self) -> None:
-        for flight in self._flights.values():
-            self._wait(flight)
-        self._flights.clear()
+        super().drain()
         self._host.forget()
 
-    def _wait(self, flight: Flight) -> None:
+    def _await(self, flight: Flight) -> None:
         assert isinstance(flight, PairFlight)
         self._wait_for(flight.legs, flight.step)
         self._host.land(flight)

@@ -112,7 +112,6 @@ class SharedMemoryExchange(BucketExchange):
         """[slot]: the exchange that lies in this rank's, and who reads it."""
         self._held: tuple[int, tuple[int, ...]] = (0, ())
         """The exchange, and its readers, whose release the next slot to be written still needs."""
-        self._buckets = buckets
         self._use = 0
         """The number of the exchange that departs, or departed last."""
 
@@ -162,15 +161,12 @@ class SharedMemoryExchange(BucketExchange):
 
     def depart(self, bucket: Bucket) -> None:
         bucket.sent = self._own_slot(bucket)
-        self._flights[bucket.index] = Flight(self._step, use=self._use)
+        self._flights[bucket.index] = Flight(bucket, self._step, use=self._use)
         self.bytes_sent += len(self._readers[self._use % SLOTS][1]) * bucket.size_bytes
         self._published[self.rank][bucket.index] = self._use
 
-    def arrive(self, bucket: Bucket) -> Flight | None:
-        flight = self._flights.get(bucket.index)
-        if flight is not None:
-            self.collect(bucket, flight, self.plan.view(flight.step).sources)
-        return flight
+    def _await(self, flight: Flight) -> None:
+        self.collect(flight.bucket, flight, self.plan.view(flight.step).sources)
 
     def make_room(self, bucket: Bucket) -> None:
         self._place(bucket)
@@ -186,11 +182,6 @@ class SharedMemoryExchange(BucketExchange):
         if all(other.use != flight.use for other in self._flights.values()):
             for peer in self.plan.view(flight.step).sources:
                 self._read[peer][self.rank] = flight.use
-
-    def drain(self) -> None:
-        for bucket in [b for b in self._buckets if b.index in self._flights]:
-            self.arrive(bucket)
-            self.release(bucket)
 
     def end(self) -> bool:
         """Tells the other ranks that this one sends no more. They have mapped its memory themselves."""

@@ -67,7 +67,7 @@ class SocketExchange(BucketExchange):
         view = self._departing(bucket)
         if view is None:
             return
-        self._flights[bucket.index] = Flight(self._step)
+        self._flights[bucket.index] = Flight(bucket, self._step)
         body = memoryview(as_bytes(self._host.departing(bucket, self._step)))
         header = HEADER.pack(self._token, self.rank, bucket.index, self._step, xxhash.xxh3_64_intdigest(body))
         for peer in view.neighbors:
@@ -89,11 +89,8 @@ class SocketExchange(BucketExchange):
             else:
                 return
 
-    def arrive(self, bucket: Bucket) -> Flight | None:
-        flight = self._flights.get(bucket.index)
-        if flight is not None:
-            self.collect(bucket, flight, self.plan.view(flight.step).sources)
-        return flight
+    def _await(self, flight: Flight) -> None:
+        self.collect(flight.bucket, flight, self.plan.view(flight.step).sources)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         started = clock.now()
@@ -115,9 +112,7 @@ class SocketExchange(BucketExchange):
         super().release(bucket)
 
     def drain(self) -> None:
-        for bucket in [each for each in self._buckets if each.index in self._flights]:
-            self.arrive(bucket)
-            self.release(bucket)
+        super().drain()
         self._host.forget()
 
     def _take(self, seconds: float) -> bool:

@@ -27,17 +27,11 @@ class Sent(BucketExchange):
 
     def depart(self, bucket: Bucket) -> None:
         bucket.sent = bucket.sent_buffer()
-        self._flights[bucket.index] = Flight(self._step)
+        self._flights[bucket.index] = Flight(bucket, self._step)
         self.world[self.rank, bucket.index, self._step] = bucket.sent.clone()
 
-    def arrive(self, bucket: Bucket) -> Flight | None:
-        flight = self._flights.get(bucket.index)
-        if flight is not None:
-            self.collect(bucket, flight, self.plan.view(flight.step).sources)
-        return flight
-
-    def drain(self) -> None:
-        self._flights.clear()
+    def _await(self, flight: Flight) -> None:
+        self.collect(flight.bucket, flight, self.plan.view(flight.step).sources)
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Any) -> None:
         for peer in sources:
