@@ -35,7 +35,7 @@ from decentnode.parallel.membership.generation_groups import (
     KeyedGroups,
 )
 from decentnode.parallel.membership.keys import Access
-from decentnode.parallel.process_group.collectives import gather_texts, wait_with
+from decentnode.parallel.process_group.collectives import gather_texts, reason_of, wait_with
 from decentnode.parallel.process_group.shutdown import close_at_exit
 from decentnode.wire.generation import Generation
 from decentnode.wire.messages import MAX_SEATS
@@ -236,7 +236,7 @@ class Job:
                 self.admission = None
                 return
             except (PeerLost, RuntimeError, OSError) as failure:
-                error, leaves = ConnectionBroken(f"regrouping failed: {failure}"), True
+                error, leaves = ConnectionBroken(f"regrouping failed: {reason_of(failure)}"), True
                 _forget_frames(failure)
                 logger.info("a generation of ranks ended while it began: %s", failure)
         assert error is not None
@@ -267,7 +267,7 @@ class Job:
         try:
             work.wait()
         except RuntimeError as error:
-            raise ConnectionBroken(f"an operation of all ranks failed: {error}") from error
+            raise ConnectionBroken(f"an operation of all ranks failed: {reason_of(error)}") from error
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +28,14 @@ def wait_with(how: Callable[[Any], None] | None) -> None:
     """From now on `wait` waits so: where ranks come and go, a wait ends with their generation. None: as torch does."""
     global _waits
     _waits = how
+
+
+_BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.DOTALL)
+
+
+def reason_of(error: BaseException) -> str:
+    """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause."""
+    return _BESIDE.sub("", str(error)) or type(error).__name__
 
 
 def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:

@@ -19,6 +19,7 @@ from decentnode import clock
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.parallel.transports.host_memory import HostMemory
 
@@ -119,13 +120,20 @@ class CollectiveExchange(BucketExchange):
         return super().end()
 
     @contextlib.contextmanager
+    def average(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.rank}: {what} failed: {reason_of(error)}") from error
+
+    @contextlib.contextmanager
     def _blamed(self, step: int, peers: list[int]) -> Iterator[None]:
         """Turns what torch.distributed raises inside into PeerLost, with the ranks that may be the cause."""
         try:
             yield
         except RuntimeError as error:
             who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
-            raise PeerLost(
-                f"rank {self.rank}: the exchange of step {step} with {who} failed or took longer than "
-                f"{self.timeout_seconds:g} s: {error}", peers,
-            ) from error
+            reason = reason_of(error)
+            late = "timed out" in reason.lower() or "timeout" in reason.lower()
+            how = f"took longer than {self.timeout_seconds:g} s" if late else f"failed: {reason}"
+            raise PeerLost(f"rank {self.rank}: the exchange of step {step} with {who} {how}", peers) from error

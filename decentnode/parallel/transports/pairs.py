@@ -24,6 +24,7 @@ from decentnode.communication.shared_memory.segment import Backoff
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.planning.plan import Plan
+from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.parallel.transports.host_memory import HostMemory
 
@@ -62,7 +63,7 @@ class _Line:
             try:
                 leg.work.wait(timedelta(seconds=self._seconds))
             except Exception as error:
-                leg.failed = str(error) or type(error).__name__
+                leg.failed = reason_of(error)
             leg.work = None
             leg.over = True
             del leg
@@ -100,7 +101,7 @@ class PairExchange(BucketExchange):
             else:
                 leg.work = dist.isend(tensor, peer, group=self._group)
         except RuntimeError as error:  # a connection that is known to be broken
-            leg.over, leg.failed = True, str(error)
+            leg.over, leg.failed = True, reason_of(error)
 
     def drain(self) -> None:
         super().drain()

@@ -22,7 +22,7 @@ from decentnode.parallel.buckets.advance import Rows
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.membership.control import ASK_SECONDS, ConnectionBroken
 from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
-from decentnode.parallel.process_group.collectives import gather_texts, mean_over_ranks
+from decentnode.parallel.process_group.collectives import gather_texts, mean_over_ranks, reason_of
 from decentnode.parallel.transports.base import BucketExchange, Flight
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class RegroupingExchange(BucketExchange):
                 if attempt >= MAX_ATTEMPTS:  # not the ranks are why
                     raise
                 anew = False
-                lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {error}")
+                lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {reason_of(error)}")
                 self._recover(lost)
             finally:
                 self._job.control.waits(None)

@@ -145,7 +145,6 @@ class SharedMemoryExchange(BucketExchange):
 
     def begin(self, step: int) -> None:
         super().begin(step)
-        self._presence.at_step(step)
         self._use += 1
         self._held = self._readers[self._use % SLOTS]
         self._readers[self._use % SLOTS] = (self._use, self.plan.view(step).neighbors)
@@ -164,6 +163,8 @@ class SharedMemoryExchange(BucketExchange):
         self._flights[bucket.index] = Flight(bucket, self._step, use=self._use)
         self.bytes_sent += len(self._readers[self._use % SLOTS][1]) * bucket.size_bytes
         self._published[self.rank][bucket.index] = self._use
+        if bucket.index == len(self._published[self.rank]) - 1:  # buckets depart in their order: the step is over
+            self._presence.at_step(self._step)
 
     def _await(self, flight: Flight) -> None:
         self.collect(flight.bucket, flight, self.plan.view(flight.step).sources)

@@ -133,9 +133,9 @@ def present(rank: int, n: int, how: str, folder: str) -> str:
     return "" if absence is None else absence.reason
 
 
-def killed_in_average(rank: int, n: int) -> float | None:
+def killed_in_average(rank: int, n: int, transport: Any) -> float | None:
     """The last rank is killed where the others average."""
-    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport="shared_memory")
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", transport=transport)
     if rank == n - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return wrapped.global_avg(return_d2c=True)

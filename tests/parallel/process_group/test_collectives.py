@@ -1,0 +1,19 @@
+"""What torch says of an operation that failed, in words for a user."""
+
+from __future__ import annotations
+
+import pytest
+
+from decentnode.parallel.process_group.collectives import reason_of
+
+
+@pytest.mark.parametrize(("said", "reason"), [
+    ("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:7824. This is "
+     "typically caused by a remote worker crashing. Check the logs of the remote worker before reporting an error.",
+     "Connection closed by peer [127.0.0.1]:7824"),
+    ("[../unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation to complete",
+     "Timed out waiting 3000ms for recv operation to complete"),
+    ("Application timeout caused pair closure", "Application timeout caused pair closure"), ("", "RuntimeError"),
+])  # fmt: skip
+def test_the_reason_without_gloos_source_and_guesses(said: str, reason: str) -> None:
+    assert reason_of(RuntimeError(said)) == reason
