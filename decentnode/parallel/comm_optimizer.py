@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from decentnode.errors import PeerLost
 from decentnode.optim.saved import check_saved, kind_of
 from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
@@ -18,6 +19,7 @@ from decentnode.parallel.methods.ddp import GradientAveraging
 from decentnode.parallel.methods.elastic import EAMSGD, EASGD, EASGDPlus
 from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.participants.optimizer import OptimizerParticipant
+from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.process_group.default_group import num_ranks
 
 T = TypeVar("T")
@@ -128,7 +130,13 @@ class CommOptimizer(Optimizer):
 
     def _met(self, work: Callable[[], T], otherwise: T) -> T:
         """What `work` returns, which waits for other ranks; `otherwise` in a step in which these change."""
-        return work() if self._member is None else self._member.guarded(work, otherwise)
+        if self._member is not None:
+            return self._member.guarded(work, otherwise)
+        try:
+            return work()
+        except RuntimeError as error:
+            own = f"rank {self.dist_optimizer.rank}: the exchange of step {self.steps} with the other ranks failed"
+            raise PeerLost(f"{own}, as where one has ended or takes fewer steps: {reason_of(error)}") from error
 
     @torch.no_grad()
     def _unscale(self) -> None:

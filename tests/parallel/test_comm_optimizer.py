@@ -10,7 +10,7 @@ import torch
 
 from decentnode.parallel import CommOptimizer
 from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_ranks, run_ranks_raw
 from tests.parallel.work import meeting
 
 
@@ -123,6 +123,12 @@ def test_a_rank_with_wrong_arguments_is_named_on_all_at_once(options: dict[str, 
 def test_a_rank_whose_exchanges_would_not_fit_is_named(options: dict[str, Any], elements: int, says: str) -> None:
     for told, total in run_ranks(2, meeting.refused, options, elements, timeout_seconds=60):
         assert total == 2 and re.search(f"AssemblyError: rank 1 has another method than rank 0: .*{says}", told), told
+
+
+def test_a_rank_that_has_ended_is_told_of_in_plain_words() -> None:
+    ok, text = run_ranks_raw(2, meeting.ends_early)[0]
+    says = r"rank 0: PeerLost: rank 0: the exchange of step 0 with the other ranks failed, as where .*: \w[^/]*\n"
+    assert not ok and re.match(says, text), text
 
 
 def test_alone_and_without_a_loss(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel
@@ -59,8 +60,9 @@ def test_models_that_cannot_be_exchanged_are_refused(module: Callable[[], nn.Mod
     ({"timeout_seconds": 0}, "timeout_seconds must"), ({"local_world_size": -1}, "local_world_size must"),
     ({"optimizer": lambda _: SGD([nn.Parameter(torch.ones(2))])}, "optimizer must have parameters of the model"),
     ({"optimizer": lambda params: habits.Sharpness(params, lr=0.1)}, "without a closure: Sharpness"),
-    ({"optimizer": SGD([nn.Parameter(torch.ones(2))])}, "optimizer must make one of what it is given, .* object SGD"),
-    ({"optim_fn": SGD}, "exactly one of optim_fn and optimizer"),
+    ({"optimizer": SGD([nn.Parameter(torch.ones(2))])}, "optimizer must be a function .* object SGD"),
+    ({"lr_scheduler_fn": StepLR(SGD([nn.Parameter(torch.ones(2))]), 1)}, "such as .*StepLR, step_size.* object StepLR"),
+    ({"optim_fn": SGD}, "exactly one of optim_fn and optimizer must be given, such as optimizer=functools.partial"),
 ], ids=lambda value: "".join(value))  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):

@@ -18,6 +18,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from decentnode.parallel.checks.memory import overlaps, shares_elements
 
+MAKERS = {
+    "optim_fn": "lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)",
+    "optimizer": "functools.partial(torch.optim.SGD, lr=0.1)",
+    "lr_scheduler_fn": "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
+}
+"""What each of these arguments may be, for messages."""
 TRANSPORTS = ("auto", "shared_memory", "collective", "sockets")
 
 
@@ -41,11 +47,12 @@ def check_options(
 def check_makers(optim_fn: Any, lr_scheduler_fn: Any, optimizer: Any) -> None:
     """Raises ValueError unless exactly one of `optim_fn` and `optimizer` is given, and all that is makes something."""
     if (optim_fn is None) == (optimizer is None):
-        raise ValueError("exactly one of optim_fn and optimizer must be given")
+        raise ValueError("exactly one of optim_fn and optimizer must be given, such as "
+                         f"optimizer={MAKERS['optimizer']}: backward() takes the optimizer's step")
     for name, given in (("optim_fn", optim_fn), ("lr_scheduler_fn", lr_scheduler_fn), ("optimizer", optimizer)):
         if given is not None and not callable(given):
-            raise ValueError(f"{name} must make one of what it is given, such as functools.partial(torch.optim.SGD, "
-                             f"lr=0.1), got the object {type(given).__name__}")  # fmt: skip
+            raise ValueError(f"{name} must be a function that makes one for the wrapper, such as {MAKERS[name]}, got "
+                             f"the object {type(given).__name__}")  # fmt: skip
 
 
 def check_model(model: Module, wrapper: type[Module], views: bool) -> None:

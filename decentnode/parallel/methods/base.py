@@ -95,7 +95,7 @@ class DistOptimizer(metaclass=MadeTogether):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name}_pulling_strength must be in [0, 1], got {value}")
         if world_size != num_ranks():
-            raise ValueError(f"world_size must be the process group's, got {world_size}")
+            raise ValueError(f"world_size must be {num_ranks()}, as the process group's, got {world_size}")
         self.local_optimizer, self.world_size = local_optimizer, world_size
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.dist_pulling_strength, self.local_pulling_strength = dist_pulling_strength, local_pulling_strength

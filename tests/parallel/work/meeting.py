@@ -139,6 +139,16 @@ def diverged(rank: int, n: int, name: str) -> tuple[int, bool]:
     return comm.dist_optimizer.leader, bool(p.isfinite().all())  # type: ignore[attr-defined]
 
 
+def ends_early(rank: int, n: int) -> None:
+    """The last rank's process ends where the others exchange."""
+    p = torch.ones(3, requires_grad=True)
+    comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), "EASGD", world_size=n, comm_period=1)
+    if rank == n - 1:
+        os._exit(0)
+    p.grad = torch.ones(3)
+    comm.step()
+
+
 def refused(rank: int, n: int, options: dict[str, Any], elements: int) -> tuple[str, float]:
     """Only rank 1 has these options and so many parameters. What ranks come to, and a sum over them that is asked for
     next."""
