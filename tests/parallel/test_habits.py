@@ -62,6 +62,8 @@ def test_models_that_cannot_be_exchanged_are_refused(module: Callable[[], nn.Mod
     ({"optimizer": lambda params: habits.Sharpness(params, lr=0.1)}, "without a closure: Sharpness"),
     ({"optimizer": SGD([nn.Parameter(torch.ones(2))])}, "optimizer must be a function .* object SGD"),
     ({"lr_scheduler_fn": StepLR(SGD([nn.Parameter(torch.ones(2))]), 1)}, "such as .*StepLR, step_size.* object StepLR"),
+    ({"grad_clip_norm": None}, "grad_clip_norm must be a number, got None"),
+    ({"sharing": {"name": "ac", "finale": 1}}, r"^sharing ac \(takes .*final.*\): finale: [^\n]*$"),
     ({"optim_fn": SGD}, "exactly one of optim_fn and optimizer must be given, such as optimizer=functools.partial"),
 ], ids=lambda value: "".join(value))  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ def check_options(
     """Raises ValueError for an unknown transport, and for numbers out of range."""
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}")
+    for name, number in (("bucket_size_in_mb", bucket_size_in_mb), ("grad_clip_norm", grad_clip_norm),
+                         ("timeout_seconds", timeout_seconds)):  # fmt: skip
+        if not isinstance(number, Real):
+            raise ValueError(f"{name} must be a number, got {number!r}")
     if not 0 <= bucket_size_in_mb < float("inf"):
         raise ValueError(f"bucket_size_in_mb must be 0 or more, got {bucket_size_in_mb}")
     if not grad_clip_norm >= 0:

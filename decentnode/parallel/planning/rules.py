@@ -9,6 +9,7 @@ from typing import Any
 from decentnode.compression.base import Codec, make_codec
 from decentnode.config.component import load_class
 from decentnode.parallel.planning.differences import Differences
+from decentnode.parallel.planning.sections import config_of
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.choco import Choco
@@ -59,7 +60,7 @@ def sharing_named(given: SharingRule) -> Sharing:
     else:
         section = {"name": given} if isinstance(given, str) else dict(given)
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")
-        rule = (Differences if cls is Choco else cls)(cls.Config.model_validate(section))
+        rule = (Differences if cls is Choco else cls)(config_of("sharing", cls, section))
     needs = rule.requirements
     lacks = next((why for bad, why in (
         (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),

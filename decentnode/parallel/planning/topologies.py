@@ -10,6 +10,7 @@ from decentnode.config.component import load_class
 from decentnode.graph import GRAPHS
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
+from decentnode.parallel.planning.sections import config_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ def make_topology(given: TopologyLike, world_size: int, local_world_size: int) -
             section = {"name": "complete"}
         elif set(section) == {"name"}:
             section = _fitting(section["name"], world_size, local_world_size)
-        cls = load_class(section["name"], GRAPHS, "graph")
-        graph = build_graph(cls.Config.model_validate({"nodes": world_size, **section}), None, SEED)
+        cls = load_class(section["name"], GRAPHS, "topology")
+        graph = build_graph(config_of("topology", cls, {"nodes": world_size, **section}), None, SEED)
     if graph.num_nodes != world_size:
         raise ValueError(f"topology must have {world_size} nodes, one per rank, got {graph.num_nodes}")
     return graph

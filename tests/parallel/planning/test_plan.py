@@ -62,6 +62,13 @@ def test_no_fallback_where_none_is_needed(caplog: pytest.LogCaptureFixture) -> N
         make_topology(make_topology("ring", 6, 6), 4, 4)
 
 
+def test_a_section_with_a_wrong_key_is_told_in_one_line_what_it_takes() -> None:
+    with pytest.raises(ValueError, match=r"^topology regular \(takes .*degree.*\): degree: [^\n]*$"):
+        make_topology({"name": "regular", "degree": "x"}, 4, 4)
+    with pytest.raises(UsageError, match=r"^topology must be one of .*, got 'rnig'; did you mean 'ring'"):
+        make_topology("rnig", 4, 4)
+
+
 @pytest.mark.parametrize(("rule", "says"), [
     ({"name": "noloco"}, "NoLoCo, which is not elementwise"), ("leader", "Leader, which is not elementwise"),
     ("relaysgd", "must be an elementwise rule"), ("push_sum", "must be an elementwise rule"),
