@@ -97,8 +97,8 @@ class CommOptimizer(Optimizer):
 
     @property
     def center(self) -> Tensor:
-        """[P] the center model of the last communication, in the order of the parameters."""
-        return self.dist_optimizer.center
+        """[P] a copy of the center model of the last communication, in the order of the parameters."""
+        return self.dist_optimizer.center.clone()  # vector_to_parameters would make the parameters views of the center
 
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
         """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all

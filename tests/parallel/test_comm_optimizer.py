@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from decentnode.parallel import CommOptimizer
 from decentnode.parallel.comm_optimizer import DIST_OPTIMIZERS
@@ -129,6 +130,15 @@ def test_a_rank_that_has_ended_is_told_of_in_plain_words() -> None:
     ok, text = run_ranks_raw(2, meeting.ends_early)[0]
     says = r"rank 0: PeerLost: rank 0: the exchange of step 0 with the other ranks failed, as where .*: \w[^/]*\n"
     assert not ok and re.match(says, text), text
+
+
+def test_a_model_that_was_given_the_center_trains_on_apart_from_it() -> None:
+    p = nn.Parameter(torch.ones(3))
+    comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), "EASGD", world_size=1, comm_period=10)
+    nn.utils.vector_to_parameters(comm.center, [p])
+    p.grad = torch.ones(3)
+    comm.step()
+    assert comm.center.tolist() == [1.0] * 3 and p.tolist() == pytest.approx([0.9] * 3)
 
 
 def test_alone_and_without_a_loss(caplog: pytest.LogCaptureFixture) -> None:
