@@ -15,6 +15,7 @@ from decentnode.simulate.timeline.collectives import Phase
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.fair import fair_rates
 from decentnode.simulate.timeline.network import BATCH, MEETING, MESSAGE, Network, Transfers
+from decentnode.simulate.timeline.one_round import Row, Rules
 from decentnode.simulate.timeline.rounds import Clock, TimeLine, time_line
 from decentnode.simulate.timeline.together import Together
 
@@ -285,3 +286,23 @@ def test_many_transfers_under_way_take_about_what_they_take_one_by_one(monkeypat
     assert coarse.steady_seconds() == pytest.approx(exact.steady_seconds(), rel=0.05)
     name, (size, _) = next(iter(clock.network.loads(world.phases[0]).items()))
     assert name.startswith("node ") and 6 * size <= 40 * MBIT * clock.over
+
+
+def test_rounds_of_which_nothing_new_is_known_are_not_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody waits for a slow node all rounds of the others are open at once."""
+    n, rounds, computed = 8, 40, 0
+    row = Rules.row
+
+    def counted(*arguments: Any) -> Row:
+        nonlocal computed
+        computed += 1
+        return row(*arguments)
+
+    monkeypatch.setattr(Rules, "row", counted)
+    edges = [(i, (i + k) % n) for i in range(n) for k in (1, 2)]
+    world = World(n, [sent(edges, 1e6)], {"factors": [1, 1, 10, *[1] * (n - 3)]}, {"node_mbit_per_second": 40},
+                  [*range(n)], {"asynchronous": True})  # fmt: skip
+    clock = world.clock()
+    time_line(clock, rounds)
+    assert is_together(clock)
+    assert computed < 20 * rounds

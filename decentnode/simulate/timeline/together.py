@@ -6,6 +6,7 @@ nothing else can begin: until the first node that waits for something could send
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,8 +61,9 @@ class _Open:
     """As far as known."""
     changed: bool = True
     """Whether more is known than when `row` was computed."""
-    held: bool = False
-    """Whether transfers wait for an edge that passes those of earlier rounds."""
+    held: float = np.inf
+    """When the first begins of the transfers that wait for an edge that passes those of earlier rounds, if the edge is
+    free by then; infinite where none waits."""
     earliest: float = -np.inf
     """Before then no transfer begins of nodes that are in this round, beside those that are known."""
     fresh: bool = False
@@ -85,6 +87,8 @@ class Together:
         self.free = state.free.copy()
         self.passed = np.zeros(self.free.size, int)
         """[E] how many payloads each edge has passed."""
+        self.lines: list[deque[_Open]] = [deque() for _ in self.free]
+        """Of each edge: in which round it passes each payload that it has not passed."""
         self._queued = np.zeros(self.free.size, int)
         self._named = 0
         """Flows that have a key."""
@@ -123,6 +127,7 @@ class Together:
             more = self._network.num_edges - self.free.size
             self.free = np.append(self.free, np.zeros(more))
             self.passed, self._queued = (np.append(each, np.zeros(more, int)) for each in (self.passed, self._queued))
+            self.lines += (deque[_Open]() for _ in range(more))
             factors = self._network.factors(round, phase, transfers.source.size)
             each = sent[phase] = _Sent(transfers, ways, self._rules.resources(ways), factors)
             each.turn = self._queued[ways.edges]
@@ -130,6 +135,9 @@ class Together:
         nobody = np.full(self.n, np.inf)
         found = _Open(plan, sent, begin, nobody.copy(), nobody.copy())
         self._open.append(found)
+        for each in sent.values():
+            for edge in each.ways.edges.tolist():
+                self.lines[edge].append(found)
         phases = [*([-1] if self._rules.core_resources else []), *sent]
         for phase in phases:
             found.keys[phase] = self._named
@@ -148,9 +156,6 @@ class Together:
                 world = _Known(self, each)
                 each.row = self._rules.row(each.plan, each.begin, world)
                 each.held = world.held
-                if world.freed:
-                    for later in self._open[index + 1 :]:
-                        later.changed |= later.held
                 self._go_on(index, each.row.end)
             index += 1
 
@@ -186,6 +191,9 @@ class Together:
 
     def _until(self) -> float:
         """Returns the time before which nothing begins beside what is known."""
+        now = self.fluid.now
+        if any(each.held <= now for each in self._open):
+            return now
         while True:
             first = min(self._open, key=lambda each: each.earliest)
             if first.fresh:
@@ -211,7 +219,7 @@ class _Known:
 
     def __init__(self, together: Together, round: _Open) -> None:
         self._all, self._round = together, round
-        self.held = self.freed = False
+        self.held = np.inf
 
     def steps(self, begins: np.ndarray) -> np.ndarray:
         all_, round, known = self._all, self._round, np.isfinite(begins)
@@ -232,10 +240,11 @@ class _Known:
     def exchange(self, phase: int, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         all_, sent = self._all, self._round.sent[phase]
         edges = sent.ways.edges
-        begins = np.maximum(sent.transfers.begins(ready), all_.free[edges])
+        begins = sent.transfers.begins(ready)
         waiting = np.isfinite(begins) & np.isinf(sent.begins)
         new = waiting & (all_.passed[edges] == sent.turn)
-        self.held |= bool((waiting & ~new).any())
+        self.held = min(self.held, float(begins.min(initial=np.inf, where=waiting & ~new)))
+        begins = np.maximum(begins, all_.free[edges])
         sent.begins[new] = begins[new]
         alone = new & (sent.resources < 0).all(axis=1)
         sent.passed[alone] = (begins + sent.least)[alone]
@@ -248,7 +257,10 @@ class _Known:
             sent.over |= over
             all_.free[edges[over]] = arrived[over]
             all_.passed[edges[over]] += 1
-            self.freed = True
+            for edge in edges[over].tolist():
+                all_.lines[edge].popleft()
+                following = next(iter(all_.lines[edge]), self._round)
+                following.changed |= following is not self._round and following.held < np.inf
         if not sent.transfers.are_busy:
             return arrived, arrived
         return arrived, sent.arrived(_least_passed(sent, all_.fluid.now))
