@@ -52,6 +52,16 @@ class _Mixing(ctypes.Structure):
                 ("less", ctypes.c_float), ("weights", ctypes.c_float * MOST), ("count", ctypes.c_int64))  # fmt: skip
 
 
+class _Problem(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("flows", "each", "resources", "sets", "exact_flows")),
+        *((name, ctypes.c_double) for name in ("coarse", "equal", "until", "later")),
+        *((name, ctypes.c_void_p) for name in ("uses", "capacity", "most", "begin", "first", "alive", "left", "ends",
+                                               "clock")),
+        ("bound", ctypes.c_double),
+    )  # fmt: skip
+
+
 def drawn(*shape: int) -> Any:
     return draw.normal(size=shape).astype(np.float32)
 
@@ -162,7 +172,48 @@ def advance(loops: ctypes.CDLL) -> None:
     assert (place.values == model.values).all()
 
 
-CHECKS = {"weighted_sum": [weighted_sum, weighted_rows], "accum_adam": [accum_adam], "advance": [snapshot, advance]}
+def follow(loops: ctypes.CDLL) -> None:
+    flows, each, resources = random.choice(SIZES[1:11]), random.randint(0, 3), random.randint(1, 40)
+    sets = random.randint(1, min(flows, 4))
+    numbers = {"flows": flows, "each": each, "resources": resources + 1, "sets": sets,
+               "exact_flows": random.choice([4, 1000]), "coarse": 0.125, "equal": 1e-9,
+               "until": random.choice([0.0, 1.0, np.inf]), "later": np.inf}  # fmt: skip
+    uses, label = draw.integers(0, resources + 1, (flows, each)), np.sort(draw.integers(0, sets, flows))
+    label[:sets] = np.arange(sets)  # no set is empty
+    label = np.sort(label)
+    work, begin = draw.uniform(0, 2, flows), draw.choice([0.0, 0.5], flows)
+    capacity, most = np.append(draw.uniform(1, 4, resources), np.inf), draw.choice([0.5, np.inf], flows)
+    arrays = {"uses": uses, "capacity": capacity, "most": most, "begin": begin,
+              "first": np.searchsorted(label, np.arange(sets + 1)), "alive": np.arange(flows), "left": work,
+              "ends": np.full(flows, np.inf), "clock": np.zeros(sets)}  # fmt: skip
+    held = {name: Buffer(values, 8 * random.randint(0, 3)) for name, values in arrays.items()}
+    problem = _Problem(**numbers, **{name: buffer.address for name, buffer in held.items()})
+    assert not loops.follow(ctypes.byref(problem))
+    ends = held["ends"].values
+    left = held["left"].values
+    assert (np.isfinite(ends) | (numbers["until"] < np.inf)).all() and ((left == 0) | np.isinf(ends)).all()
+    assert (ends * (1 + 1e-6) >= begin + work / np.minimum(most, capacity[uses].min(1, initial=np.inf))).all()
+    assert not loops.rates(ctypes.byref(problem))
+    rates = held["ends"].values
+    load = np.bincount(uses.ravel(), np.repeat(np.where(np.isfinite(rates), rates, 0), each), resources + 1)
+    assert (load <= capacity * (1 + 1e-6)).all() and (rates <= most).all() and (rates > 0).all()
+
+
+def join(loops: ctypes.CDLL) -> None:
+    count, edges = random.choice(SIZES[1:11]), random.choice(SIZES[:11])
+    a, b = draw.integers(0, count, edges), draw.integers(0, count, edges)
+    held = [Buffer(a, 0), Buffer(b, 0), Buffer(np.full(count, -1), 0)]
+    loops.join(number(count), number(edges), *(each.address for each in held))
+    lowest, before = np.arange(count), np.full(count, -1)
+    while (lowest != before).any():
+        before = lowest.copy()
+        np.minimum.at(lowest, a, lowest[b])
+        np.minimum.at(lowest, b, lowest[a])
+    assert (held[2].values == lowest).all()
+
+
+CHECKS = {"weighted_sum": [weighted_sum, weighted_rows], "accum_adam": [accum_adam], "advance": [snapshot, advance],
+          "fluid": [follow, join]}  # fmt: skip
 
 if __name__ == "__main__":
     seed, trials = int(sys.argv[2]), int(sys.argv[3])

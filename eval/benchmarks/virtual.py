@@ -114,25 +114,27 @@ def cases(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
 
 
 def clock_alone() -> None:
-    """Print how many CPU seconds rounds of 1,000 nodes with four neighbors take to compute."""
-    n = 1000
-    source = np.repeat(np.arange(n), 4)
-    worlds: dict[str, tuple[int, float, dict[str, object], dict[str, object]]] = {
-        "equal nodes, a link per edge": (1000, 360_000.0, {}, {"between_machines": {"mbit_per_second": 100}}),
-        "spread, short transfers": (100, 10_000.0, {"spread": 0.2}, {"node_mbit_per_second": 100}),
-        "spread, long transfers, jitter": (20, 360_000.0, {"spread": 0.3},
-                                           {"node_mbit_per_second": 100, "jitter": 0.1}),
-    }  # fmt: skip
-    for name, (rounds, size, compute, links) in worlds.items():
+    """Print how many CPU seconds rounds of nodes with four neighbors take to compute."""
+    slow = {"stragglers": [{"nodes": [3], "factor": 10}]}
+    node = {"node_mbit_per_second": 100}
+    worlds: dict[str, tuple[int, int, float, dict[str, object], dict[str, object]]] = {
+        "equal nodes, a link per edge": (1000, 1000, 360_000.0, {}, {"between_machines": {"mbit_per_second": 100}}),
+        "spread, short transfers": (1000, 100, 10_000.0, {"spread": 0.2}, node),
+        "spread, long transfers, jitter": (1000, 20, 360_000.0, {"spread": 0.3}, {**node, "jitter": 0.1}),
+        **{f"asynchronous, one is slow, {n}": (n, 100, 100_000.0, slow, node) for n in (16, 64, 256)},
+        "asynchronous, one is slow, spread": (1000, 20, 100_000.0, {**slow, "spread": 0.2}, node),
+    }
+    for name, (n, rounds, size, compute, links) in worlds.items():
         begun = time.process_time()
+        source = np.repeat(np.arange(n), 4)
         transfers = Transfers.of(source, (source + np.tile([1, 2, n - 1, n - 2], n)) % n, size)
         config = ComputeConfig.model_validate({"step_seconds": 0.1, **compute})
         where = [*range(n)]
         made = Clock(Compute(config, where, step_seconds=0.1), Network(LinksConfig.model_validate(links), where),
-                     lambda _, sent=transfers: [sent])  # fmt: skip
+                     lambda _, sent=transfers: [sent], asynchronous=name.startswith("asynchronous"))  # fmt: skip
         seconds = time_line(made, rounds).steady_seconds()
         took = time.process_time() - begun
-        print(f"{name:32} {took:5.2f} CPU s for 1,000 nodes x {rounds} rounds of {seconds:.3f} s")
+        print(f"{name:34} {took:5.2f} CPU s for {n:5,} nodes x {rounds:5,} rounds of {seconds:.3f} s")
 
 
 def main() -> None:
@@ -144,7 +146,7 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=3.0, help="of the straggler, in the cases with one")
     parser.add_argument("--stragglers", action="store_true", help="a case with a straggler for every case without")
     parser.add_argument("--collective", action="store_true", help="by batches and all_reduce of gloo")
-    parser.add_argument("--clock", action="store_true", help="only time the clock alone, of 1,000 nodes")
+    parser.add_argument("--clock", action="store_true", help="only time the clock alone")
     options = parser.parse_args()
     if options.clock:
         clock_alone()

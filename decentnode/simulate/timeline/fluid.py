@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from decentnode.simulate.timeline import kernel
 from decentnode.simulate.timeline.fair import EQUAL, fair_rates
 
 EXACT_FLOWS = 256
@@ -56,7 +57,8 @@ class Fluid:
         until = max(until, self.now)
         active = self._begin <= self.now
         if np.isfinite(until) and np.count_nonzero(active) > EXACT_FLOWS:
-            rate = fair_rates(self._uses[active], capacity, self._most[active])
+            rates = fair_rates if kernel.library() is None else kernel.fair_rates
+            rate = rates(self._uses[active], capacity, self._most[active])
             until = max(until, self.now + float(np.quantile(self._left[active] / rate, AT_LEAST)))
         at = np.flatnonzero(self._begin <= until)
         later = float(self._begin.min(initial=np.inf, where=self._begin > until))
@@ -78,55 +80,67 @@ class Fluid:
         """Returns (when each of some flows ends, infinite where that is later; its work that is left then; until when
         flows have been followed). later: when the first of the others begins."""
         uses, most, left, begin = self._uses[at], self._most[at], self._left[at].copy(), self._begin[at]
-        names, uses = np.unique(np.append(uses, -1), return_inverse=True)  # only resources of these flows
-        uses, capacity = uses[:-1].reshape(at.size, -1) - 1, capacity[names[1:]]
+        uses = uses[:, (uses >= 0).any(axis=0)]
         label = np.zeros(at.size, int)
         if at.size > FEW:
             label = meeting(uses, np.maximum(begin, self.now), left, most, capacity)
-            # Each set has its resources to itself: another one uses them at another time of its own clock.
-            names, own = np.unique(np.append(np.where(uses < 0, -1, uses + label[:, None] * capacity.size), -1),
-                                   return_inverse=True)  # fmt: skip
-            uses, capacity = own[:-1].reshape(uses.shape) - 1, capacity[names[1:] % capacity.size]
-        sets = int(label.max()) + 1
-        clock, ends, bound = np.full(sets, self.now), np.full(at.size, np.inf), np.nan
-        alive = np.arange(at.size)
-        while alive.size:
-            of = label[alive]
-            active = begin[alive] <= clock[of] + EQUAL * (1 + np.abs(clock[of]))
-            target = np.full(sets, np.inf)
-            np.minimum.at(target, of[~active], begin[alive[~active]])
-            under_way, of = alive[active], of[active]
-            rate = fair_rates(uses[under_way], capacity, most[under_way])
-            with np.errstate(divide="ignore", invalid="ignore"):
-                last = np.where(np.isinf(rate), 0.0, left[under_way] / rate)
-            target = self._next(target, clock, of, last)
-            if np.isnan(bound):
-                bound = max(until, min(float(target.min()), later))
-            target = np.minimum(target, bound)
-            step = target[of] - clock[of]
-            # A clock has no place for a moment that is shorter than its last digit: what ends within it has ended.
-            over = (last <= step * (1 + EQUAL) + 1e-15) | (clock[of] + last <= target[of])
-            ends[under_way[over]] = (clock[of] + last)[over]
-            rest = ~over  # whose rates are finite, as is the step
-            left[under_way[over]] = 0.0
-            left[under_way[rest]] = np.maximum(left[under_way[rest]] - (rate * step)[rest], 0.0)
-            clock = target
-            alive = alive[np.isinf(ends[alive]) & (clock[label[alive]] < bound)]
-        return ends, left, float(bound if np.isfinite(bound) else max(self.now, ends.max()))
+        clock = np.full(int(label.max()) + 1, self.now)
+        follow = _follow if kernel.library() is None else kernel.follow
+        rules = kernel.Rules(EXACT_FLOWS, COARSE)
+        ends, bound = follow(uses, capacity, most, begin, label, left, clock, until=until, later=later, rules=rules)
+        return ends, left, bound if np.isfinite(bound) else max(self.now, float(ends.max()))
 
-    @staticmethod
-    def _next(begins: np.ndarray, clock: np.ndarray, of: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """Returns until when the rates of each set of flows stay [sets]. begins: [sets] of the next that begins. of:
-        [F], the set of each flow under way. last: [F] seconds until it ends."""
-        first, count = np.full(clock.size, np.inf), np.bincount(of, minlength=clock.size)
-        np.minimum.at(first, of, last)
-        target = np.minimum(clock + first, begins)
-        for each in np.flatnonzero(count > EXACT_FLOWS):
-            some = float(np.quantile(last[of == each], COARSE, method="inverted_cdf"))
-            target[each] = clock[each] + some
-            if begins[each] < target[each]:
-                target[each] = max(float(begins[each]), clock[each] + COARSE * some)
-        return target
+
+def _follow(
+    uses: np.ndarray, capacity: np.ndarray, most: np.ndarray, begin: np.ndarray, label: np.ndarray, left: np.ndarray,
+    clock: np.ndarray, *, until: float, later: float, rules: kernel.Rules,
+) -> tuple[np.ndarray, float]:  # fmt: skip
+    """`kernel.follow` where no C compiler is found."""
+    # Each set has its resources to itself: another one uses them at another time of its own clock.
+    names, own = np.unique(np.append(np.where(uses < 0, -1, uses + label[:, None] * capacity.size), -1),
+                           return_inverse=True)  # fmt: skip
+    uses, capacity = own[:-1].reshape(uses.shape) - 1, capacity[names[1:] % max(capacity.size, 1)]
+    ends, bound = np.full(label.size, np.inf), np.nan
+    alive = np.arange(label.size)
+    while alive.size:
+        of = label[alive]
+        active = begin[alive] <= clock[of] + EQUAL * (1 + np.abs(clock[of]))
+        target = np.full(clock.size, np.inf)
+        np.minimum.at(target, of[~active], begin[alive[~active]])
+        under_way, of = alive[active], of[active]
+        rate = fair_rates(uses[under_way], capacity, most[under_way])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            last = np.where(np.isinf(rate), 0.0, left[under_way] / rate)
+        target = _next(target, clock, of, last, rules)
+        if np.isnan(bound):
+            bound = max(until, min(float(target.min()), later))
+        target = np.minimum(target, bound)
+        step = target[of] - clock[of]
+        # A clock has no place for a moment that is shorter than its last digit: what ends within it has ended.
+        over = (last <= step * (1 + EQUAL) + 1e-15) | (clock[of] + last <= target[of])
+        ends[under_way[over]] = (clock[of] + last)[over]
+        rest = ~over  # whose rates are finite, as is the step
+        left[under_way[over]] = 0.0
+        left[under_way[rest]] = np.maximum(left[under_way[rest]] - rate[rest] * step[rest], 0.0)
+        clock[:] = target
+        alive = alive[np.isinf(ends[alive]) & (clock[label[alive]] < bound)]
+    return ends, bound
+
+
+def _next(
+    begins: np.ndarray, clock: np.ndarray, of: np.ndarray, last: np.ndarray, rules: kernel.Rules
+) -> np.ndarray:  # fmt: skip
+    """Returns until when the rates of each set of flows stay [sets]. begins: [sets] of the next that begins. of: [F],
+    the set of each flow under way. last: [F] seconds until it ends."""
+    first, count = np.full(clock.size, np.inf), np.bincount(of, minlength=clock.size)
+    np.minimum.at(first, of, last)
+    target = np.minimum(clock + first, begins)
+    for each in np.flatnonzero(count > rules.exact_flows):
+        some = float(np.quantile(last[of == each], rules.coarse, method="inverted_cdf"))
+        target[each] = clock[each] + some
+        if begins[each] < target[each]:
+            target[each] = max(float(begins[each]), clock[each] + rules.coarse * some)
+    return target
 
 
 def meeting(
@@ -151,27 +165,37 @@ def meeting(
 
 def _linked(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """The same, where each flow is under way between `begin` and `end`, [F] each."""
-    flow = np.repeat(np.arange(len(uses)), uses.shape[1])
-    resource = uses.ravel()
-    flow, resource = flow[resource >= 0], resource[resource >= 0]
-    order = np.lexsort((begin[flow], resource))
+    flow, by_end = np.argsort(begin, kind="stable"), np.argsort(end, kind="stable")
+    resource = uses[flow].ravel()
+    flow = np.repeat(flow, uses.shape[1])[resource >= 0]
+    resource = resource[resource >= 0]
+    few = resource.size and resource.max() < 1 << 16  # NumPy sorts them in one pass
+    order = np.argsort(resource.astype(np.uint16) if few else resource, kind="stable")
     flow, resource = flow[order], resource[order]
-    by_end = np.argsort(end[flow], kind="stable")
-    rank = np.empty(flow.size, int)
-    rank[by_end] = np.arange(flow.size)
+    rank = np.empty(by_end.size, int)
+    rank[by_end] = np.arange(by_end.size)
     # The last end on a resource of those that began before: a running maximum that begins anew with each resource.
-    latest = np.maximum.accumulate(resource * flow.size + rank) - resource * flow.size
-    linked = (resource[1:] == resource[:-1]) & (begin[flow[1:]] <= end[flow[by_end[latest[:-1]]]])
+    latest = np.maximum.accumulate(resource * by_end.size + rank[flow]) - resource * by_end.size
+    linked = (resource[1:] == resource[:-1]) & (begin[flow[1:]] <= end[by_end[latest[:-1]]])
     return connected(len(uses), flow[:-1][linked], flow[1:][linked])
 
 
 def connected(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns the number of the connected component of each of `count` vertices, with edges between `a` and `b`."""
+    label = (_join if kernel.library() is None else kernel.join)(count, a, b)
+    there = np.zeros(count, bool)
+    there[label] = True
+    found: np.ndarray = (np.cumsum(there) - 1)[label]
+    return found
+
+
+def _join(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """`kernel.join` where no C compiler is found."""
     label = np.arange(count)
     while True:
         of_a, of_b = label[a], label[b]
         if (of_a == of_b).all():
-            return np.unique(label, return_inverse=True)[1]
+            return label
         low = np.minimum(of_a, of_b)
         np.minimum.at(label, of_a, low)
         np.minimum.at(label, of_b, low)

@@ -172,6 +172,7 @@ class Network:
         self.machine_of = np.array(machine_of)
         self.num_nodes, self._seed = len(machine_of), seed
         self._capacity: list[float] = []
+        self._capacities = np.empty(0)
         self._names: list[str] = []
         self._by_pair: dict[tuple[str, int, int], int] = {}
         self._matrix = None if config.matrix is None else traces.matrix(base_dir / config.matrix)
@@ -224,7 +225,9 @@ class Network:
     @property
     def capacity(self) -> np.ndarray:
         """[R] bytes per second of each connection that some `Ways` know."""
-        return np.array(self._capacity)
+        if self._capacities.size < len(self._capacity):
+            self._capacities = np.array(self._capacity)
+        return self._capacities
 
     @property
     def num_edges(self) -> int:

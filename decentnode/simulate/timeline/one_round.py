@@ -11,7 +11,7 @@ A time may be infinite, which says that it is not known yet; what follows from i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -36,10 +36,13 @@ class Plan:
     """[N] of each node's local steps."""
     present: np.ndarray
     """[N] bool, who takes part."""
+    _there: dict[int, np.ndarray] = field(default_factory=dict)
 
     def there(self, transfers: Transfers) -> np.ndarray:
-        """Returns which transfers take place [F]."""
-        found: np.ndarray = self.present[transfers.source] & self.present[transfers.target]
+        """Returns which transfers of its phases take place [F]."""
+        found = self._there.get(id(transfers))
+        if found is None:
+            found = self._there[id(transfers)] = self.present[transfers.source] & self.present[transfers.target]
         return found
 
 

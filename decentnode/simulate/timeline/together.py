@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -31,13 +32,12 @@ class _Sent:
         """How many payloads pass the edge before."""
         self.begins, self.passed = np.full(count, np.inf), np.full(count, np.inf)
         """[F] when the bytes begin to pass, and when all have; infinite where that is not known."""
-        self.over = np.zeros(count, bool)
-        """[F] whether the edge is free again."""
-
-    @property
-    def least(self) -> np.ndarray:
+        self.to_begin = self.to_end = np.arange(count)
+        """Those that have not begun, and those whose edge is not free again."""
+        self.least = ways.alone * self.factors
         """[F] seconds from the begin to the last byte's end."""
-        return self.ways.alone * self.factors
+        self.alone: np.ndarray = resources.max(axis=1, initial=-1) < 0
+        """[F] whether they share nothing with others."""
 
     def arrived(self, passed: np.ndarray) -> np.ndarray:
         return self.transfers.ends(passed + self.ways.latency, np.ones(passed.size, bool))
@@ -69,10 +69,15 @@ class _Open:
     fresh: bool = False
     """Whether `earliest` takes into account all that is known."""
 
+    @cached_property
+    def is_busy(self) -> bool:
+        """Whether its transfers take of the compute of their ends for as long as they are under way."""
+        return any(each.transfers.are_busy for each in self.sent.values())
+
     @property
     def is_over(self) -> bool:
         ended = self.row is not None and bool(np.isfinite(self.row.end).all())
-        return ended and all(each.over.all() for each in self.sent.values())
+        return ended and not any(each.to_end.size for each in self.sent.values())
 
 
 class Together:
@@ -187,7 +192,7 @@ class Together:
             round.changed = True
         for each in self._open:
             each.fresh = False
-            each.changed |= any(sent.transfers.are_busy for sent in each.sent.values())
+            each.changed |= each.is_busy
 
     def _until(self) -> float:
         """Returns the time before which nothing begins beside what is known."""
@@ -240,21 +245,24 @@ class _Known:
     def exchange(self, phase: int, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         all_, sent = self._all, self._round.sent[phase]
         edges = sent.ways.edges
-        begins = sent.transfers.begins(ready)
-        waiting = np.isfinite(begins) & np.isinf(sent.begins)
-        new = waiting & (all_.passed[edges] == sent.turn)
-        self.held = min(self.held, float(begins.min(initial=np.inf, where=waiting & ~new)))
-        begins = np.maximum(begins, all_.free[edges])
-        sent.begins[new] = begins[new]
-        alone = new & (sent.resources < 0).all(axis=1)
-        sent.passed[alone] = (begins + sent.least)[alone]
-        if (shared := np.flatnonzero(new & ~alone)).size:
-            all_.fluid.add(sent.resources[shared], (sent.transfers.sizes * sent.factors)[shared],
-                           sent.ways.sharing.most[shared], begins[shared],
-                           shared + self._round.keys[phase])  # fmt: skip
+        ready_at = sent.transfers.begins(ready)
+        come = np.isfinite(ready_at[sent.to_begin])
+        waiting = sent.to_begin[come]
+        turn: np.ndarray = all_.passed[edges[waiting]] == sent.turn[waiting]
+        new, held = waiting[turn], waiting[~turn]
+        self.held = min(self.held, float(ready_at[held].min(initial=np.inf)))
+        if new.size:
+            sent.to_begin = np.sort(np.append(sent.to_begin[~come], held))
+            begins = sent.begins[new] = np.maximum(ready_at[new], all_.free[edges[new]])
+            alone = sent.alone[new]
+            sent.passed[new[alone]] = begins[alone] + sent.least[new[alone]]
+            shared, begins = new[~alone], begins[~alone]
+            all_.fluid.add(sent.resources[shared], sent.transfers.sizes[shared] * sent.factors[shared],
+                           sent.ways.sharing.most[shared], begins, shared + self._round.keys[phase])  # fmt: skip
         arrived = sent.arrived(sent.passed)
-        if (over := np.isfinite(arrived) & ~sent.over).any():
-            sent.over |= over
+        there: np.ndarray = np.isfinite(arrived[sent.to_end])
+        if there.any():
+            over, sent.to_end = sent.to_end[there], sent.to_end[~there]
             all_.free[edges[over]] = arrived[over]
             all_.passed[edges[over]] += 1
             for edge in edges[over].tolist():
