@@ -193,3 +193,20 @@ def test_a_run_without_faults_to_which_nodes_come_is_a_world_too(tmp_path: Path)
     assert made.world.processes[4].node.round == 20 and made.world.processes[0].node.reports.keys() >= {0, 4}
     with pytest.raises(UsageError, match="not resumed"):
         StruckRun(Task(Request(""), [0], 0, None, 1, "", True, 2.0, "", resume=["x"]), experiment, print, print)
+
+
+def test_newcomers_that_never_come_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first takes the only place and stays; one waits to the end, one gives up, one comes after the end."""
+    node = {"rounds": 20, "evaluate_every": 0, "missing": "regroup", "newcomers": 1}
+    mapping = {"name": "linear", "machines": 1, "nodes_per_machine": NODES, "base_port": 20000}
+    coming = [{"at_seconds": 0.1}, {"at_seconds": 0.2, "leaves_at_seconds": 900},
+              {"at_seconds": 0.2, "leaves_at_seconds": 0.5}, {"at_seconds": 500, "leaves_at_seconds": 900}]  # fmt: skip
+    made, _ = run(of(node=node, mapping=mapping, simulate={"newcomers": coming}), tmp_path)
+    assert made.world.happened["admitted"] == 1 and 0.5 < (over := made.world.heap.now) < 100
+    told = [each.getMessage() for each in caplog.records if "never came" in each.getMessage()]
+    assert told == [
+        f"simulate.newcomers[{index}] never came: {why} (node.newcomers: 1; the run took {over:.4g} virtual seconds)"
+        for index, why in ((1, "nobody had admitted it when the run was over"),
+                           (2, "nobody had admitted it when it was to leave, at 0.5 virtual seconds"),
+                           (3, "it would have asked at 500 virtual seconds, when the run was over"))
+    ]  # fmt: skip

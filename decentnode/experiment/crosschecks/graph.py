@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from decentnode.config.problems import Problem, raised
@@ -82,13 +83,33 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
 
 def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
     """simulate.newcomers: come to a run that admits them, and have samples of nodes that there are."""
-    coming, mapping = experiment.simulate.newcomers, mapping_of(experiment)
-    if coming and not experiment.node.newcomers:
+    coming, mapping, most = experiment.simulate.newcomers, mapping_of(experiment), experiment.node.newcomers
+    if coming and not most:
         yield Problem(("simulate", "newcomers"), ": the run admits nobody; set node.newcomers", other=("node",))
+    elif (staying := sum(each.leaves_at_seconds is None for each in coming)) > most:
+        # A fault that ends one of them lets another one in.
+        yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits {most}, so "
+                      f"that {staying - most} would never come; leaves_at_seconds makes room",
+                      doubt=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
+    elif (waiting := _without_seat(experiment)) is not None:
+        yield Problem(("simulate", "newcomers", waiting), f": the run admits {most}, who are there at that time: it "
+                      "waits until one of them has left", doubt=True, other=("node", "newcomers"))  # fmt: skip
     for index, each in enumerate(coming):
         if each.samples_of is not None and mapping is not None and each.samples_of >= mapping.num_nodes:
             yield Problem(("simulate", "newcomers", index, "samples_of"), "must be a node of the mapping, below "
                           f"{mapping.num_nodes}, got {each.samples_of}", other=("mapping",))  # fmt: skip
+
+
+def _without_seat(experiment: Experiment) -> int | None:
+    """The first of simulate.newcomers who asks while as many others are there as the run admits."""
+    coming = experiment.simulate.newcomers
+    for index, each in enumerate(coming):
+        there = [other for place, other in enumerate(coming)
+                 if (other.at_seconds, place) < (each.at_seconds, index)
+                 and (other.leaves_at_seconds or math.inf) > each.at_seconds]  # fmt: skip
+        if len(there) >= experiment.node.newcomers:
+            return index
+    return None
 
 
 def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:

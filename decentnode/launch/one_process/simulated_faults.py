@@ -1,6 +1,6 @@
-"""A simulated run that faults strike, or to which nodes come: its nodes are whole processes of a world on virtual time
-(simulate/world/), with the files and messages of a run on machines. What they recorded is checked, and replayed, as
-that of such a run is."""
+"""A simulated run that faults strike, or to which newcomers come: its nodes are whole processes of a world on virtual
+time (simulate/world/), with the files and messages of a run on machines. What they recorded is checked, and replayed,
+as that of such a run is."""
 
 from __future__ import annotations
 
@@ -104,13 +104,13 @@ class StruckWorld(World):
 
 
 class StruckRun:
-    """All nodes of a task, until the last one ends."""
+    """All nodes of a task that faults strike, and newcomers to it, until the last one ends."""
 
     def __init__(
         self, task: Task, experiment: Experiment, send: Callable[[ChildMessage], None], tick: Callable[[], None]
     ) -> None:
-        """tick: called after everything that happens to a node. Raises UsageError where the faults cannot be simulated.
-        """
+        """tick: called after everything that happens to a node. Raises UsageError where the faults or newcomers
+        cannot be simulated."""
         if why := refused(experiment, task.resume is not None):
             raise UsageError(why)
         self._task, self._experiment, self._send, self._tick = task, experiment, send, tick
@@ -183,7 +183,7 @@ class StruckRun:
 
     def order(self, action: Action) -> None:
         """As `Stoppable.order`: says that nothing comes of it. Virtual time does not wait for somebody at a console."""
-        logger.warning("%s: a simulated run with faults takes no orders but to stop", action)
+        logger.warning("%s: a simulated run with faults or newcomers takes no orders but to stop", action)
 
     def _began(self, process: Process) -> None:
         """A process begins, in place of the one of its node that died."""
@@ -216,6 +216,7 @@ class StruckRun:
         try:
             over = self.world.run(LONGEST_SECONDS)
             assert over, "a simulated run comes to no end"
+            self._tell_absent()
             ends = [self.world.processes[uid] for uid in self._task.uids]
             well = [each for each in ends if not each.dead and each.error is None]
             if not well or self._experiment.node.missing != "regroup":
@@ -234,6 +235,21 @@ class StruckRun:
                 records.close()
             for reporter in self._reporters.values():
                 reporter.close()
+
+    def _tell_absent(self) -> None:
+        """Says which newcomers never came, and why."""
+        now, most = f"{self.world.heap.now:.4g}", self._experiment.node.newcomers
+        for index, (at, each) in enumerate(self._coming.items()):
+            if at in self._came:
+                continue
+            if each.at_seconds > self.world.heap.now:
+                why = f"it would have asked at {each.at_seconds:g} virtual seconds, when the run was over"
+            elif at in self.world.given_up:
+                why = f"nobody had admitted it when it was to leave, at {each.leaves_at_seconds:g} virtual seconds"
+            else:
+                why = "nobody had admitted it when the run was over"
+            numbers = f"node.newcomers: {most}; the run took {now} virtual seconds"
+            logger.warning("simulate.newcomers[%d] never came: %s (%s)", index, why, numbers)
 
     def _raise_first(self, ends: Sequence[Process]) -> None:
         """Raises what the first node raised that did not merely lose another one."""
@@ -284,9 +300,11 @@ def run_struck(
     task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
     ready: Callable[[Sequence[Stoppable]], None], tick: Callable[[], None],
 ) -> int:
-    """Run all nodes of a simulated task with faults, as `in_process.run_nodes` does without. Returns the exit code."""
+    """Run all nodes of a simulated task with faults or newcomers, as `in_process.run_nodes` does without. Returns the
+    exit code."""
     run = StruckRun(task, experiment, send, tick)
-    what = "faults strike whole nodes" if experiment.faults else "nodes come to whole nodes"
-    send(Engine("world", f"{what} on virtual time"))
+    why = {"faults strike": experiment.faults, "newcomers join": experiment.simulate.newcomers}
+    what = " and ".join(each for each, there in why.items() if there)
+    send(Engine("world", f"{what} whole nodes on virtual time"))
     ready([run])
     return run.run()
