@@ -224,7 +224,7 @@ def _elsewhere(word: str, rest: str) -> list[str]:
     the keys that have it, in groups and in components."""
     components = [f"{kind}.{word}" for kind, table in TABLES.items() if word in table]
     if components or rest:
-        return [path + rest if _is_found(path + rest) else path for path in components]
+        return [path + rest if rest and _is_found(path + rest) else path for path in components]
     owners = [describe(kind, name) for kind in (*GROUPS, *TABLES) for name in names(kind)]
     return [f"{owner.path}.{word}" for owner in owners if any(key.name == word for key in owner.keys)]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor, dtype
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
 
 SCALAR_BYTES = 8
 """The bytes that a scalar of a payload counts as."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -124,9 +123,11 @@ def _show_versions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 def _version(distribution: str) -> str:
     """Returns the text of --version. Versions come from the installed metadata: importing torch takes a second."""
+    from importlib import metadata  # takes longer than the rest of a command's help
+
     try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
         return "not installed"
 
 

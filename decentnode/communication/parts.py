@@ -6,16 +6,19 @@ import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import torch
 from pydantic import Field, model_validator
 
-from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import Config
 from decentnode.faults import Corrupt, Plan, StruckModels
 from decentnode.payload import Payload, TensorSpec
 from decentnode.wire.generation import Limits
+
+if TYPE_CHECKING:
+    import torch
+
+    from decentnode.communication.shared_process import SharedProcess
 
 SILENCE_SECONDS = 2.0
 """Where nobody waits for a node, it is asked whether it lives after a silence of so long, which costs four pings a

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from decentnode.config.component import Config, load_class, section
 from decentnode.config.run_files import DERIVED
@@ -18,9 +18,10 @@ from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment.tree import Experiment
 from decentnode.mapping import MAPPINGS
 from decentnode.sharing import SHARINGS
-from decentnode.sharing.base import Sharing
-from decentnode.sharing.step_size import largest_step
 from decentnode.tasks import TASKS
+
+if TYPE_CHECKING:
+    from decentnode.sharing.base import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,8 @@ def _sharing(experiment: Experiment) -> Config | None:
 
 def least_step(rule: type[Sharing], config: Any, experiment: Experiment) -> float | None:
     """The largest step with which a rule contracts on the graphs of all fragments. Raises GraphError."""
+    from decentnode.sharing.step_size import largest_step  # with torch, which commands that explain keys do without
+
     graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}
     found = [largest_step(rule, config, graph) for graph in graphs.values()]
     known = [step for step in found if step is not None]

@@ -29,7 +29,6 @@ from decentnode.config.yaml_source import (
 )
 from decentnode.errors import ConfigError
 from decentnode.experiment import derived
-from decentnode.experiment.crosschecks import CHECKS
 from decentnode.experiment.tree import DEFAULT_NAMES, IMPLIED_NAMES, Experiment, paths_of
 
 logger = logging.getLogger(__name__)
@@ -78,6 +77,8 @@ def load(
     experiment._files = tuple(files)
     experiment, experiment._derived = derived.derive(experiment)
     if check:
+        from decentnode.experiment.crosschecks import CHECKS  # with torch, which commands that explain keys do without
+
         derived.tell_changes(experiment, seen)
         found = [problem for one in CHECKS for problem in one(experiment)]
         if problems := [each.render(tree, source) for each in found if not each.doubt]:

@@ -14,7 +14,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from decentnode import clock
+from decentnode.config.run_files import CODE
 from decentnode.errors import DecentnodeError, EnvironmentFault, UsageError
 from decentnode.metrics.events import EVENTS
 from decentnode.metrics.figures import VIRTUAL_AXES
@@ -33,6 +36,8 @@ from decentnode.words import size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from decentnode.graph.base import Graph
 
 MOST_PAIRS, MOST_EVENTS, MOST_GRAPH_NODES, MOST_WAITING_NODES = 12, 60, 400, 256
 """Rows of the table of waits, and of events in the order of time; nodes of a drawn graph, and of the picture of
@@ -208,9 +213,19 @@ def _curves(drawn: Sequence[Line]) -> list[Picture]:
     return found
 
 
+def _recorded_graph(path: Path) -> Graph:
+    """The graph of a run, from that section alone: what others name imports torch. Raises what reading it raises."""
+    from decentnode.config.component import look_beside, section
+    from decentnode.graph import GRAPHS, build
+
+    resolved = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
+    if ":" in resolved["graph"]["name"] and (path / CODE).is_dir():
+        look_beside(path / CODE, first=True)
+    return build(section(GRAPHS, "graph").validate(resolved["graph"]), None, resolved["seed"], path)
+
+
 def _graphs(drawn: Sequence[Line]) -> list[Picture]:
     """The graph of every experiment, those that are the same once."""
-    from decentnode.experiment import load
     from decentnode.graph.topology import Topology
     from decentnode.report.pictures.graph import figure_of
 
@@ -221,12 +236,12 @@ def _graphs(drawn: Sequence[Line]) -> list[Picture]:
             edges = (path / "graph.edges").read_bytes() if (path / "graph.edges").is_file() else str(path).encode()
             if edges in found:
                 continue
-            graph = load(str(path / "config.resolved.yaml"), check=False).make_graph()
+            graph = _recorded_graph(path)
             if not isinstance(graph, Topology) or graph.num_nodes > MOST_GRAPH_NODES:
                 continue
             title = f"graph of {line.label}"
             found[edges] = _picture(figure_of(graph), title, f"{title}: {graph.num_nodes} nodes")
-        except (OSError, DecentnodeError):  # a run of another version, or of a graph file that is gone
+        except (OSError, ValueError, LookupError, DecentnodeError):  # of another version, or its graph file is gone
             continue
     return [*found.values()]
 

@@ -11,14 +11,16 @@ import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
-from torch import nn
 
 from decentnode.config.component import Component, Config, Settings, load_class, nearest, section
 from decentnode.graph import GRAPHS
 from decentnode.sharing import FRAGMENTS
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MAX_FRAGMENTS = 64
 """A round's exchanges, of every fragment in every phase of the rule, are told apart by one byte."""

@@ -97,17 +97,6 @@ def test_generate_graph_is_seeded_and_explains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_here_imports_torch() -> None:
-    code = (
-        "import sys; from decentnode.cli import main; main(['graph', 'info', 'ring', '-n', '4'], standalone_mode=False)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code + "; assert 'torch' not in sys.modules"], timeout=200, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "panels"), [(("regular", "-d", 4), 1), (("torus",), 1), (("random_matching",), 8)])
 def test_numbers_of_64_nodes_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: tuple[object, ...], panels: int

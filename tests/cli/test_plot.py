@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -49,11 +47,3 @@ def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plot", str(tmp_path / "none")])
     assert result.exit_code == 2
     assert "no run in" in result.output
-
-
-@pytest.mark.slow
-def test_plot_does_not_import_torch(tmp_path: Path) -> None:
-    run = fake_run(tmp_path / "run")
-    code = "import sys; from decentnode.cli import main; main(sys.argv[1:], standalone_mode=False)\n"
-    code += "assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, "plot", str(run), "--metric", "loss"], check=True, timeout=200)

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.report.page import _conclusion, render, waited, write
+from decentnode.report.page import _conclusion, _recorded_graph, render, waited, write
 from decentnode.report.reading.repeats import Ran
 from decentnode.report.reading.runs import load
 from tests.report.test_progress import summary
@@ -150,6 +150,14 @@ def test_the_graph_of_a_real_run_is_drawn(tmp_path: Path) -> None:
     (made,) = (tmp_path / "quickstart").glob("*-*")
     found = checked(render([made])[0])
     assert "graph" in found.ids and "payloads: models" in found.text and "done in" in found.text
+
+
+def test_a_graph_of_the_users_own_is_read_from_the_runs_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run = fake_run(tmp_path / "run", graph={"name": "graph_of_this_test:Mine", "nodes": 3})
+    (run / "code").mkdir()
+    (run / "code" / "graph_of_this_test.py").write_text("from decentnode.graph.families import Ring as Mine\n")
+    assert _recorded_graph(run).neighbors(0, 0) == (1, 2)
 
 
 def test_of_a_run_that_failed_the_first_sentence_says_why(tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+"""Commands that do not train answer at once: torch takes seconds to import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_status import status
+from tests.commands import ROOT
+from tests.report.test_runs import fake_run
+
+CODE = """
+import json, sys
+import decentnode.launch.supervisor
+from click.testing import CliRunner
+from decentnode.cli import main
+
+for words in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == (2 if words[-1] == "topk" else 0), (words, done.output, done.exception)
+    assert "torch" not in sys.modules, words
+"""
+DESCRIBED = ("graph", "weights", "mapping", "data", "partition", "task", "parameters", "fragments", "node", "faults",
+             "sampler", "simulate", "run", "tracker")  # fmt: skip
+"""Kinds whose components need no torch; `list` imports the classes of a kind."""
+
+
+def invoked(commands: list[list[str]]) -> None:
+    subprocess.run([sys.executable, "-c", CODE, json.dumps(commands)], check=True, timeout=200)
+
+
+def test_what_describes_and_what_reads_runs_does_not_import_torch(tmp_path: Path) -> None:
+    run = str(made := fake_run(tmp_path / "run"))
+    (made / "nodes" / "000" / "status.json").write_text(json.dumps(status(0)))
+    invoked([
+        *([each, "--help"] for each in ("run", "launch", "node", "simulate")), ["list"],
+        *(["list", kind] for kind in DESCRIBED),
+        ["explain", "graph.regular.degree"], ["explain", "node.rounds"], ["explain", "topk"],
+        ["new", str(tmp_path / "mine")], ["status", run], ["compare", run],
+        ["graph", "info", str(ROOT / "graphs" / "ring_8.edges")],
+    ])  # fmt: skip
+
+
+@pytest.mark.slow
+def test_nor_does_what_draws(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "run", graph={"name": "ring", "nodes": 4}, model={"name": "mlp"})
+    invoked([["plot", str(run), "--metric", "loss"], ["report", str(run)]])
+    assert "graph of" in (run / "report.html").read_text()
