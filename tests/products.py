@@ -45,7 +45,10 @@ def sample(cases: Sequence[set[Hashable]]) -> set[int]:
     missing, occur = set[Hashable]().union(*cases), collections.Counter[Hashable]()
     kept = set[int]()
     while missing or not kept:
-        best = max(range(len(cases)), key=lambda k: (len(cases[k] & missing), -sum(occur[each] for each in cases[k])))
+        adds = [len(case & missing) for case in cases]
+        most = max(adds)
+        adding = [k for k, add in enumerate(adds) if add == most]
+        best = min(adding, key=lambda k: sum(occur[each] for each in cases[k]))
         kept.add(best)
         missing -= cases[best]
         occur.update(cases[best])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
@@ -57,6 +58,29 @@ def test_a_set_up_that_fails_shows_what_pip_said_and_is_tried_again(tmp_path: Pa
     assert done.returncode == 3 and done.stdout == ""
     assert "Obtaining file:///somewhere" in done.stderr and "venv/pip.log" in done.stderr
     assert not (tmp_path / "venv" / ".stamp").exists()
+
+
+@pytest.mark.parametrize(("types", "tests", "code"), [(0, 0, 0), (1, 0, 1), (0, 2, 2), (1, 2, 1)])
+def test_what_the_type_checks_find_beside_the_tests_is_said_last(
+    types: int, tests: int, code: int, tmp_path: Path
+) -> None:
+    """tests/run.sh with a Python that only pretends; with an argument it leaves the list of failed tests alone."""
+    made = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + (ROOT / "constraints.txt").read_bytes()).hexdigest()
+    (tmp_path / ".stamp").write_text(f"{made[:16]}\n")
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"""#!/usr/bin/env bash
+case $2 in
+  mypy) echo found; exit {types} ;;
+  pytest) echo tested; exit {tests} ;;
+esac
+""")
+    python.chmod(0o755)
+    environ = {**os.environ, "DECENTNODE_VENV": str(tmp_path)}
+    done = subprocess.run(["bash", str(ROOT / "tests" / "run.sh"), "-k", "x"], env=environ, capture_output=True,
+                          text=True, timeout=200)  # fmt: skip
+    assert done.stdout.split() == ["tested", *(["found"] if types else [])] and done.returncode == code
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("name", ["run.sh", "_env.sh"])

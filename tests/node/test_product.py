@@ -27,12 +27,12 @@ from decentnode.communication.parts import Schema
 from decentnode.compression import CODECS, LOSSLESS
 from decentnode.config.component import Config, load_class
 from decentnode.errors import ConfigError
-from decentnode.experiment import Experiment, derived, load
+from decentnode.experiment import Experiment, load
 from decentnode.models.base import Model, outputs_of
 from decentnode.node.schedules import background
 from decentnode.payload import Payload
 from decentnode.samples import DataSpec
-from decentnode.sharing import AMONG_EQUALS
+from decentnode.sharing import AMONG_EQUALS, step_size
 from tests.conftest import scale
 from tests.sharing.contract import KEEPS_NO_MEAN
 
@@ -279,7 +279,7 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """They are mixed in the background, too. A second thread of torch would cost more than it takes over."""
     monkeypatch.setattr(background, "LEAST_ELEMENTS", 1)
     # the search of a step has tests of its own, and takes seconds per codec
-    monkeypatch.setattr(derived, "largest_step", lambda *_: 0.5)
+    monkeypatch.setattr(step_size, "largest_step", lambda *_: 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
