@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from decentnode.launch.children.messages import ChildMessage, Finished, NodesAbsent, PeerFailure, Progress
-from decentnode.launch.children.pipe import KEPT_MESSAGES, KEPT_PER_NODE, Pipe
+from decentnode.launch.children.pipe import KEPT_MESSAGES, KEPT_PER_NODE, PROGRESS_SHARE, Pipe
 
 
 @pytest.fixture
@@ -47,9 +47,27 @@ def test_progress_is_dropped_and_everything_else_waits_for_the_reader(ends: tupl
     assert found[sent:] == kept
 
 
+@pytest.mark.parametrize("nodes", [1, 200, 1000])
+def test_an_evaluation_of_all_nodes_of_a_process_is_told_whole(ends: tuple[Pipe, Pipe], nodes: int) -> None:
+    """None of its records is lost where the reader looks only when the last was sent."""
+    writer, reader = ends
+    writer.keep_for(nodes)
+    record = {"text": "x" * 600}
+    said = [Progress(uid, {"kind": kind, **record}) for kind in ("round", "evaluation") for uid in range(nodes)]
+    for message in said:
+        writer.send(message)
+    assert not writer.dropped
+    found: list[ChildMessage] = []
+    thread = threading.Thread(target=lambda: found.extend(reader.receive() for _ in said))
+    thread.start()
+    assert writer.flush(None)
+    thread.join(200)
+    assert found == said
+
+
 def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pipe]) -> None:
     writer, reader = ends
-    sent = fill(writer)
+    sent = fill(writer) - KEPT_MESSAGES // PROGRESS_SHARE
     for number in range(KEPT_MESSAGES + 10):
         writer.send(PeerFailure(number, ""))
     found: list[ChildMessage] = []
@@ -63,7 +81,7 @@ def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pip
 def test_starts_and_ends_of_thousands_of_nodes_in_one_process_are_kept(ends: tuple[Pipe, Pipe]) -> None:
     writer, reader = ends
     writer.keep_for(2000)
-    sent = fill(writer)
+    sent = fill(writer) - KEPT_PER_NODE * 2000 // PROGRESS_SHARE
     for number in range(KEPT_PER_NODE * 2000):
         writer.send(PeerFailure(number, ""))
     found: list[ChildMessage] = []

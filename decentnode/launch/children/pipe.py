@@ -18,8 +18,12 @@ from decentnode.launch.children.messages import KINDS, ChildMessage, NodesAbsent
 KEPT_MESSAGES = 1024
 """Most messages that wait for a reader; beyond it the oldest are dropped. The kept kinds are sent once per node,
 generation or run: its start, its end, a failure, a stop."""
-KEPT_PER_NODE = 4
-"""The same where one process has more nodes than these are for, per node: its start, its end and two more."""
+KEPT_PER_NODE = 6
+"""The same where one process has more nodes than these are for, per node: its start, its end, two more, and the two of
+PROGRESS_SHARE."""
+PROGRESS_SHARE = 3
+"""Progress waits in one part of so many, and is dropped beyond it. All nodes of a process tell of an evaluation at
+once, each of its round and of its figures: with one of these records lost, nothing could be said of it."""
 
 
 class Pipe:
@@ -28,8 +32,9 @@ class Pipe:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.dropped = 0
-        """Messages that were not sent because earlier ones still waited for the reader."""
-        self._waiting: deque[bytes] = deque(maxlen=KEPT_MESSAGES)
+        """Messages that were not sent because too many still waited for the reader."""
+        self._room = KEPT_MESSAGES
+        self._waiting: deque[bytes] = deque(maxlen=self._room)
         self._lock = threading.Lock()
         self._writable = select.poll()
         self._writable.register(connection.fileno(), select.POLLOUT)
@@ -37,7 +42,8 @@ class Pipe:
     def keep_for(self, nodes: int) -> None:
         """Let more messages wait, where the process has so many nodes: none of their starts and ends may be lost."""
         with self._lock:
-            self._waiting = deque(self._waiting, maxlen=max(KEPT_MESSAGES, KEPT_PER_NODE * nodes))
+            self._room = max(KEPT_MESSAGES, KEPT_PER_NODE * nodes)
+            self._waiting = deque(self._waiting, maxlen=self._room)
 
     @property
     def waiting(self) -> bool:
@@ -45,8 +51,7 @@ class Pipe:
         return bool(self._waiting)
 
     def send(self, message: ChildMessage) -> None:
-        """Send without waiting. While the reader does not keep up, progress is dropped and other messages are kept, in
-        order.
+        """Send without waiting. While the reader is far behind, progress is dropped; other messages are kept, in order.
 
         Raises OSError when the other end is gone. A message of more than some 100 kB may wait for its own rest.
         """
@@ -54,7 +59,7 @@ class Pipe:
             self._send_waiting()
             if not self._waiting and self._writable.poll(0):
                 self.connection.send_bytes(_encode(message))
-            elif may_be_dropped(message):
+            elif may_be_dropped(message) and len(self._waiting) >= self._room // PROGRESS_SHARE:
                 self.dropped += 1
             else:
                 self._waiting.append(_encode(message))
