@@ -138,7 +138,7 @@ def _write(path: Path, config: str, overrides: list[str], name: str) -> None:
     from decentnode.experiment import load
     from decentnode.system import write_atomic
 
-    experiment = load(config, overrides)
+    experiment = load(config, overrides, connected=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     places = {key: str(place) for key, place in experiment.paths().items()}
     write_atomic(path, f"# {name}, chosen by decentnode plan\n{experiment.written_yaml(places)}")

@@ -49,7 +49,8 @@ def command(
     from decentnode.simulate.virtual import recorded_step_seconds, time_line_of
 
     run = None if Path(target).is_file() else resolve(target)
-    experiment = load(target if run is None else run / "config.resolved.yaml", overrides, check=run is None)
+    file = target if run is None else run / "config.resolved.yaml"
+    experiment = load(file, overrides, check=run is None, connected=False)
     seconds = None
     if run is not None:
         done, seconds = recorded_step_seconds(experiment, run)

@@ -45,14 +45,15 @@ KEYWORD = "keyword"
 
 def load(
     path: str | Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ,
-    check: bool = True, layers: Sequence[Mapping[str, Any]] = (),
+    check: bool = True, layers: Sequence[Mapping[str, Any]] = (), connected: bool = True,
 ) -> Experiment:
     """Read and check an experiment file.
 
     Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, `layers`, "a.b=value" of
     `overrides`. check: also make the graph and the mapping and open the data, to find what only shows together. layers:
     sections as plain data, laid over the rest one after the other, as a file over what it extends; paths in them are
-    relative to the current directory. Without a `path` they are the whole experiment. Raises ConfigError with all
+    relative to the current directory. Without a `path` they are the whole experiment. connected: whether its machines
+    are to connect; what is simulated, planned or timed needs none of their addresses. Raises ConfigError with all
     problems.
     """
     source = NO_FILE if path is None else os.fspath(path)
@@ -77,10 +78,13 @@ def load(
     experiment._files = tuple(files)
     experiment, experiment._derived = derived.derive(experiment)
     if check:
-        from decentnode.experiment.crosschecks import CHECKS  # with torch, which commands that explain keys do without
+        # with torch, which commands that explain keys do without
+        from decentnode.experiment.crosschecks import CHECKS
+        from decentnode.experiment.crosschecks.graph import machines_have_addresses
 
         derived.tell_changes(experiment, seen)
-        found = [problem for one in CHECKS for problem in one(experiment)]
+        checks = [one for one in CHECKS if connected or one is not machines_have_addresses]
+        found = [problem for one in checks for problem in one(experiment)]
         if problems := [each.render(tree, source) for each in found if not each.doubt]:
             raise ConfigError(problems, source)
         experiment._doubts = tuple(each.line(tree, source) for each in found)

@@ -74,7 +74,8 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
         records = Records(found, request.shown, command)
         observer.facts(found, records.directory)
         here = found.local[:1] if request.simulate else found.local
-        observer.header([*resumed(experiment, request), *header(experiment, here), *other_code(experiment)])
+        observer.header([*resumed(experiment, request), *header(experiment, here, not request.simulate),
+                         *other_code(experiment)])
         run = _Run(found, records, observer, signals, started)
         beside = Path(request.config or "x").absolute().parent
         run.trackers = Trackers(found.trackers, records.directory, found.machine, beside, observer.notice)

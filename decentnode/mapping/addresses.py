@@ -17,11 +17,10 @@ Addresses = Path | list[str] | dict[int, str]
 
 
 def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[str]:
-    """Returns one host per machine. Raises MappingError that names the machine without an address."""
+    """Returns one host per machine; where no addresses are given, as to a simulation, names that stand for several
+    machines. Raises MappingError that names the machine without an address."""
     if addresses is None:
-        if machines > 1:
-            raise MappingError(f"addresses must name the hosts of the {machines} machines, got none")
-        return ["127.0.0.1"]
+        return ["127.0.0.1"] if machines == 1 else [f"machine-{number}" for number in range(machines)]
     where = ""
     given: object = addresses
     if isinstance(addresses, Path):

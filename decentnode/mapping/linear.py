@@ -22,7 +22,7 @@ class LinearConfig(MappingConfig):
     """Number of nodes on every machine. Default: the nodes of the graph, divided by the machines."""
     addresses: Addresses | None = None
     """Host of each machine, a name or an IPv4 or IPv6 address: a list, {machine: host}, or the path of a YAML or JSON
-    file with either; needed for several machines."""
+    file with either; needed for several machines, but not by simulations."""
     base_port: int | None = Field(None, ge=1, le=65535)
     """First TCP port on every machine: the machine's r-th node (from 0) takes base_port + 2 r and the port after it.
     Default: across machines 20000; on one machine Unix sockets or free ports."""
@@ -43,7 +43,7 @@ class Linear(Table):
     Config: ClassVar[type[component.Config]] = LinearConfig
 
     def __init__(self, config: LinearConfig, *, base_dir: Path = Path()) -> None:
-        """Raises MappingError for missing addresses, colliding ports, and where nobody said or found how many nodes a
+        """Raises MappingError for too few addresses, colliding ports, and where nobody said or found how many nodes a
         machine has."""
         if config.nodes_per_machine is None:
             raise MappingError(f"mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of "

@@ -68,13 +68,14 @@ def request_of(base: Request, point: Point, more: Sequence[str] = ()) -> Request
 
 def load_base(base: Request) -> Experiment:
     """Returns the experiment that all points differ from. Raises ConfigError."""
-    return load(base.config or None, base.overrides, base.environ, layers=base.layers)
+    return load(base.config or None, base.overrides, base.environ, layers=base.layers, connected=False)
 
 
 def prepare(base: Request, point: Point, by: str, more: Sequence[str] = ()) -> Prepared:
     """Load and check the experiment of a point. Raises UsageError with all its problems."""
     request = request_of(base, point, more)
-    experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers)
+    experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers,
+                      connected=by == "processes")  # fmt: skip
     experiment.make_mapping()
     return Prepared(point, request, digest_of(experiment, by), experiment.name, experiment.node.rounds)
 

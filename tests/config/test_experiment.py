@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
+from decentnode.launch.children.messages import Request
+from decentnode.launch.loading import load_request
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 from tests.config.experiments import BASE, said
@@ -179,6 +182,16 @@ def test_graph_and_mapping_must_agree(write):
         "    graph: {name: ring, nodes: 4}\n"
         "                               ^ see mapping at line 6"
     )
+
+
+def test_only_machines_that_connect_need_addresses(write):
+    path = write(BASE + "mapping: {machines: 4}\n")
+    assert said(path).startswith("a.yaml:6:1: mapping.addresses must name the hosts of the 4 machines, got none")
+    assert load(path, environ={}, connected=False).make_mapping().nodes_by_machine() == [(0,), (1,), (2,), (3,)]
+    for simulate in (True, False):
+        request = Request(str(path), environ={}, simulate=simulate)
+        with contextlib.nullcontext() if simulate else pytest.raises(ConfigError, match="must name the hosts"):
+            load_request(request)
 
 
 def test_a_graph_file_is_relative_to_the_file_that_names_it(write):

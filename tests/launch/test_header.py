@@ -52,3 +52,10 @@ def test_the_devices_of_this_machine_are_told(monkeypatch: pytest.MonkeyPatch) -
         "graph={name: ring, nodes: 5}", "node.rounds=1", f"mapping={{name: table, machines: {machines}}}"])
     told = [header(experiment, local)[0][1] for local in ([1, 2, 3, 4], [1, 3], [4])]
     assert ["2 GPUs Zeta and CPU, " in told[0], "GPU Zeta, " in told[1], " CPU, " in told[2]] == [True] * 3
+
+
+def test_nobody_is_warned_of_ports_that_a_simulation_does_not_open() -> None:
+    experiment = load(QUICKSTART, ["graph={name: ring, nodes: 4}", "mapping={machines: 2, nodes_per_machine: 2, "
+                                   "addresses: [10.0.0.1, 10.0.0.2]}"])  # fmt: skip
+    warned = ["without security" in str(header(experiment, [0], connected)) for connected in (True, False)]
+    assert warned == [True, False]

@@ -76,7 +76,6 @@ def test_addresses_in_every_form(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"machines": 2}, "addresses must name"),
         ({"machines": 2, "addresses": ["a"]}, "machine 1 of 2 has no address"),
         ({"machines": 2, "addresses": "none.json"}, "No such file"),
         ({"machines": 2, "addresses": "bad.json"}, "neither YAML nor JSON|must be a list"),

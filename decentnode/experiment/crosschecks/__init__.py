@@ -34,6 +34,7 @@ from decentnode.experiment.crosschecks.federated import (
 from decentnode.experiment.crosschecks.graph import (
     fragment_graphs_can_be_made,
     graph_can_be_made,
+    machines_have_addresses,
     mapping_can_be_made,
     mapping_holds_the_graph,
     newcomers_can_be_admitted,
@@ -70,6 +71,7 @@ CHECKS: tuple[Check, ...] = (
     graph_can_be_made,
     fragment_graphs_can_be_made,
     mapping_can_be_made,
+    machines_have_addresses,
     mapping_holds_the_graph,
     data_can_be_opened,
     every_node_gets_data,

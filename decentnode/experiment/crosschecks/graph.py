@@ -12,6 +12,7 @@ from decentnode.experiment.crosschecks.parts import fragment_path, graph_of, map
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.growing import check_growth
+from decentnode.mapping.linear import LinearConfig
 
 
 def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
@@ -117,6 +118,13 @@ def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:
         experiment.make_mapping()
     except UsageError as error:
         yield raised("mapping", error, type(experiment.mapping).model_fields)
+
+
+def machines_have_addresses(experiment: Experiment) -> Iterator[Problem]:
+    """Of several machines; left out where nothing connects (`load`)."""
+    config = experiment.mapping
+    if isinstance(config, LinearConfig) and config.machines > 1 and config.addresses is None:
+        yield Problem(("mapping", "addresses"), f"must name the hosts of the {config.machines} machines, got none")
 
 
 def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:

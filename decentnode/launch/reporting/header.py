@@ -35,9 +35,10 @@ LOOKED_AT = 64
 """How many exchanges are searched for the first one in which node 0 has neighbors."""
 
 
-def header(experiment: Experiment, local: Sequence[int]) -> list[list[str]]:
+def header(experiment: Experiment, local: Sequence[int], connected: bool = True) -> list[list[str]]:
     """Returns (label, text) lines that describe the experiment. Makes one model, without values, and divides the
-    data, as every node does. local: the nodes of this machine."""
+    data, as every node does. local: the nodes of this machine. connected: whether they connect, as those of a
+    simulation do not."""
     graph = experiment.make_graph()
     data = experiment.open_data()
     module = module_without_values(experiment, data.spec)
@@ -55,8 +56,8 @@ def header(experiment: Experiment, local: Sequence[int]) -> list[list[str]]:
         *_parameters(experiment, module),
         ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
         *(["warning", doubt] for doubt in experiment.doubts),
-        *([["warning", short]] if (short := short_timeout(experiment)) else []),
-        *([["warning", exposed]] if (exposed := exposure(experiment)) else []),
+        *([["warning", short]] if connected and (short := short_timeout(experiment)) else []),
+        *([["warning", exposed]] if connected and (exposed := exposure(experiment)) else []),
     ]  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class Plan:
             raise UsageError(f"the seconds of a step must be more than 0 and finite, got {step_seconds:g}")
         self._config, self._overrides = config, list(overrides)
         self._links, self._step_seconds, self._target = links, step_seconds, target
-        self.experiment = load(config, overrides)
+        self.experiment = load(config, overrides, connected=False)
         self._module: torch.nn.Module = module_without_values(self.experiment, self.experiment.open_data().spec)
         self._seconds: dict[int, float | None] = {}
 
