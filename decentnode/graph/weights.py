@@ -167,14 +167,15 @@ def read_matrix(path: Path, num_nodes: int) -> np.ndarray:
 
 
 def check(matrix: np.ndarray, doubly: bool = True, where: str = "") -> None:
-    """Raises GraphError naming the node whose row (or column) of W is negative or does not sum to one."""
-    if not np.isfinite(matrix).all() or (matrix < -TOLERANCE).any():
-        uid = int(np.argwhere(~np.isfinite(matrix) | (matrix < -TOLERANCE))[0][0])
-        raise GraphError(f"{where}weights must not be negative: row {uid} (what node {uid} listens to) has one that is")
+    """Raises GraphError naming the node whose row (or column) of W is no row of weights or does not sum to one."""
+    for wrong, rule in ((~np.isfinite(matrix), "be finite"), (matrix < -TOLERANCE, "not be negative")):
+        for uid, other in np.argwhere(wrong)[:1].tolist():
+            raise GraphError(f"{where}weights must {rule}: row {uid} (what node {uid} listens to) has "
+                             f"{matrix[uid, other]:g} for node {other}")  # fmt: skip
     for axis, what in ((1, "row"), (0, "column")) if doubly else ((1, "row"),):
         sums = matrix.sum(axis=axis)
         wrong = np.flatnonzero(np.abs(sums - 1) > TOLERANCE * 100)
         if len(wrong):
             raise GraphError(
-                f"{where}{what} {wrong[0]} of the weights (node {wrong[0]}) must sum to 1, got {sums[wrong[0]]:.6g}"
+                f"{where}{what} {wrong[0]} of the weights (node {wrong[0]}) must sum to 1, got {sums[wrong[0]]:.10g}"
             )

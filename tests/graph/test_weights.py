@@ -66,7 +66,10 @@ def test_weights_from_a_file(tmp_path: Path, suffix: str) -> None:
         ("0.5 0.5 0\n0.5 0.5 0\n0 0 0.9\n", "row 2 .* must sum to 1, got 0.9"),
         ("0 1 0\n0 1 0\n0 0 1\n", "column 0 .* must sum to 1, got 0"),
         ("1 0\n0 1\n", "must have 3 x 3 numbers"), ("a b c\n", "not a matrix"),
-        ("2 -1 0\n-1 2 0\n0 0 1\n", "must not be negative: row 0"),
+        ("2 -1 0\n-1 2 0\n0 0 1\n", "must not be negative: row 0 .* has -1 for node 1"),
+        ("1 0 0\n0 1 0\n0 nan 1\n", "must be finite: row 2 .* has nan for node 1"),
+        ("1 0 0\n0 inf 0\n0 0 1\n", "must be finite: row 1 .* has inf for node 1"),
+        ("1 0 0\n0 1 0\n0 0 0.9999998\n", "row 2 .* must sum to 1, got 0.9999998"),
     ],
 )  # fmt: skip
 def test_bad_matrices_name_the_node(tmp_path: Path, text: str, says: str) -> None:
