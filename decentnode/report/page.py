@@ -165,28 +165,31 @@ def results(drawn: Sequence[Line], ran: Sequence[Sequence[Ran]]) -> dict[str, An
     the first in the main metric of its task."""
     with_summary = [(line, group) for line, group in zip(drawn, ran, strict=True) if any(r.summary for r in group)]
     if not with_summary:
-        return {"heads": [], "rows": [], "paired": []}
+        return {"heads": [], "rows": [], "paired": [], "unit": ""}
     groups = [[each for each in group if each.summary] for _, group in with_summary]
     rows = compare.rows(groups)
     shown = rows[0].columns
     told = [[line.label, str(row.runs), *(row.shown(figure) for figure in shown)]
             for (line, _), row in zip(with_summary, rows, strict=True)]  # fmt: skip
     return {"heads": ["experiment", "runs", *(figure.title for figure in shown)], "rows": told,
-            "paired": _paired([line.label for line, _ in with_summary], groups)}  # fmt: skip
+            "paired": _paired([line.label for line, _ in with_summary], groups),
+            "unit": shown[0].title}  # fmt: skip
 
 
 def _paired(labels: Sequence[str], groups: Sequence[Sequence[Ran]]) -> list[list[str]]:
-    main = groups[0][0].measured.main
-    name, scale = f"{main.name}_mean", main.scale
-    values = [{each.seed: scale * value for each in group if isinstance(value := each.summary.get(name), int | float)}
-              for group in groups]  # fmt: skip
+    """Differences in the unit in which the table shows the main metric: those of percentages are points of them."""
+    measured = groups[0][0].measured
+    main = measured.by_name[f"{measured.main.name}_mean"]
+    values = [{each.seed: float(value) for each in group
+               if isinstance(value := each.summary.get(main.name), int | float)} for group in groups]  # fmt: skip
     found = [paired(each, values[0]) for each in values[1:]]
     together = holm([None if each is None else each.p for each in found])
-    return [
-        [label, str(each.seeds), f"{each.mean:+.3g}{main.suffix}", f"{each.low:+.3g} to {each.high:+.3g}",
-         "-" if p is None else f"{p:.2g}"]
-        for label, each, p in zip(labels[1:], found, together, strict=True) if each is not None
-    ]  # fmt: skip
+    rows = []
+    for label, each, p in zip(labels[1:], found, together, strict=True):
+        if each is not None:
+            mean, low, high = (f"{main.scale * one:+.{main.digits}f}" for one in (each.mean, each.low, each.high))
+            rows.append([label, str(each.seeds), mean, f"{low} to {high}", "-" if p is None else f"{p:.2g}"])
+    return rows
 
 
 # -- pictures

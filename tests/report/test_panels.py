@@ -6,11 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from decentnode.report.pictures import plots
-from decentnode.report.reading.runs import RecordedRun
+from decentnode.report.reading.runs import RecordedRun, Series
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -56,14 +55,19 @@ def test_a_merged_model_that_was_tested_at_both_ends_alone_has_no_way_between() 
 
 
 @pytest.mark.parametrize("first", [0.0, 1e-7])
-def test_no_line_comes_from_where_all_models_were_alike(first: float) -> None:
+def test_no_line_and_no_band_comes_from_where_all_models_were_alike(first: float) -> None:
     from matplotlib.figure import Figure
 
-    panel, curve = Figure().subplots(), [first, 0.5, 0.1, 0.05]
-    panel.plot([0, 10, 20, 30], curve)
-    plots._scale(panel, [curve])
-    assert panel.get_yscale() == "log" and panel.get_ylim()[0] == 0.025
-    assert np.isnan(panel.get_lines()[0].get_ydata()[0]) and panel.get_lines()[0].get_ydata()[1] == 0.5
+    values = [first, 0.5, 0.1, 0.05]
+    found = Series([0, 10, 20, 30], values, [0.9 * each for each in values], [1.1 * each for each in values])
+    line: Any = SimpleNamespace(label="a", runs=[0], series=lambda *_: found)
+    curve: Any = SimpleNamespace(label="", spread=True, merged=False, logarithmic=True)
+    panel = Figure().subplots()
+    plots._panel(panel, [line], ("consensus_distance", curve), "rounds", 1.0)
+    assert panel.get_yscale() == "log" and panel.get_ylim()[0] == pytest.approx(0.045 / 2)
+    assert panel.get_lines()[0].get_xydata().tolist() == [[10, 0.5], [20, 0.1], [30, 0.05]]
+    (band,) = panel.collections
+    assert band.get_paths()[0].get_extents().x0 == 10
 
 
 def test_a_plot_of_one_machines_records_says_so(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_the_heat_map_has_a_row_per_node_and_a_column_per_evaluation(tmp_path: P
     values = mesh.get_array().reshape(3, 4)
     assert values[2].tolist() == pytest.approx([47.0, 57.0, 67.0, 77.0]) and values[0][0] == pytest.approx(45.0)
     assert mesh.get_coordinates()[0, :, 0].tolist() == [-1, 1, 3, 5, 7], "rounds are in the middle of their columns"
+    assert all(float(tick).is_integer() for tick in panel.get_xticks())
     assert bar.get_ylabel() == "test accuracy (%)" and panel.get_ylim() == (3, 0)
     with pytest.raises(UsageError, match="shows one experiment, got 2"):
         drawn("heat-map", [*found, *found], ["rounds"])
@@ -48,6 +49,9 @@ def test_accuracy_stands_against_the_distance_of_the_same_evaluation(tmp_path: P
     assert path.get_xdata().tolist() == pytest.approx([0.1 / 2, 0.1 / 4, 0.1 / 6]), "not where all models are one"
     assert path.get_ydata().tolist() == pytest.approx([56.0, 66.0, 76.0]) and end.get_ydata().tolist() == [76.0]
     assert panel.get_xscale() == "log" and len(figure.legends) == 1
+    figure.canvas.draw()
+    told = [each.get_text() for each in (*panel.get_xticklabels(), *panel.get_xticklabels(minor=True))]
+    assert {"0.02", "0.05"} <= {*told} and not [each for each in told if "times" in each or each == "0.03"]
 
 
 def test_the_gap_to_the_merged_model_is_taken_run_by_run(tmp_path: Path) -> None:
@@ -58,6 +62,7 @@ def test_the_gap_to_the_merged_model_is_taken_run_by_run(tmp_path: Path) -> None
     gap = lower.get_lines()[0]
     assert gap.get_ydata().tolist() == pytest.approx([9.0] * 4), "of the better seed as of the other"
     assert not [band for band in lower.collections if band.get_paths()[0].get_extents().height > 1e-6]
+    assert all(float(tick).is_integer() for tick in lower.get_xticks())
     assert "points" in lower.get_ylabel() and of_all.get_linestyle() == "--"
     with pytest.raises(UsageError, match="not known of the merged model"):
         drawn("merged", [two_seeds(tmp_path, "f")], ["rounds"], metric="loss")

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.figures import VIRTUAL_AXES, Curve
 from decentnode.report.reading.runs import Line, Series, chosen_curves
@@ -166,14 +164,24 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
 
 def _log_bytes(panel: Axes, right: float) -> None:
     """A logarithmic axis of bytes: of lines that send much less than others, a linear one shows nothing."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
     least = min((x for line in panel.get_lines() for x in _positive(line.get_xdata())), default=right / 10)
     panel.set_xscale("log")
     panel.set_xlim(0.9 * least, right)
+    plain_logarithms(panel)
+
+
+def plain_logarithms(panel: Axes) -> None:
+    """Writes the numbers of a logarithmic horizontal axis out: side by side, powers of ten have no room for their
+    factors. Where it is not much more than a decade long, 2 and 5 times these are written, too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if right > 30 * least:
+    left, right = panel.get_xlim()
+    if right > 30 * left:
         panel.xaxis.set_minor_formatter(NullFormatter())
+        return
+    panel.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    panel.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _positive(values: Any) -> list[float]:
@@ -186,8 +194,6 @@ def _panel(
 ) -> set[int]:
     """Draw all lines into one panel. unit: of the horizontal axis. positive: leave out what stands at 0 of it, where a
     logarithmic axis has no place. Returns the numbers of those that have values."""
-    from matplotlib.ticker import MaxNLocator
-
     metric, curve = shown
 
     def of(line: Line, merged: bool = False) -> tuple[Series, int]:
@@ -196,7 +202,10 @@ def _panel(
         return (series.above(0.0) if positive else series), len(series.x)
 
     drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)[0]).x]
+    floor = _floor([values for _, _, series in drawn for values in (series.low, series.mean)])
+    floor = floor if curve.logarithmic else None
     for index, line, series in drawn:
+        series = series.reaching(floor) if floor else series
         color, x = _color(index), [value / unit for value in series.x]
         count = of(line)[1]
         marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if count > FEW else "none"
@@ -208,30 +217,34 @@ def _panel(
             ends = merged_count <= FEW < count
             panel.plot([value / unit for value in of_merged.x], of_merged.mean, color=color, markersize=4,
                        linestyle="none" if ends else "--", marker="D" if ends else None, label=MERGED)  # fmt: skip
-    if curve.logarithmic:
-        _scale(panel, [values for _, _, series in drawn for values in (series.low, series.mean)])
+    if floor is not None:
+        panel.set_yscale("log")
+        if floor > 0:
+            panel.set_ylim(bottom=floor)
     if axis == "rounds":
-        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        whole_rounds(panel)
     panel.grid(alpha=0.25, linewidth=0.6)
     panel.spines[["top", "right"]].set_visible(False)
     return {index for index, _, _ in drawn}
 
 
-def _scale(panel: Axes, curves: Sequence[Sequence[float]]) -> None:
-    """A logarithmic scale where the values span more than half a decade. Before the first round all nodes have one
-    model, but for the last bits: the scale is not stretched to show them, and no line comes from there."""
+def whole_rounds(panel: Axes) -> None:
+    """Marks whole numbers alone on the horizontal axis."""
+    from matplotlib.ticker import MaxNLocator
+
+    panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+
+
+def _floor(curves: Sequence[Sequence[float]]) -> float | None:
+    """Returns where a logarithmic scale ends below, 0 for wherever the values do; None where they span less than half a
+    decade, for a linear one. Before the first round all nodes have one model, but for the last bits: the scale is not
+    stretched to show them."""
     values = [value for curve in curves for value in curve]
     later = [value for curve in curves for value in curve[1:]] or values
     above = _positive(values)
     if not above or min(later) <= 0 or max(above) / min(above) <= 5:
-        return
-    panel.set_yscale("log")
-    if min(later) > 100 * min(values):
-        bottom = min(later) / 2
-        panel.set_ylim(bottom=bottom)
-        for line in panel.get_lines():
-            x, y = (np.asarray(each, float) for each in (line.get_xdata(), line.get_ydata()))
-            line.set_data(x, np.where(y < bottom, np.nan, y))
+        return None
+    return min(later) / 2 if min(later) > 100 * min(values) else 0.0
 
 
 def _unit(largest: Sequence[float]) -> tuple[float, str]:

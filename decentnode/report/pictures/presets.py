@@ -18,7 +18,9 @@ from decentnode.report.pictures.plots import (
     UNITS,
     empty,
     legend,
+    plain_logarithms,
     title,
+    whole_rounds,
 )
 from decentnode.report.reading.reached import Target, better_of, first_reached
 from decentnode.report.reading.runs import Line, axes_of, chosen_curves, overview
@@ -54,6 +56,7 @@ def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: boo
     step = max(1, round(len(uids) / 16))
     panel.set_yticks([place + 0.5 for place in range(0, len(uids), step)], [str(uid) for uid in uids[::step]])
     panel.set_ylim(len(uids), 0)
+    whole_rounds(panel)
     panel.set_xlabel("rounds")
     panel.set_ylabel("node")
     panel.spines[["top", "right", "left", "bottom"]].set_visible(False)
@@ -91,6 +94,7 @@ def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bo
     if not drawn:
         raise UsageError(f"nothing to draw: no evaluation with {metric} and consensus_distance above 0")
     panel.set_xscale("log")
+    plain_logarithms(panel)
     panel.set_xlabel("consensus distance (relative)")
     panel.set_ylabel(curve.label)
     _finish(figure, panel, lines, drawn, paper, "mean of the nodes' own models; the large dot is the end", bands=False)
@@ -130,6 +134,8 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
     upper.set_ylabel(curve.label)
     lower.set_ylabel("merged better by" + (" (points)" if curve.scale == 100 else ""))
     lower.set_xlabel(VIRTUAL_AXES[axis] + unit[1])
+    if axis == "rounds":
+        whole_rounds(lower)
     _plain(upper)
     _finish(figure, lower, lines, drawn, paper, "nodes' own models (mean), and the merged model", dashed=True)
     return figure

@@ -39,7 +39,13 @@ class Series:
 
     def above(self, least: float) -> Series:
         """Returns the points whose x is above `least`."""
-        kept = [place for place, x in enumerate(self.x) if x > least]
+        return self._at([place for place, x in enumerate(self.x) if x > least])
+
+    def reaching(self, least: float) -> Series:
+        """Returns the points whose mean is `least` or more."""
+        return self._at([place for place, mean in enumerate(self.mean) if mean >= least])
+
+    def _at(self, kept: Sequence[int]) -> Series:
         return Series(*([values[place] for place in kept] for values in (self.x, self.mean, self.low, self.high)))
 
 
