@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import UsageError
 from decentnode.report.pictures.plots import COLORS, DASHES, SUFFIXES, empty, legend, save
-from decentnode.sweeps.results import ALPHA, Results, Row
+from decentnode.sweeps.results import ALPHA, Results, Row, short_settings
 from decentnode.sweeps.space import Settings, short_names
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def _number(text: str) -> float | None:
 
 
 def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> None:
+    short = {each.settings: told for each, told in zip(rows, short_settings(rows), strict=True)}
     groups: dict[Settings, list[Row]] = {}
     for each in rows:
         groups.setdefault(tuple(pair for pair in each.settings if pair[0] != key), []).append(each)
@@ -79,7 +81,7 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         color, dashes = COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
         # Draws of several keys at once have no order along one of them: dots alone
         dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
-        label = " ".join(f"{names[name]}={value}" for name, value in others)
+        label = " ".join(f"{names[name]}={short[group[0].settings][name]}" for name, _ in others)
         panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4, capsize=3,
                        linewidth=1.2, label=label)  # fmt: skip
     points = sorted({_at(each, key) for each in rows})
@@ -107,8 +109,10 @@ def _rows(panel: Any, results: Results, rows: Sequence[Row]) -> None:
         panel.plot(values, [index] * len(values), ".", color=color, alpha=0.5)
         panel.errorbar([scale * (each.mean or 0.0)], [index], xerr=[statistics.stdev(values)] if len(values) > 1
                        else None, fmt="o", color=color, capsize=3)  # fmt: skip
-    panel.set_yticks(range(len(rows)), [each.label if len(each.label) <= 60 else f"{each.label[:56]} ..."
-                                        for each in rows])  # fmt: skip
+    names = short_names([name for name, _ in rows[0].settings])
+    labels = [" ".join(f"{names[name]}={value}" for name, value in each.items()) for each in short_settings(rows)]
+    panel.set_yticks(range(len(rows)), [textwrap.fill(each, 60, max_lines=2) or "the experiment as it is"
+                                        for each in labels])  # fmt: skip
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_xlabel(results.metric.title or results.metric.name)
     _finish(panel)

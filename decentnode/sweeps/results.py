@@ -19,7 +19,7 @@ from decentnode.report.reading.measured import columns
 from decentnode.report.reading.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
 from decentnode.sweeps.point import label_of
-from decentnode.sweeps.space import Settings, short_names
+from decentnode.sweeps.space import Settings, short_names, short_values
 
 ALPHA = 0.05
 """Differences with a larger p are not told apart from those of seeds."""
@@ -138,6 +138,13 @@ def _keys(results: Results) -> dict[str, str]:
     return short_names([*keys])
 
 
+def short_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Returns for each row its values by key, as short as they still differ from those of the other rows."""
+    keys = dict.fromkeys(key for each in rows for key, _ in each.settings)
+    told = {key: short_values(value for each in rows for name, value in each.settings if name == key) for key in keys}
+    return [{key: told[key][value] for key, value in each.settings} for each in rows]
+
+
 def _shown(results: Results) -> list[Row]:
     """The rows that tables have: without those whose experiments could not be run at all."""
     return [each for each in results.rows if any(ended.outcome.status != "invalid" for ended in each.ended)]
@@ -151,8 +158,7 @@ def _cells(results: Results) -> list[list[str]]:
     head = [*names.values(), *(["rounds"] if halved else []), "runs", shown[0].title or shown[0].name]
     head += [*(["minus best", "p"] if tested else []), *(each.title for each in shown[1:])]
     found = [head]
-    for each in rows:
-        given = dict(each.settings)
+    for each, given in zip(rows, short_settings(rows), strict=True):
         line = [*(given.get(key, "") for key in names), *([str(each.rounds)] if halved else []), _runs(each)]
         line.append(each.compared.shown(shown[0]))
         if tested:
@@ -218,7 +224,7 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
             line: dict[str, Any] = {key: given.get(key) for key in keys}
             told = _summary(ended.run) if ended.run is not None else {}
             line |= {"seed": _seed(ended), "status": ended.outcome.status, "rounds": told.get("rounds")}
-            line |= {figure.name: told.get(figure.name) for figure in each.compared.columns if figure.name in told}
+            line |= {name: one[0] for name, one in row("", [told], each.compared.columns).values.items() if one}
             line |= {"seconds": ended.outcome.seconds, "why": ended.outcome.title,
                      "run": "" if ended.run is None else str(ended.run), "digest": ended.digest}  # fmt: skip
             found.append(line)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import yaml
 
 from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
@@ -186,3 +187,22 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
         length = next((n for n in range(1, len(parts) + 1) if all(o[-n:] != parts[-n:] for o in others)), None)
         found[key] = key if length is None else ".".join(parts[-length:])
     return found
+
+
+def short_values(values: Iterable[str]) -> dict[str, str]:
+    """Returns for each value of one key the text that names it among the others: of sections the component's name, and
+    the keys in which those of one name differ; everything else as it is."""
+    given = [*dict.fromkeys(values)]
+    sections = {text: section for text in given if isinstance(section := yaml.safe_load(text), dict)}
+    alike: dict[Any, list[str]] = {}
+    for text, section in sections.items():
+        alike.setdefault(section.get("name"), []).append(text)
+    found = {text: text for text in given}
+    for name, texts in alike.items():
+        told = {key: {flow(sections[text].get(key)) for text in texts} for text in texts for key in sections[text]}
+        differing = [key for key, each in told.items() if len(each) > 1 or (name is None and key != "name")]
+        for text in texts:
+            section = sections[text]
+            parts = [f"{key}={flow(section[key])}" for key in differing if key in section]
+            found[text] = " ".join([*([str(name)] if name is not None else []), *parts])
+    return found if len({*found.values()}) == len(found) else {text: text for text in given}

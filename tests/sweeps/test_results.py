@@ -192,3 +192,16 @@ def test_an_outcome_counts_where_its_run_is_there(tmp_path: Path) -> None:
     assert found is not None and not found.done
     store.open(Prepared(Point((("a", "1"),), 2), Request("x.yaml"), "abc", "exp", 9))
     assert store.outcome("abc") is None, "what runs again has no outcome until it ends"
+
+
+def test_whole_sections_are_short_for_people_and_whole_for_programs(tmp_path: Path) -> None:
+    sections = ["{name: ring, nodes: 8}", *(f"{{name: regular, nodes: 8, degree: {each}}}" for each in (4, 6))]
+    found = [ended(tmp_path, Point((("graph", text),), 1), 0.9 - index / 10) for index, text in enumerate(sections)]
+    results = results_of(State(sweep_of(tmp_path), 0.0, [], found))
+    told = ["ring", "regular degree=4", "regular degree=6"]
+    assert [re.split(r"  +", row)[0] for row in text_table(results).splitlines()[3:6]] == told
+    assert all(each in latex_table(results) for each in told)
+    panel = picture.draw(results).axes[0]
+    assert [each.get_text() for each in panel.get_yticklabels()] == [f"graph={each}" for each in told]
+    assert [row["graph"] for row in csv.DictReader(io.StringIO(csv_table(results)))] == sections
+    assert [row["bytes_sent_per_node"] for row in point_rows(results)] == [4e6] * 3

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from decentnode.errors import UsageError
-from decentnode.sweeps.space import Axis, Law, axes, draws, grid, parse, short_names
+from decentnode.sweeps.space import Axis, Law, axes, draws, grid, parse, short_names, short_values
 
 
 def test_values_are_parted_by_commas_outside_of_brackets_and_quotes() -> None:
@@ -91,3 +91,12 @@ def test_keys_are_named_by_what_tells_them_apart() -> None:
     assert short_names(keys) == {"training.optimizer.lr": "lr", "graph.name": "graph", "a.lr.b": "b",
                                  "data.partition.name": "partition", "data.name": "data"}  # fmt: skip
     assert short_names(["a.lr", "b.lr"]) == {"a.lr": "a.lr", "b.lr": "b.lr"}
+
+
+def test_sections_are_named_by_what_tells_them_apart() -> None:
+    values = ["{name: full}", "{name: topk, fraction: 0.1}", "{name: topk, fraction: .2, full_from: 1}", "choco", ".1"]
+    told = ["full", "topk fraction=0.1", "topk fraction=0.2 full_from=1", "choco", ".1"]
+    assert short_values(values) == dict(zip(values, told, strict=True))
+    assert short_values(["{lr: 1}", "{lr: 2}"]) == {"{lr: 1}": "lr=1", "{lr: 2}": "lr=2"}
+    alike = ["full", "{name: full}"]
+    assert short_values(alike) == dict(zip(alike, alike, strict=True)), "no two values get one name"

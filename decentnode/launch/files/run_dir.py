@@ -71,6 +71,10 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
     there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
+    for folder in (given / "sweep", runs / given / "sweep", given, runs / given):
+        if (folder / "points").is_dir():
+            there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or take all of them (--all-runs)"
+            break
     raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{there}")
 
 
@@ -100,7 +104,7 @@ def home_of(run: Path) -> Path | None:
 
 def resolve_all(what: str | Path, runs: Path) -> list[Path]:
     """Returns the run directories that a user names: the directory itself, all runs of an experiment's folder or of its
-    name in `runs`, oldest first, or the "latest" of all.
+    name in `runs`, or those of the points of its sweep, oldest first, or the "latest" of all.
 
     Raises UsageError when there are none.
     """
@@ -108,9 +112,10 @@ def resolve_all(what: str | Path, runs: Path) -> list[Path]:
         for folder in (Path(what), runs / what):
             if (folder / "nodes").is_dir():
                 return [folder.resolve()]
-            inside = {each.parent.resolve() for each in folder.glob("*/nodes")} if folder.is_dir() else set()
-            if inside:
-                return sorted(inside)
+            for runs_of_it in ("*/nodes", "points/*/*/latest/nodes", "sweep/points/*/*/latest/nodes"):
+                inside = {each.parent.resolve() for each in folder.glob(runs_of_it)} if folder.is_dir() else set()
+                if inside:
+                    return sorted(inside, key=lambda each: (each.name, each))
     return [resolve(what, runs)]
 
 
