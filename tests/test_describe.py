@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +17,19 @@ from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 
 ALL = [(kind, name) for kind in KINDS for name in names(kind)]
+
+
+def test_modules_of_ones_own_are_looked_for_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "heeding_of_test_describe.py").write_text(
+        "from decentnode.graph.weights import Weights, WeightsConfig\n\n\nclass HeedConfig(WeightsConfig):\n"
+        "    heed: float = 0.5\n    'How much neighbors count.'\n\n\nclass Heed(Weights):\n    'Heeds.'\n\n"
+        "    Config = HeedConfig\n\n    def _row(self, topology, uid, round):\n        return {}\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", ".")])
+    result = CliRunner().invoke(main, ["explain", "weights.heeding_of_test_describe:Heed"])
+    assert result.exit_code == 0 and "How much neighbors count." in result.output, result.output
 
 
 @pytest.mark.parametrize(("kind", "name"), ALL)

@@ -38,9 +38,8 @@ REFRESH_SHARE = 25
 
 
 def shown(path: Path) -> str:
-    """Returns a path, relative to the current directory where that is shorter."""
-    relative = os.path.relpath(path)
-    return relative if len(relative) < len(str(path)) else str(path)
+    """Returns a path, relative to the current directory where that is shorter: also where a link leads to it."""
+    return min(str(path), os.path.relpath(path), os.path.relpath(path.parent.resolve() / path.name), key=len)
 
 
 def program() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,11 +24,13 @@ def command(what: str, as_json: bool) -> None:
 
     The same text, from the same source, is the reference of the documentation.
     """
+    from decentnode.config.component import look_beside
     from decentnode.describe import TABLES, ComponentInfo, find
 
     if what in TABLES:
         click.get_current_context().invoke(list_command, kind=what, as_json=as_json)
         return
+    look_beside(Path.cwd())  # modules of one's own lie beside the YAML file
     found = find(what)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found if isinstance(found, ComponentInfo) else found[1]), indent=1))

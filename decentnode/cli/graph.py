@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 import pydantic
@@ -54,7 +54,14 @@ def _with_weights(found: Any, config: Any, seed: int, weights: str | None) -> To
 
 
 def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | None) -> Topology:
-    """Returns the graph of a file when the word looks like one, otherwise of a family."""
+    """Returns the graph of a file when the word looks like one, with its own weights that of an experiment, otherwise
+    of a family."""
+    if text.endswith((".yaml", ".yml")):
+        if given := [key for key, value in {**options, "weights": weights}.items() if value is not None]:
+            raise GraphError(f"{text} says all of its graph: leave out --{given[0].replace('_', '-')}")
+        from decentnode.experiment import load
+
+        return cast("Topology", load(text, check=False).make_graph())
     if text.endswith((".edges", ".adj")) or Path(text).exists():
         found = load_class("file", GRAPHS, "graph")
         return _with_weights(found, found.Config(name="file", file=Path(text).absolute()), seed, weights)
@@ -123,7 +130,10 @@ def info(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Degrees, diameter, spectral gap, rounds to consensus and bytes per round."""
+    """Degrees, diameter, spectral gap, rounds to consensus and bytes per round.
+
+    FILE holds edges (.edges, .adj), or is an experiment (.yaml), whose graph and weights may be classes of its own.
+    """
     opened = open_graph(graph, options, seed, weights)
     facts = describe(opened, model_bytes if model_bytes is not None else 4 * parameters if parameters else None)
     if as_json:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import string
+import unicodedata
 from importlib.resources import files
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def write(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} must be a folder, it is a file")
     here = Path(os.path.abspath(folder))
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", here.name).lstrip("._-")[:100] or "experiment"
+    plain = unicodedata.normalize("NFKD", here.name).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-")[:100].rstrip("-") or "experiment"
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"{folder} must be empty or new, it holds {_some(folder)}")

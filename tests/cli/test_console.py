@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,13 @@ def test_plain_lines_say_when_they_were_written_and_how_long_the_run_still_takes
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  ", line) for line in [*lines, last])
     left = {int(m[1]): m[2] for line in lines if (m := re.search(r"(?:round|evaluated)=(\d+)/.* left=(\S+)", line))}
     assert left == {6: "4min0s", 8: "1min20s"}, out.getvalue()
+
+
+def test_paths_are_as_short_as_links_allow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real" / "clone" / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "clone" / "runs").symlink_to(tmp_path / "scratch")
+    monkeypatch.chdir(tmp_path / "link" / "clone")
+    assert module.shown(tmp_path / "link" / "clone" / ".venv" / "bin" / "python") == ".venv/bin/python"
+    assert module.shown(Path("runs") / "ring") == "runs/ring" == module.shown(Path.cwd() / "runs" / "ring")

@@ -47,6 +47,18 @@ def test_info_of_a_schedule_and_of_weights() -> None:
     assert plain["spectral_gap"] == pytest.approx(uniform["spectral_gap"])
 
 
+def test_an_experiment_has_a_graph_and_weights_too(tmp_path: Path) -> None:
+    (tmp_path / "halves_of_test_graph.py").write_text(
+        "from decentnode.graph.weights import Weights\n\n\nclass Halves(Weights):\n"
+        "    def _row(self, topology, uid, round):\n        return dict.fromkeys(topology.senders(uid, round), 0.1)\n")
+    (tmp_path / "x.yaml").write_text("graph: {name: ring, nodes: 4}\nweights: {name: 'halves_of_test_graph:Halves'}\n"
+                                     "data: digits\nmodel: {name: logistic}\nsharing: full\nnode: {rounds: 1}\n"
+                                     "training: {optimizer: {name: sgd, lr: 0.1}}\n")  # fmt: skip
+    facts = json.loads(run("info", tmp_path / "x.yaml", "--json"))
+    assert facts["nodes"] == 4 and facts["spectral_gap"] == pytest.approx(0.2)  # W = .8 I + .1 A: 1, .8, .8, .6
+    assert "leave out --nodes" in run("info", tmp_path / "x.yaml", "-n", 8, code=2)
+
+
 @pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
 def test_draw(tmp_path: Path, suffix: str) -> None:
     run("draw", "base_k_plus_1", "-n", 6, "-o", tmp_path / f"g.{suffix}")

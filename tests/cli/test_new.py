@@ -78,3 +78,10 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     write(tmp_path / "mine")
     assert (tmp_path / "mine" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(("folder", "name"), [("Übung eins", "Ubung-eins"), ("mein Versuch ä", "mein-Versuch-a"),
+                                             ("実験", "experiment"), ("a (2)", "a-2")])  # fmt: skip
+def test_the_name_is_the_folders_as_far_as_it_can_be(tmp_path: Path, folder: str, name: str) -> None:
+    write(tmp_path / folder)
+    assert yaml.safe_load((tmp_path / folder / "config.yaml").read_text())["name"] == name
