@@ -41,9 +41,10 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace the file `path` atomically: readers see the old or the new text, never a part. Raises OSError.
 
-    durable: this holds after a power cut too; blocking until the disk has the file.
+    text: names of files in it may be as Python has them where their bytes are no text in the locale. durable: this
+    holds after a power cut too; blocking until the disk has the file.
     """
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
         if durable:
             file.flush()

@@ -73,3 +73,10 @@ def test_a_link_is_replaced_too(tmp_path: Path) -> None:
 
 def test_the_boot_has_a_name() -> None:
     assert uuid.UUID(system.boot_id()) and system.boot_id() == system.boot_id()
+
+
+def test_names_of_files_are_written_with_their_own_bytes(tmp_path: Path) -> None:
+    """In a locale of ASCII Python has the bytes of a name as surrogates."""
+    name = "Größe".encode().decode("ascii", "surrogateescape")
+    system.write_atomic(tmp_path / "x", f"run {name}")
+    assert (tmp_path / "x").read_text(encoding="utf-8") == "run Größe"

@@ -50,7 +50,7 @@ def write(folder: Path) -> None:
             text = files("decentnode").joinpath("starter", each).read_text(encoding="utf-8")
             if each == "config.yaml":
                 text = string.Template(text).substitute(folder=shlex.quote(str(folder)), name=name)
-            (folder / each).write_text(text, encoding="utf-8")
+            (folder / each).write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise EnvironmentFault(f"cannot write to {error.filename or folder}: {error.strerror}") from error
 
