@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from decentnode.tensors import BLOCK_ELEMENTS, FlatModel, as_bytes, blocks
+from decentnode.tensors import BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, FlatModel, as_bytes, blocks
 
 
 class _Odd(nn.Module):
@@ -28,12 +28,19 @@ class _Odd(nn.Module):
 
 @given(st.integers(0, 3 * BLOCK_ELEMENTS), st.integers(0, 3 * BLOCK_ELEMENTS))
 def test_blocks_cover_and_are_cut_at_multiples(start: int, length: int) -> None:
-    cuts = list(blocks(start, start + length))
+    cuts = list(blocks(start, start + length, torch.device("cpu")))
     assert [x for a, b in cuts for x in (a, b)] == sorted(x for a, b in cuts for x in (a, b))
     assert sum(b - a for a, b in cuts) == length
     assert all(a < b for a, b in cuts)
     assert all(b == c for (_, b), (c, _) in itertools.pairwise(cuts))
     assert all(b % BLOCK_ELEMENTS == 0 for _, b in cuts[:-1])
+
+
+def test_a_gpu_gets_large_blocks() -> None:
+    """Each is a launch of every kernel, which takes the host as long as a GPU takes for a million elements."""
+    gpu = torch.device("cuda", 0)
+    assert list(blocks(5, 25_000_000, gpu)) == [(5, 25_000_000)]
+    assert [b for _, b in blocks(0, 3 * GPU_BLOCK_ELEMENTS, gpu)] == [k * GPU_BLOCK_ELEMENTS for k in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])

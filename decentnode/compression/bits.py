@@ -10,14 +10,21 @@ PIECE = 1 << 20
 """Numbers packed at a time: a multiple of eight, so that pieces end on whole bytes."""
 BLOCK = 1 << 16
 """Flags set at a time, so few that they are still in a core's cache when they are packed."""
+GATHERED = sum(1 << 56 - 7 * byte for byte in range(8))
+"""Times a word of eight bytes that are 0 or 1 (the lowest first): the highest byte has the bit of each."""
 
 
 def pack(flags: Tensor) -> Tensor:
     """Packs flags [N] bool into [ceil(N / 8)] uint8."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy(), bitorder="little"))
-    padded = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(-1, 8).to(torch.int32)
-    return (padded << torch.arange(8, device=flags.device)).sum(1).to(torch.uint8)
+    return _pack_on_device(flags)
+
+
+def _pack_on_device(flags: Tensor) -> Tensor:
+    """The result of `pack` in numbers of 64 bits for eight flags, so that a GPU reads and writes little memory."""
+    words = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(torch.int64)  # eight bytes that are 0 or 1
+    return (words * GATHERED >> 56).to(torch.uint8)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:

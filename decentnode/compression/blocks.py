@@ -84,7 +84,7 @@ class Blockwise(Codec):
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         scales, packed = [], []
         division = self._division_of(values.numel())
-        for start, stop in tensors.blocks(0, values.numel()):
+        for start, stop in tensors.blocks(0, values.numel(), values.device):
             piece, blocks = narrowed(values[start:stop], torch.float32), division.blocks(start, stop)
             scale = self.scales(piece, blocks)
             inverse = scale.reciprocal()
@@ -107,7 +107,7 @@ class Blockwise(Codec):
         largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
         limit = largest / (1 << self.width)
         division, scales = self._division_of(count), coded["scale"]
-        for start, stop in tensors.blocks(0, count):
+        for start, stop in tensors.blocks(0, count, out.device):
             part = coded["q"][start * self.width // 8 : bits.packed_bytes(stop, self.width)]
             relative = self.restore(bits.unpack_numbers(part, self.width, stop - start))
             blocks = division.blocks(start, stop)

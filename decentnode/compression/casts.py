@@ -31,7 +31,7 @@ class Float16(Codec):
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         out = torch.empty_like(values, dtype=self.dtype)
-        for start, stop in blocks(0, values.numel()):
+        for start, stop in blocks(0, values.numel(), values.device):
             out[start:stop] = narrowed(values[start:stop], self.dtype)
         return {"q": out}
 
@@ -72,7 +72,7 @@ class Truncate(Codec):
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         out = torch.empty(values.numel(), self.bytes, dtype=torch.uint8, device=values.device)
-        for start, stop in blocks(0, values.numel()):
+        for start, stop in blocks(0, values.numel(), values.device):
             piece = narrowed(values[start:stop], torch.float32)
             raw, near = piece.view(torch.int32), piece.clamp(-self.limit, self.limit).view(torch.int32)
             rounded = near.add_(1 << (self.drop - 1)).where(piece.isfinite(), raw).bitwise_and_(-1 << self.drop)
@@ -83,7 +83,7 @@ class Truncate(Codec):
         self.check(coded, count, dtype)
         planes = coded["q"].view(-1, self.bytes)
         out = torch.empty(count, dtype=dtype, device=planes.device)
-        for start, stop in blocks(0, count):
+        for start, stop in blocks(0, count, planes.device):
             whole = torch.zeros(stop - start, 4, dtype=torch.uint8, device=planes.device)
             whole[:, 4 - self.bytes :] = planes[start:stop]
             out[start:stop] = narrowed(whole.view(-1).view(torch.float32), dtype)

@@ -31,7 +31,7 @@ WAVELETS: dict[str, int] = {
 """Name -> vanishing moments; sym2 and sym3 are db2 and db3."""
 
 PIECE = 1 << 15
-"""Coefficients computed at a time, so few that they stay in a core's cache through all taps."""
+"""Coefficients computed at a time on a CPU, so few that they stay in a core's cache through all taps."""
 
 
 class DWT:
@@ -59,8 +59,9 @@ class DWT:
             size //= 2
             around = out[: 2 * size].repeat(1 + reach // (2 * size))[:reach]
             x = torch.cat([out[: 2 * size], around])
-            for start in range(0, size, PIECE):
-                stop = min(size, start + PIECE)
+            piece = PIECE if out.device.type == "cpu" else size
+            for start in range(0, size, piece):
+                stop = min(size, start + piece)
                 pairs = x[2 * start : 2 * stop + reach].view(-1, 2)
                 halves = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
                 for taps, at in ((self.low, 0), (self.high, size)):

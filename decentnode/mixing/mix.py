@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decentnode.mixing import cpu
-from decentnode.tensors import BLOCK_ELEMENTS, blocks
+from decentnode.tensors import block_elements, blocks
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
         if cpu.suits(out, model, received):
             cpu.weighted_sum(out, model, weight, received)
             return out
-        for a, b in blocks(0, model.numel()):
+        for a, b in blocks(0, model.numel(), model.device):
             _chain(out[a:b], model[a:b], weight, [(r[a:b], w) for r, w in received])
         return out
     _chain(out, model, weight, received)
@@ -65,8 +65,8 @@ def _chain(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[T
             continue
         # adding another dtype directly converts element by element: 58 ms instead of 8 ms for 25.6 M elements
         if scratch is None:
-            scratch = torch.empty(min(out.numel(), BLOCK_ELEMENTS), dtype=out.dtype, device=out.device)
-        for a, b in blocks(0, out.numel()):
+            scratch = torch.empty(min(out.numel(), block_elements(out.device)), dtype=out.dtype, device=out.device)
+        for a, b in blocks(0, out.numel(), out.device):
             out[a:b].add_(scratch[: b - a].copy_(tensor[a:b]), alpha=w)
 
 

@@ -87,6 +87,12 @@ def test_any_bytes_are_decoded_or_refused() -> None:
         assert bool((found[1:] > found[:-1]).all())
 
 
+@given(st.lists(st.booleans(), max_size=600))
+def test_a_gpu_packs_flags_as_a_cpu_does(flags: list[bool]) -> None:
+    given = torch.tensor(flags, dtype=torch.bool)
+    assert torch.equal(bits._pack_on_device(given), bits.pack(given))
+
+
 @given(st.integers(1, 17), st.lists(st.integers(0, 2**17 - 1), max_size=50))
 def test_numbers_of_any_width(width: int, numbers: list[int]) -> None:
     given = torch.tensor([n & ((1 << width) - 1) for n in numbers], dtype=torch.int64)

@@ -41,7 +41,7 @@ OF_A_CODEC = {"zlib": 1, "zstd": 1, "lz4": 1, "zstd of int4": 2, "zlib of trunca
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are processed in several pieces: none of them may cost a wait."""
-    monkeypatch.setattr(tensors, "BLOCK_ELEMENTS", 1024)
+    monkeypatch.setattr(tensors, "GPU_BLOCK_ELEMENTS", 1024)
 
 
 def waits_of_a_round(name: str) -> dict[str, int]:

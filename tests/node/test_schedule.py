@@ -99,6 +99,17 @@ def test_a_missing_neighbors_weight_is_the_own(kind: type[Schedule], elements: i
     torch.testing.assert_close(plan.model.parameters, torch.ones(elements))
 
 
+@pytest.mark.parametrize(("device", "slices"), [("cpu", 3), ("meta", 1)])
+def test_what_arrived_together_is_mixed_in_blocks_of_a_cache_but_by_a_gpu_at_once(device: str, slices: int) -> None:
+    elements = 2 * BLOCK_ELEMENTS + 5
+    came = Arrival(0, elements, {1: Payload({"x": torch.empty(elements, device=device)})}, frozenset())
+    transport: Any = Transport(Exchange([came]))
+    each = FragmentExchange(Fragment(0, elements, make("ring", nodes=4)), Full(Full.Config()), transport)
+    each.enter(0, [fakes.seen()])
+    without_waits(each.send(torch.empty(elements, device=device), 0))
+    assert len(list(each.slices(1.0, RoundTimes()))) == slices
+
+
 @pytest.mark.parametrize("kind", SCHEDULES.values())
 @pytest.mark.parametrize(("rewritten", "left"), [((), 4.0), ((1,), 3.0), ((1, 3), 0.0)])
 def test_what_changed_while_it_was_read_is_mixed_again_without(

@@ -87,7 +87,9 @@ class InboxExchange(Exchange):
                 self._missing |= set(alive) - arrived.keys()
             in_slots = self._note(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
-            if stop < schema.elements and placement.on_cpu and all(each.in_one_piece for each in arrived.values()):
+            if stop < schema.elements and all(each.in_one_piece for each in arrived.values()) and (
+                placement.on_cpu or all(placement.near(each.part(chunk, start, stop)) for each in arrived.values())
+            ):
                 stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
             found: dict[int, Payload] = {}
             for source, incoming in arrived.items():

@@ -20,7 +20,11 @@ class DevicePlacement:
 
     def placed(self, tensor: Tensor) -> Tensor:
         """On the device of the models; the copy of one that lies elsewhere is complete."""
-        return tensor if (self.on_cpu and tensor.is_cpu) or tensor.device == self.device else self.lift(tensor)
+        return tensor if self.near(tensor) else self.lift(tensor)
+
+    def near(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on the device of the models."""
+        return tensor.is_cpu if self.on_cpu else tensor.device == self.device
 
     def copied(self, tensor: Tensor) -> Tensor:
         """As `placed`, in other memory."""

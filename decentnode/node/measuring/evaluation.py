@@ -309,7 +309,7 @@ def squared_distance(x: Tensor, mean: Tensor) -> tuple[float, float]:
     Computed block by block: double copies of whole models would take more memory than the run.
     """
     total = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for start, stop in blocks(0, x.numel()):
+    for start, stop in blocks(0, x.numel(), x.device):
         far = mean[start:stop].double()
         total[1] += far.square().sum()
         total[0] += far.sub_(x[start:stop]).square().sum()

@@ -115,6 +115,8 @@ class FragmentExchange:
         self._averaging_groups = averaging_groups
         self._round = -1
         self._views: Sequence[RoundView] = ()
+        self._device = torch.device("cpu")
+        """Of the model; known once something is sent."""
         self._covers: bool | None = None
         """Whether the fragment is the whole flat model; found out with the first tensor."""
         self._in_turn = False
@@ -186,7 +188,7 @@ class FragmentExchange:
     def send(self, model: Tensor, phase: int) -> Steps[None]:
         """Begin the exchange of a phase with what the rule makes of `model` [P], as steps."""
         view, own = self._views[phase], self.part(model)
-        self.view = view
+        self.view, self._device = view, own.device
         self._outgoing = self.rule.outgoing(own, view)
         group = None
         if self._averaging_groups and view.averaging and not self.rule.requirements.scalars:
@@ -210,9 +212,9 @@ class FragmentExchange:
         return any(payload.tensors["x"].data_ptr() == lies_at for payload in self._outgoing.values())
 
     def slices(self, timeout_seconds: float, times: RoundTimes) -> Iterator[Slice | Wait | None]:
-        """Yields slices of the fragment as their payloads arrive, in blocks that fit a core's cache, with a view in
-        which the weights of missing sources are returned. Blocking between them, or yielding waits as `Exchange.steps`
-        does; the time goes to `times.wait`."""
+        """Yields slices of the fragment as their payloads arrive, in blocks (`tensors.blocks`), with a view in which
+        the weights of missing sources are returned. Blocking between them, or yielding waits as `Exchange.steps` does;
+        the time goes to `times.wait`."""
         exchange, view, record = self.exchange, self.view, self._record
         now, missing = view, frozenset[int]()
         waiting, wait = clock.now(), 0.0
@@ -228,7 +230,7 @@ class FragmentExchange:
             if arrival.total is not None:
                 yield Slice(arrival.start, arrival.stop, {}, now, exchange, arrival.total)
             elif self.rule.requirements.elementwise:
-                cuts = list(blocks(arrival.start, arrival.stop))
+                cuts = list(blocks(arrival.start, arrival.stop, self._device))
                 in_place = record is not None and exchange.in_place
                 known = exchange.missing if in_place else missing
                 flats = {} if len(cuts) == 1 else {uid: each.tensors["x"] for uid, each in arrival.received.items()}

@@ -140,7 +140,8 @@ class Overlapped(Schedule):
         with torch.no_grad():
             for fragment, start, stop, view in self._spans:
                 model, before, mixed = map(fragment.part, flats)
-                for a, b in blocks(start, stop) if fragment.rule.requirements.elementwise else [(start, stop)]:
+                whole = not fragment.rule.requirements.elementwise
+                for a, b in [(start, stop)] if whole else blocks(start, stop, model.device):
                     delta = model[a:b] - before[a:b]
                     fragment.rule.advance(model[a:b].copy_(mixed[a:b]), delta, view)
         self.times.mix += clock.now() - joined

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 
 from decentnode import clock
 from decentnode.communication.counters import Counters
 from decentnode.communication.receive import arrival_wait as module
 from decentnode.communication.receive.absences import MAX_SKIPS
+from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.inbox import Inbox
 from decentnode.communication.run_state import RunState
 from decentnode.errors import PeerFault
+from decentnode.tensors import BLOCK_ELEMENTS
 from decentnode.wire.messages import Chunk
 from tests.communication.contract import flat_schema
 
@@ -88,3 +92,20 @@ def test_what_a_neighbor_skips_is_not_waited_for() -> None:
     for first, last in (((200, 0), (200, 0)), ((8, 1), (8, 0))):
         with pytest.raises(PeerFault):
             inbox.skip(1, first, last)
+
+
+@pytest.mark.parametrize(("lies", "arrivals"), [("meta", 1), ("cpu", 3)])
+def test_payloads_that_lie_on_the_models_device_arrive_in_one_piece(lies: str, arrivals: int) -> None:
+    """One launch mixes them. The CPU's are lifted piece by piece, each behind the copy of the next."""
+    elements, device = 2 * BLOCK_ELEMENTS + 5, torch.device("meta")
+    inbox = Inbox(flat_schema(elements), 1, RunState(), Counters(), lambda _uid, _size: None, device=device)
+    left: list[int] = []
+    for source in (1, 2):
+        inbox.start_receive((0, 0), source, [torch.empty(elements, device=lies)], {}, partial(left.append, source))
+        for last in (False, False, True):
+            inbox.chunk_received((0, 0), source, last)
+    found = list(InboxExchange(inbox, (0, 0), (1, 2), frozenset({1, 2})).arrivals(1.0))
+    assert len(found) == arrivals and found[-1].stop == elements and sorted(left) == [1, 2]
+    for each in found:
+        assert all(payload.tensors["x"].shape == (each.stop - each.start,) and payload.tensors["x"].is_meta
+                   for payload in each.received.values())  # fmt: skip

@@ -150,7 +150,7 @@ class AsynchronousPushSum(Asynchronous):
             sums.append(_Sum(torch.empty(model.numel(), dtype=SUMS, device=model.device), before.w + weight * part))
             rule.weight -= len(uids) * (sums[-1].w - before.w)
         with torch.no_grad():
-            for a, b in blocks(0, model.numel()):
+            for a, b in blocks(0, model.numel(), model.device):
                 x = model[a:b].to(SUMS) * weight
                 left = x.clone()
                 for ((before, part), uids), after in zip(together.items(), sums, strict=True):
@@ -181,7 +181,7 @@ class AsynchronousPushSum(Asynchronous):
         self._mixed = len({each.source for each in added})
         self._came |= dict.fromkeys((each.source for each in added), round)
         with torch.no_grad():
-            for a, b in blocks(0, model.numel() if news else 0):
+            for a, b in blocks(0, model.numel() if news else 0, model.device):
                 x = model[a:b].to(SUMS) * weight
                 for after, before in news:
                     x.add_(after[a:b] if before is None else after[a:b] - before[a:b])
