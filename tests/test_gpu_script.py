@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,7 +30,10 @@ def dies(tiny):
     print("illegal memory access", file=sys.stderr)
     os._exit(9)
 
-gpu.CASES.update(hangs=hangs, dies=dies)
+def left(tiny):
+    yield gpu.Row("left", "seconds", float(os.environ[gpu.CASE_UNTIL]) - time.monotonic())
+
+gpu.CASES.update(hangs=hangs, dies=dies, left=left)
 sys.exit(gpu.main())
 """
 PYTEST = """
@@ -72,6 +76,42 @@ def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
     assert [row.failed for row in report.rows] == [False, True]
 
 
+def test_a_case_knows_how_long_it_has(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setattr(gpu, "__file__", str(tmp_path / "script.py"))
+    rows: list[Any] = []
+    gpu.run_case("left", True, 300.0, rows.append)
+    assert len(rows) == 1 and 0 < rows[0].value < 300
+
+
+def files_of_tests(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> list[str]:
+    """What the case of the tests tells of these files, in the seconds that are left."""
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(f"import pytest, time\npytestmark = pytest.mark.gpu\n{text}")
+    module = sys.modules["gpu_tests"]
+    monkeypatch.setattr(module, "files", lambda: sorted(folder.glob("test_*.py")))
+    return [f"{row.what} {row.note if row.value is None else row.value}" for row in module.tests(True)]
+
+
+def test_no_file_of_tests_begins_where_no_time_is_left(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(gpu.CASE_UNTIL, str(time.monotonic() + 15))
+    assert files_of_tests(tmp_path, monkeypatch, test_a="") == ["test_a.py: the file not run: no time left"]
+
+
+@pytest.mark.slow
+def test_files_of_tests_are_told_before_their_case_is_stopped(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short it is: what `gpu.sh --seconds` leaves."""
+    monkeypatch.setenv(gpu.CASE_UNTIL, str(until := time.monotonic() + 40))
+    text = "def test_passes(): pass\n\n@pytest.mark.timeout(600)\ndef test_hangs(): time.sleep(600)\n"
+    found = files_of_tests(tmp_path, monkeypatch, test_a=text)
+    assert found[0] == "test_a.py: passed 1" and found[1].startswith("test_a.py: the file stopped at its limit")
+    assert time.monotonic() < until
+
+
 @pytest.mark.parametrize("queued", [False, True])
 def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
     gpu: ModuleType, queued: bool, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +138,23 @@ def test_kernels_are_timed_behind_work_that_keeps_the_gpu_busy(
     monkeypatch.setattr(sys.modules["gpu_rows"], "cache_filler", lambda: lambda: told.append("fill the cache"))
     assert gpu.milliseconds(lambda: told.append("work"), True, 1, warm=0, queued=queued) == 3.0
     assert told == [*(["fill the cache", "busy for 2000000"] if queued else []), "record", "work", "record", "wait"]
+
+
+@pytest.mark.parametrize(("moved", "works"), [(100_000_000, 11), (8 << 30, 1), (8, 16)])
+def test_what_a_cache_keeps_of_the_last_bytes_is_no_part_of_a_bandwidth(
+    gpu: ModuleType, moved: int, works: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of 25 M elements would seem a third faster than memory is, and mixing would miss its target beside it."""
+    module, called = sys.modules["gpu_mixing"], list[int]()
+
+    def milliseconds(work: Callable[[], object], gpu: bool, queued: bool) -> float:
+        work()
+        return 2.0
+
+    monkeypatch.setattr(module, "milliseconds", milliseconds)
+    made = iter(range(99))
+    speed = module.sustained(lambda: partial(called.append, next(made)), moved, True)
+    assert called == [*range(works)] and speed == pytest.approx(1e-9 * works * moved / 2e-3)
 
 
 def test_a_machine_without_git_and_whatever_else_is_measured(

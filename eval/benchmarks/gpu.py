@@ -39,7 +39,7 @@ from gpu_profiles import Profile
 from gpu_report import Report
 from gpu_rows import CONFIGS, ROOT, Row, milliseconds, on_gpu, python_header, run_summary
 from gpu_steps import bare_milliseconds, profile_wrapper, training, wrapper
-from gpu_tests import tests
+from gpu_tests import CASE_UNTIL, tests
 from gpu_waits import host, profile_host
 
 sys.path.insert(0, str(ROOT))
@@ -370,7 +370,8 @@ def run_case(name: str, tiny: bool, limit: float, add: Callable[[Row], None]) ->
         if line.startswith(MARK):
             add(Row(**json.loads(line.removeprefix(MARK))))
 
-    if why := _run(_this_script("--case", name, tiny=tiny), limit, take):
+    command = _this_script("--case", name, str(began + limit), tiny=tiny)
+    if why := _run(command, limit, take):
         add(Row(name, "the case", None, note=why))
     print(f"  {name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
@@ -460,7 +461,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the rows go as JSON, and profiles.txt beside it")
     parser.add_argument("--limit", type=float, default=420, help="seconds that all cases together may take")
     parser.add_argument("--patience", type=float, default=1, help="times which each case's own limit is: slow machines")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--profile", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--launch", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -470,7 +471,6 @@ def main() -> int:
         _of_another(options)
         return 0
     began = time.monotonic()
-    os.environ["GPU_PATIENCE"] = str(options.patience)  # for the limits within cases
     about = environment()
     options.tiny = options.tiny or not on_gpu()
     if options.tiny:
@@ -490,7 +490,8 @@ def _of_another(options: argparse.Namespace) -> None:
     """What the process does that `_this_script` starts."""
     tiny = options.tiny or not on_gpu()
     if options.case:
-        for row in CASES[options.case](tiny):
+        name, os.environ[CASE_UNTIL] = options.case
+        for row in CASES[name](tiny):
             print(MARK + json.dumps(asdict(row)), flush=True)
     elif options.profile:
         case, *whats = options.profile

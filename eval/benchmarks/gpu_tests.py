@@ -3,6 +3,7 @@ that its process does afterwards, costs one file."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -18,8 +19,14 @@ from gpu_rows import ROOT, Row, failure
 
 AT_ONCE = max(4, len(os.sched_getaffinity(0)) // 2)
 """They wait for processes to start, and for CUDA's contexts, more than they compute."""
-ALL_SECONDS = 140.0
-"""A file that is not over by then is stopped, with what it has done: before gpu.py stops the case."""
+CASE_UNTIL = "GPU_CASE_UNTIL"
+"""The environment variable that says when gpu.py stops the case, by time.monotonic()."""
+REPORT_SECONDS = 10.0
+"""So long before that a file that is not over is stopped, and what it has done is told."""
+LEAST_SECONDS = 10.0
+"""With less time left no file begins."""
+END_SECONDS = 2.0
+"""Longest wait for the end of a process that was killed: one that the driver does not let go of stays."""
 FIRST = (
     "test_cuda_ipc.py", "test_nccl.py", "test_mixing.py", "test_runs.py", "test_members.py", "test_compat.py",
     "test_recorded.py", "test_ranks.py", "test_staging.py", "test_devices.py",
@@ -39,7 +46,7 @@ def tests(_tiny: bool) -> Iterator[Row]:
     """Rows: what passed of each file, and each test that failed, with why. All that pytest says goes to the file that
     the environment variable GPU_TESTS_LOG names."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        until = time.monotonic() + ALL_SECONDS * float(os.environ.get("GPU_PATIENCE", 1))
+        until = float(os.environ[CASE_UNTIL]) - REPORT_SECONDS
         running = {pool.submit(run_file, path, until): path for path in files()}
         for done in as_completed(running):
             try:
@@ -57,7 +64,9 @@ def run_file(path: Path, until: float) -> tuple[str, list[Row]]:
     """(all that pytest said, rows) of the GPU tests of one file. until: of time.monotonic(), when they are stopped;
     what was done by then counts."""
     began = time.monotonic()
-    limit_seconds = max(until - began, 1.0)
+    limit_seconds = until - began
+    if limit_seconds < LEAST_SECONDS:
+        return "", [Row("tests", f"{path.name}: the file", None, note="not run: no time left")]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", str(path), "-p", "no:cacheprovider", "-o", "addopts=", "-v",
                "-rfEs", "--tb=short", "--color=no", "--durations=10", f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
     with tempfile.TemporaryFile("w+") as output:
@@ -68,8 +77,10 @@ def run_file(path: Path, until: float) -> tuple[str, list[Row]]:
         except subprocess.TimeoutExpired:
             ended = None
             for child in [*psutil.Process(process.pid).children(recursive=True), process]:
-                child.kill()
-            process.wait()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
         output.seek(0)
         text = output.read()
     return text, list(rows_of(path.name, text, ended, time.monotonic() - began))
