@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import time
@@ -19,9 +20,14 @@ from tests.communication.contract import flat_schema
 Work = Callable[[Hybrid, torch.device], Any]
 HANGS_SECONDS = 400.0 if "PRETENDED_CUDA" in os.environ else 90.0
 """After which processes count as hung: a GPU is lent for minutes, a pretended one is slow."""
+METHOD = "forkserver"
+"""The server loads torch once, and uses no GPU. Sixteen nodes that began anew would each load it for seconds."""
 
 
-def _node(uid: int, n: int, elements: int, folder: str, work: Work, results: Any) -> None:
+def _node(
+    uid: int, n: int, elements: int, folder: str, work: Work, results: Any, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment)  # the server has that of its beginning
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     node = Hybrid(Hybrid.Config.model_validate({"name": "hybrid"}), TransportParts(
@@ -42,8 +48,10 @@ def on_one_gpu(n: int, elements: int, work: Work) -> dict[int, Any]:
     """work(node, device) in n processes at once; their results by uid. Raises what a process died of, AssertionError
     after HANGS_SECONDS; no process is left then."""
     with tempfile.TemporaryDirectory(prefix="dn") as folder:
-        results: Any = mp.get_context("spawn").SimpleQueue()
-        context = mp.spawn(_node, (n, elements, folder, work, results), nprocs=n, join=False)
+        multiprocessing.get_context(METHOD).set_forkserver_preload([__name__])
+        results: Any = mp.get_context(METHOD).SimpleQueue()
+        told = n, elements, folder, work, results, dict(os.environ)
+        context = mp.start_processes(_node, told, nprocs=n, join=False, start_method=METHOD)
         assert context is not None
         found: dict[int, Any] = {}
 
