@@ -47,6 +47,8 @@ class Blockwise(Codec):
         super().__init__(config)
         self.block = config.block
         self._division: Division | None = None
+        self._undivided: Division | None = None
+        """Of the last vector that is not divided."""
 
     def divided(self, sizes: Sequence[int]) -> Self:
         other = copy.copy(self)
@@ -54,9 +56,12 @@ class Blockwise(Codec):
         return other
 
     def _division_of(self, count: int) -> Division:
-        division = self._division or Division.of((count,), self.block)
-        assert division.count == count, f"made for {division.count} values, not for {count}"
-        return division
+        if self._division is None:
+            if self._undivided is None or self._undivided.count != count:
+                self._undivided = Division.of((count,), self.block)
+            return self._undivided
+        assert self._division.count == count, f"made for {self._division.count} values, not for {count}"
+        return self._division
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         return {
@@ -211,7 +216,7 @@ class Sign(Blockwise):
         # Divided by the block size first, a power of two, because the sum of a block may be beyond float32's range;
         # after that, means that rounding has put there become the largest float32, and NaN and infinity stay.
         means = blocks.sums(values.abs().mul_(1.0 / self.block))
-        share = tensors.moved(torch.from_numpy(self.block / blocks.sizes()).to(means.dtype), means.device)
+        share = tensors.moved(torch.from_numpy(self.block / blocks.sizes).to(means.dtype), means.device)
         return (means * share).clamp_(max=torch.finfo(torch.float32).max).where(means.isfinite(), torch.nan)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:  # noqa: ARG002

@@ -53,7 +53,7 @@ def test_every_value_is_in_the_block_that_it_is_in_by_hand(sizes: list[int], siz
     if begin == count:
         return
     blocks, here = division.blocks(begin, count), np.asarray(expected[begin:]) - expected[begin]
-    assert np.repeat(np.arange(len(blocks)), blocks.sizes()).tolist() == here.tolist()
+    assert np.repeat(np.arange(len(blocks)), blocks.sizes).tolist() == here.tolist()
     values = torch.randn(count - begin, generator=draws())
     each = [values[torch.from_numpy(here == block)] for block in range(len(blocks))]
     torch.testing.assert_close(blocks.sums(values), torch.stack([part.sum() for part in each]))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from decentnode.compression import indices, select
+from decentnode.compression.division import Division
 from tests.compression.contract import CODECS, values
 from tests.graph.contract import make
 from tests.sharing.contract import RULES, bound, codec_of, draw, one_round
@@ -51,3 +52,15 @@ def test_choosing_and_coding() -> None:
         stream = indices.encode(there, scores.numel())
         assert stream.is_cuda and torch.equal(stream.cpu(), indices.encode(here, scores.numel()))
         assert torch.equal(indices.decode(stream, scores.numel()), there)
+
+
+@pytest.mark.parametrize("sizes", [(4096,), (5000,), (700, 1024, 3276)], ids=["equal", "the last shorter", "divided"])
+def test_sums_of_blocks_are_those_of_the_cpu(sizes: tuple[int, ...]) -> None:
+    count, division = sum(sizes), Division.of(sizes, 1024)
+    blocks, given = division.blocks(0, count), values(count)
+    for found, wanted in ((blocks.sums(given.cuda()), blocks.sums(given)),
+                          (blocks.largest(given.cuda()), blocks.largest(given)),
+                          (blocks.times(given.cuda(), torch.arange(len(blocks)).float().cuda()),
+                           blocks.times(given, torch.arange(len(blocks)).float()))):  # fmt: skip
+        torch.testing.assert_close(found.cpu(), wanted)
+    assert division.blocks(0, count) is blocks  # a round later its sizes lie on the GPU already
