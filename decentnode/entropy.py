@@ -9,21 +9,29 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 from collections.abc import Callable, Iterator
 
 Source = Callable[[int], bytes]
 """source(count) returns so many bytes."""
-_source: Source = os.urandom
+
+
+class _Own(threading.local):
+    source: Source = os.urandom
+    """Of the thread that asks."""
+
+
+_own = _Own()
 
 
 def draw(count: int) -> bytes:
     """Returns `count` bytes that nobody can guess, and that nobody drew before. Any thread, any process."""
-    return _source(count)
+    return _own.source(count)
 
 
 def word(count: int) -> str:
     """Returns `count` bytes of `draw` as hexadecimal digits, two each."""
-    return _source(count).hex()
+    return _own.source(count).hex()
 
 
 def seeded(seed: int | str) -> Source:
@@ -34,10 +42,10 @@ def seeded(seed: int | str) -> Source:
 
 @contextlib.contextmanager
 def use(source: Source) -> Iterator[None]:
-    """Within it, all is drawn from this source."""
-    global _source
-    before, _source = _source, source
+    """Within it, all that the calling thread draws is from this source. Other threads draw at times that no seed
+    decides: one that writes files beside a simulation would take what the simulation draws next."""
+    before, _own.source = _own.source, source
     try:
         yield
     finally:
-        _source = before
+        _own.source = before

@@ -1,6 +1,7 @@
 """The one source of randomness that no seed decides: a simulation may put another in its place."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -41,8 +42,19 @@ def test_a_seeded_source_gives_the_same_again() -> None:
 def test_the_machines_source_is_back_afterwards() -> None:
     with pytest.raises(RuntimeError), entropy.use(entropy.seeded(1)):
         raise RuntimeError
-    assert entropy._source is os.urandom
+    assert entropy._own.source is os.urandom
     assert len(entropy.draw(5)) == 5 and len(entropy.word(5)) == 10
+
+
+def test_what_other_threads_draw_is_not_taken_from_a_seeded_source() -> None:
+    found = []
+    for beside in (0, 3):
+        with entropy.use(entropy.seeded(1)), ThreadPoolExecutor(1) as pool:
+            first = entropy.draw(4)
+            for _ in range(beside):
+                pool.submit(entropy.draw, 4).result()
+            found.append([first, entropy.draw(4)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("source", ["import secrets\nsecrets.token_hex(2)\n", "import os\nos.urandom(8)\n",
