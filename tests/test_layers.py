@@ -210,10 +210,11 @@ def test_a_folder_with_rooms_has_not_many_files_beside_them(folder: str) -> None
         assert text_of(room / "__init__.py").startswith('"""'), f"{room} does not say what it is for"
 
 
-def test_no_file_of_the_wrapper_imports_itself_through_others() -> None:
+@pytest.mark.parametrize("folder", ["graph", "parallel", "sharing"])
+def test_no_file_of_a_folder_imports_itself_through_others(folder: str) -> None:
     """In functions and for types alone neither: each can be read after those that it is made of."""
     files = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-             for path in sorted((PACKAGE / "parallel").rglob("*.py"))}  # fmt: skip
+             for path in sorted((PACKAGE / folder).rglob("*.py"))}  # fmt: skip
     imported = {name: set[str]() for name in files}
     for name, path in files.items():
         for node in parsed(path)[0]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -13,11 +14,23 @@ from decentnode.config import component
 from decentnode.config.component import Component, Config
 from decentnode.errors import GraphError
 
-if TYPE_CHECKING:
-    from decentnode.graph.topology import Topology
-
 TOLERANCE = 1e-9
 """How far a row or column sum of W may be from one."""
+
+
+class Neighborhoods(Protocol):
+    """What a rule may ask of a graph: `Topology` says what each of these is."""
+
+    num_nodes: int
+    period: int | None
+    directed: bool
+
+    def phase(self, round: int) -> int: ...
+    def lists(self, round: int) -> Sequence[tuple[int, ...]]: ...
+    def in_lists(self, round: int) -> Sequence[tuple[int, ...]]: ...
+    def targets(self, uid: int, round: int) -> tuple[int, ...]: ...
+    def senders(self, uid: int, round: int) -> tuple[int, ...]: ...
+    def degree(self, uid: int, round: int) -> int: ...
 
 
 class WeightsConfig(Config):
@@ -35,10 +48,10 @@ class Weights(Component, abc.ABC):
         self.config = config
         self.base_dir = base_dir
 
-    def prepare(self, topology: Topology) -> None:
+    def prepare(self, topology: Neighborhoods) -> None:
         """Refuse a topology that the rule does not suit. Raises GraphError."""
 
-    def row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+    def row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         """Weights of the sources and of `uid` itself, summing to one."""
         row = self._row(topology, uid, round)
         row[uid] = 1.0 - sum(weight for j, weight in row.items() if j != uid)
@@ -48,10 +61,10 @@ class Weights(Component, abc.ABC):
         return row
 
     @abc.abstractmethod
-    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+    def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         """Weights of the sources; the node's own is what is left."""
 
-    def _need_undirected(self, topology: Topology) -> None:
+    def _need_undirected(self, topology: Neighborhoods) -> None:
         if topology.directed:
             raise GraphError(
                 f"weights {self.config.name or 'metropolis_hastings'} need an undirected graph; "
@@ -68,10 +81,10 @@ class MetropolisHastings(Weights):
 
     Config: ClassVar[type[component.Config]] = MetropolisHastingsConfig
 
-    def prepare(self, topology: Topology) -> None:
+    def prepare(self, topology: Neighborhoods) -> None:
         self._need_undirected(topology)
 
-    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+    def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         degree = topology.degree(uid, round)
         return {j: 1.0 / (1 + max(degree, topology.degree(j, round))) for j in topology.targets(uid, round)}
 
@@ -79,7 +92,7 @@ class MetropolisHastings(Weights):
 class Uniform(Weights):
     """W_ij = 1 / (1 + number of sources of i): row-stochastic; the mean is kept on regular graphs only."""
 
-    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+    def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         sources = topology.senders(uid, round)
         return {j: 1.0 / (1 + len(sources)) for j in sources}
 
@@ -95,11 +108,11 @@ class Laplacian(Weights):
     Config: ClassVar[type[component.Config]] = LaplacianConfig
     config: LaplacianConfig
 
-    def prepare(self, topology: Topology) -> None:
+    def prepare(self, topology: Neighborhoods) -> None:
         self._need_undirected(topology)
         self._steps: dict[int, float] = {}
 
-    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+    def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         phase = topology.phase(round)
         lists = topology.lists(round)
         step = self._steps.get(phase)
@@ -131,7 +144,7 @@ class FileWeights(Weights):
     Config: ClassVar[type[component.Config]] = FileWeightsConfig
     config: FileWeightsConfig
 
-    def prepare(self, topology: Topology) -> None:
+    def prepare(self, topology: Neighborhoods) -> None:
         if topology.period != 1:
             raise GraphError("weights from a file need a static graph")
         path = self.base_dir / self.config.path
@@ -144,7 +157,7 @@ class FileWeights(Weights):
                     f"{path}: node {uid} has a weight for node {min(foreign)}, which does not send to it in the graph"
                 )
 
-    def _row(self, topology: Topology, uid: int, round: int) -> dict[int, float]:
+    def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         return {j: float(self._matrix[uid, j]) for j in topology.in_lists(round)[uid]}
 
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from decentnode import rng
 from decentnode.compression.base import Codec, make_codec
 from decentnode.config import component
 from decentnode.config.component import load_class
@@ -19,6 +18,7 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.operator import draws_of
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.wrapper import Wrapper
 
@@ -38,14 +38,6 @@ def make_sharing(config: Any, machines: Sequence[Sequence[int]] = ()) -> Sharing
     if made.requirements.compresses or getattr(config, "compression", None) is None:
         return made
     return Compressed(made, make_codec(config.compression))
-
-
-def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
-    """Returns the random generator of a codec for this node, round, phase and fragment; None where it draws nothing."""
-    if not codec.unbiased:
-        return None
-    purpose = f"compression, phase {view.phase}" if view.phase else "compression"
-    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, view.purpose(purpose), view.round))
 
 
 class Compressed(Wrapper):

@@ -12,9 +12,9 @@ from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload
 from decentnode.sharing.forces import elastic_pull_, toward
+from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.stacked import Mixing
 from decentnode.sharing.state import Tensors
 
 

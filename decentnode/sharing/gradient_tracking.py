@@ -13,8 +13,8 @@ from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
+from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.stacked import Mixing
 from decentnode.sharing.state import Tensors
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,10 +13,18 @@ from decentnode.graph.base import EQUAL, RoundView
 from decentnode.mixing import mix_into
 from decentnode.payload import Payload
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.step_size import Search
 
-if TYPE_CHECKING:
-    from decentnode.sharing.stacked import Mixing
-    from decentnode.sharing.step_size import Search
+
+class Mixing(Protocol):
+    """The exchange of one phase between all nodes."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns W x as a new tensor, or x itself where nobody exchanges. x: [N, E], a row per uid; rows of W are
+        `view.weights`."""
+
+    def shares(self, x: Tensor) -> Tensor:
+        """Returns A x likewise, with a column of A for every node's `view.out_weights`."""
 
 
 class Hooks:

@@ -14,9 +14,9 @@ from decentnode import rng
 from decentnode.config import component
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.stacked import Mixing
 from decentnode.sharing.state import Tensors
 
 

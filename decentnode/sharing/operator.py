@@ -8,14 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from decentnode import native
+from decentnode import native, rng
 from decentnode.compression import indices, select
 from decentnode.compression.base import Codec
 from decentnode.errors import PeerFault
 from decentnode.graph.base import RoundView
 from decentnode.payload import TensorSpec
-from decentnode.sharing.compressed import draws_of
 from decentnode.tensors import moved
+
+
+def draws_of(codec: Codec, view: RoundView, device: torch.device) -> torch.Generator | None:
+    """Returns the random generator of a codec for this node, round, phase and fragment; None where it draws nothing."""
+    if not codec.unbiased:
+        return None
+    purpose = f"compression, phase {view.phase}" if view.phase else "compression"
+    return torch.Generator(device).manual_seed(rng.torch_seed(view.seed, view.uid, view.purpose(purpose), view.round))
 
 
 class Operator:

@@ -13,8 +13,8 @@ from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, ScalarSpec, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.full import FullConfig
+from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.stacked import Mixing
 
 
 class PushSum(Sharing):

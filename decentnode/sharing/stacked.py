@@ -9,25 +9,12 @@ it.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from decentnode.sharing.hooks import Hooks
 
 AROUND = ("begin", "direction", "adjust", "finish", "advance")
 """Methods that a linear rule without a stacked form of its own must not override."""
-
-
-class Mixing(Protocol):
-    """The exchange of one phase between all nodes."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Returns W x as a new tensor, or x itself where nobody exchanges. x: [N, E], a row per uid; rows of W are
-        `view.weights`."""
-
-    def shares(self, x: Tensor) -> Tensor:
-        """Returns A x likewise, with a column of A for every node's `view.out_weights`."""
 
 
 def has_stacked_form(rule: Any) -> bool:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from decentnode import native, user_cache
 from decentnode.errors import EnvironmentFault
 from decentnode.graph.base import Graph
 from decentnode.sharing.operator import Operator
-
-if TYPE_CHECKING:
-    from decentnode.sharing.base import Sharing
 
 Compress = Callable[[Tensor], Tensor]
 """[N, D] -> [N, D]: every row as receivers decode it."""
@@ -136,7 +133,16 @@ class Search:
         return float(f"{max(0.001, kept / 3 * (self.enough if self.common else 1)):.2g}")
 
 
-def largest_step(rule: type[Sharing], config: Any, graph: Graph) -> float | None:
+class Searched(Protocol):
+    """A rule with a search, or without one."""
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search | None:
+        """See `Hooks.step_search`."""
+        ...
+
+
+def largest_step(rule: type[Searched], config: Any, graph: Graph) -> float | None:
     """Returns the largest step with which a rule contracts on a graph, computed once per process.
 
     None for rules without a `step_search`, graphs of more than MAX_NODES, and codecs whose library is missing.
@@ -159,7 +165,7 @@ def largest_step(rule: type[Sharing], config: Any, graph: Graph) -> float | None
 
 
 @functools.lru_cache(64)
-def _largest(rule: type[Sharing], config: Any, shape: tuple[int, ...], raw: bytes) -> float:
+def _largest(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: bytes) -> float:
     """Returns the step for mixing matrices of this shape and these float64 bytes: from the user's cache where it is
     there, as every process of a run needs it and a search takes seconds."""
     name = _kept_name(rule, config, shape, raw)
@@ -174,7 +180,7 @@ def _largest(rule: type[Sharing], config: Any, shape: tuple[int, ...], raw: byte
     return found
 
 
-def _kept_name(rule: type[Sharing], config: Any, shape: tuple[int, ...], raw: bytes) -> str | None:
+def _kept_name(rule: type[Searched], config: Any, shape: tuple[int, ...], raw: bytes) -> str | None:
     """Returns the name of the cached file: a hash of all that the step depends on. None where the rule or what it is
     made of is a user's own class, whose source is not in the hash."""
     settings = config.model_dump_json()

@@ -11,8 +11,8 @@ from torch import Tensor
 from decentnode.graph.base import RoundView
 from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.requirements import Requirements
-from decentnode.sharing.stacked import Mixing
 
 
 class Wrapper(Sharing):
