@@ -22,17 +22,19 @@ CODE = """
 import sys
 from pathlib import Path
 from decentnode import clock
+from decentnode.faults import Kill, Pause, Slow
 from decentnode.launch.nodes.own_strikes import OwnStrikes
-from tests.launch.test_own_strikes import PLAN
+PLAN = ({plan})
 strikes = OwnStrikes(PLAN, 4, Path(sys.argv[1]), lambda text: print(text, flush=True))
 {act}
 clock.sleep(60)
 """
+"""It does not import this file, which imports torch."""
 
 
 def struck(folder: Path, act: str) -> subprocess.Popen[str]:
     (folder / "nodes" / "004").mkdir(parents=True)
-    words = [sys.executable, "-c", CODE.format(act=act), str(folder)]
+    words = [sys.executable, "-c", CODE.format(plan=", ".join(map(repr, PLAN)), act=act), str(folder)]
     return subprocess.Popen(words, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
 
 

@@ -69,6 +69,8 @@ def test_nodes_in_one_process_come_together(name: str) -> None:
     assert spread(made.nodes) < 0.02 * float(start.std())
     buffers = torch.stack([node.training.model.buffers for node in made.nodes.values()])
     assert float(buffers.std()) < 0.05
+    if name != "push_sum":  # one shows that nothing but the seed decides
+        return
     again = Made(made.graph, made.rule, rounds=40, schedule="gossip_async", lr=0.0, buffers=3, evaluate_every=0)
     for uid, node in again.in_process().nodes.items():
         assert torch.equal(node.training.model.parameters, made.nodes[uid].training.model.parameters)

@@ -43,29 +43,29 @@ RULES = [
     "{name: elastic, force: after, every: 2}", "{name: diloco, every: 3}",
 ]  # fmt: skip
 OPTIONS = {
-    "uneven epochs": ["training={name: supervised, batch_size: 7, local_steps: 4}"],
+    "uneven epochs, kept parameters": [
+        "training={name: supervised, batch_size: 7, local_steps: 4}", "parameters={keep: ['3.*']}"],
     "epochs": ["training={name: supervised, batch_size: 16, local_epochs: 1}", "data.partition=iid"],
     "clipped adam": ["training={name: supervised, batch_size: 8, local_steps: 2, clip_norm: 0.5, optimizer: "
                      "{name: adam, lr: 0.005}, lr_schedule: {name: exponential, gamma: 0.9, every: step}}"],
     "momentum, fresh": ["training={name: supervised, batch_size: 8, local_steps: 2, reset_optimizer: true, optimizer: "
                         "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true}, label_smoothing: 0.1}"],
-    "accumulated": ["training={name: supervised, batch_size: 4, accumulate: 3, local_steps: 2}"],
+    "accumulated, periodic graph": [
+        "training={name: supervised, batch_size: 4, accumulate: 3, local_steps: 2}",
+        "graph={name: alternating_ring, nodes: 6}", "mapping.nodes_per_machine=6"],
     "validation": ["training={name: supervised, batch_size: 8, validation: {fraction: 0.2}, evaluate_train: 20}"],
     "overlapped": ["node.schedule=overlapped"],
     "overlapped push-sum": ["node.schedule=overlapped", "sharing=push_sum"],
-    "changing graph": ["graph={name: random_matching, nodes: 5}"],
-    "directed graph drawn anew": ["graph={name: el_local, nodes: 5, degree: 2}", "weights=null"],
+    "changing graph, sharded test set": ["graph={name: random_matching, nodes: 5}", "data.shard_test=true"],
+    "directed graph drawn anew, own test samples": [
+        "graph={name: el_local, nodes: 5, degree: 2}", "weights=null", "data.test=both"],
     "push-sum on a graph drawn anew": [
         "graph={name: el_local, nodes: 5, degree: 2}", "weights=null", "sharing=push_sum"],
     "undirected graph drawn anew": ["graph={name: random_regular, nodes: 6, degree: 3}", "mapping.nodes_per_machine=6"],
-    "periodic graph": ["graph={name: alternating_ring, nodes: 6}", "mapping.nodes_per_machine=6"],
-    "own test samples": ["data.test=both"],
-    "sharded test set": ["data.shard_test=true"],
     "compressed": ["sharing={name: full, compression: qsgd}"],
     "two phases of rows": ["sharing={name: hierarchical, groups: [[0, 1], [2, 3]]}", "graph={name: complete, nodes: 4}",
                            "mapping.nodes_per_machine=4"],
     "fragments": ["parameters={fragments: {name: random, count: 2, degree: 1}}"],
-    "kept parameters": ["parameters={keep: ['3.*']}"],
     "early stop": ["node.early_stop={figure: accuracy_merged, patience: 1, min_delta: 0.9}"],
 }  # fmt: skip
 
