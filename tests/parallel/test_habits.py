@@ -221,6 +221,13 @@ def test_files_by_the_names_of_modules_that_are_called_module_or_compiled() -> N
     assert {"", "module"} <= compiled._known_names(model().state_dict())._metadata.keys()  # type: ignore[attr-defined]
 
 
+def test_the_state_of_a_wrapper_that_was_compiled_itself_is_loaded_whole() -> None:
+    trained, resumed = wrapper(), wrapper()
+    face.step(trained, 0, 0)
+    resumed.load_state_dict(torch.compile(trained, backend="eager").state_dict())  # type: ignore[attr-defined]
+    assert resumed.steps == 1 and torch.equal(flat(resumed.module), flat(trained.module))
+
+
 def test_a_copy_takes_the_wrapper_s_state() -> None:
     wrapped = wrapper()
     target = copy.deepcopy(wrapped)

@@ -24,7 +24,9 @@ def renamed_entries(
     own: those names. extra: makes the entry EXTRA, where the state has none. The names may lack the `module.` of the
     wrapper, and the parts that torch.compile adds; of these readings that which fits most names is taken.
     """
-    found, wanted = dict(state_dict), list(own)
+    # The wrapper itself may have been compiled: its own entry then has that name, too.
+    found = {EXTRA if plain_name(name) == EXTRA else name: value for name, value in state_dict.items()}
+    wanted = list(own)
     theirs = [name for name in found if name != EXTRA]
     readings = [{f"{start}{name}": name for name in theirs} for start in ("", PREFIX)]
     plain = {plain_name(name): name for name in wanted}
