@@ -65,6 +65,12 @@ def test_a_rank_that_is_killed_before_an_average_is_named() -> None:
         assert not ok and re.search("PeerLost: rank .: global_avg failed: the process of rank 2 is gone", text)
 
 
+def test_who_wraps_a_model_where_another_has_ended_is_told_in_plain_words() -> None:
+    ok, text = run_ranks_raw(2, leaving.ended_before)[0]
+    says = r"rank 0: RuntimeError: ranks cannot wrap the model together, as where one has ended: \w[^/]*\n"
+    assert not ok and re.match(says, text), text
+
+
 @pytest.mark.slow
 def test_over_gloo_an_average_with_a_rank_that_is_killed_fails_in_plain_words() -> None:
     ok, text = run_ranks_raw(2, leaving.killed_in_average, "collective")[0]

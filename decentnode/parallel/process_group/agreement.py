@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.process_group.collectives import gather_texts, reason_of
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 MAX_REASON = 2000
@@ -19,7 +19,8 @@ def together(what: str) -> Iterator[None]:
     """A context that all ranks leave with success, or none. Its body must not wait for other ranks; its end blocks.
 
     what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
-    raised on other ranks alone, AssemblyError naming the first of them and its error. So no rank waits in vain.
+    raised on other ranks alone, AssemblyError naming the first of them and its error; RuntimeError where one has ended.
+    So no rank waits in vain.
     Without a process group this process is the only rank.
     """
     failed: Exception | None = None
@@ -30,10 +31,10 @@ def together(what: str) -> Iterator[None]:
     told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
     try:
         said = gather_texts(told, device_of_group(), what) if num_ranks() > 1 else [told]
-    except RuntimeError:  # a rank is gone
+    except RuntimeError as error:
         if failed is not None:
             raise failed from None
-        raise
+        raise RuntimeError(f"ranks cannot {what} together, as where one has ended: {reason_of(error)}") from error
     if failed is not None:
         raise failed
     for rank, reason in enumerate(said):
