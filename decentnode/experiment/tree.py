@@ -64,7 +64,7 @@ NOT_IN_DIGEST = frozenset(
 
 def _file_safe(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise ValueError("must be at most 100 letters, digits, '.', '_' or '-' (it names a folder)")
+        raise ValueError("must be at most 100 of A to Z, a to z, 0 to 9, '.', '_' and '-' (it names a folder)")
     return name
 
 

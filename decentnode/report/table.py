@@ -7,10 +7,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from decentnode.report.reading.fitting import Fitting
 from decentnode.report.reading.progress import RunProgress
 from decentnode.words import duration, number, size
 
 COLUMNS = ("node", "round", "loss", "{metric} (after)", "sent", "round time", "waiting", "longest for")
+SPARE = ("longest for", "waiting", "round time", "loss", "sent")
+"""Columns that a narrow terminal does without, the first of them first."""
 
 
 def live_table(
@@ -53,4 +56,4 @@ def live_table(
         )
     if note:
         parts.append(note)
-    return Group(bar, table, *(Text(part, style="dim") for part in parts))
+    return Group(bar, Fitting(table, SPARE), *(Text(part, style="dim") for part in parts))

@@ -33,7 +33,8 @@ def test_the_name_is_the_files_when_not_given(write):
 
 def test_a_name_must_be_a_folder(write):
     assert said(write(BASE.replace("base", "a/b"))) == (
-        "a.yaml:1:7: name must be at most 100 letters, digits, '.', '_' or '-' (it names a folder), got 'a/b'\n"
+        "a.yaml:1:7: name must be at most 100 of A to Z, a to z, 0 to 9, '.', '_' and '-' (it names a folder), "
+        "got 'a/b'\n"
         "    name: a/b\n"
         "          ^"
     )

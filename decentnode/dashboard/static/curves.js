@@ -80,6 +80,8 @@ export class Chart {
       const sorted = positive.sort((a, b) => a - b);
       low = Math.max(sorted[0], sorted[Math.floor(sorted.length / 2)] / 1e3);
       high = sorted[sorted.length - 1];
+      const later = Math.min(...this.series.map((each) => Math.min(...each.rows.slice(1).flatMap((row) => row.slice(1)).filter((v) => v > 1e-12))));
+      if (later < high && later > 100 * sorted[0]) low = later / 2;
     }
     if (high <= low) { high = low + (Math.abs(low) || 1) * 0.1; }
     const pad = 0.04, to = log ? (v) => Math.log(Math.max(v, low)) : (v) => v, a = to(low), b = to(high), span = b - a;

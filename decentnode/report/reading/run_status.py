@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from decentnode import clock
+from decentnode.report.reading.fitting import Fitting
 from decentnode.words import duration, size
 
 ENDS = ("finished", "stopped", "left", "failed")
@@ -52,6 +53,8 @@ OF_EDGES = ("chunks",)
 """Columns that only a table with edges has, so that a terminal of 80 columns holds every row of numbers whole."""
 WORDS = ("doing", "waits for")
 """Columns that are cut where the width does not do."""
+SPARE = ("faults", "resends", "chunks", "received", "waits for", "sent")
+"""Columns that a narrow terminal does without, the first of them first."""
 
 
 def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> RenderableType:
@@ -80,7 +83,7 @@ def table(statuses: dict[int, dict[str, Any]], edges: bool = False) -> Renderabl
                     "", Text(f"to {other}", style="dim"), "", "", duration(edge["wait_seconds"]),
                     size(edge["sent"]), size(edge["received"]), str(edge["chunks"]), str(edge["resends"]), "",
                 )  # fmt: skip
-    return Group(made, Text(blame(statuses), style="dim"))
+    return Group(Fitting(made, SPARE, WORDS), Text(blame(statuses), style="dim"))
 
 
 def _cut(text: str, style: str = "") -> Text:
