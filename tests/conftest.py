@@ -40,9 +40,16 @@ for _logger in logging.root.manager.loggerDict.values():
         _logger.propagate = True
 
 
+THREADS = torch.get_num_threads()
+
+
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
-    """What a test draws without a seed of its own is the same in every run."""
+    """What a test draws without a seed of its own is the same in every run, and it begins with as many threads of torch
+    as the first one: nodes that a test runs in this process set them, and with two of them on a busy machine all later
+    tests took ten times the CPU."""
+    if torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
     random.seed(0)
     np.random.seed(0)
     # Where CUDA is not in use, torch.manual_seed takes a millisecond to keep it for later, for each kind of device.
