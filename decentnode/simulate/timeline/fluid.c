@@ -106,8 +106,8 @@ static double next(const struct problem *p, const struct scratch *s, size_t set,
     double target = now + soonest < begins ? now + soonest : begins;
     if (*count > p->exact_flows) {
         qsort(s->sorted, *count, sizeof(double), ascending);
-        size_t some = (size_t)ceil(p->coarse * (double)*count);
-        double seconds = s->sorted[some ? some - 1 : 0];
+        size_t some = (size_t)ceil(p->coarse * (double)*count), half = (size_t)ceil(0.5 * (double)*count);
+        double seconds = fmin(s->sorted[some ? some - 1 : 0], fmax(soonest, p->coarse * s->sorted[half - 1]));
         target = now + seconds;
         if (begins < target) target = fmax(begins, now + p->coarse * seconds);
     }

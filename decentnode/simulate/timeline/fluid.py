@@ -13,14 +13,14 @@ import numpy as np
 from decentnode.simulate.timeline import kernel
 from decentnode.simulate.timeline.fair import EQUAL, fair_rates
 
-EXACT_FLOWS = 256
+EXACT_FLOWS = 1024
 """Most flows under way at once, joined by common resources, whose rates follow every begin and end. Of more of them
-rates are computed anew when COARSE of them have ended; one that begins gets its share then, or COARSE of that time
-later."""
-COARSE = 0.125
+rates are computed anew when COARSE of them have ended, or COARSE of the time is over that half of them take; one that
+begins gets its share then, or COARSE of that time later."""
+COARSE = 1 / 32
 AT_LEAST = 1 / 32
-"""Where more than EXACT_FLOWS are under way in all, they are followed at least until this share of them has ended.
-What would begin in the meantime, because others have ended, begins then."""
+"""Where more than EXACT_FLOWS are under way in all, they are followed at least until this share of them has ended, or
+for this share of the time that a flow takes. What would begin in the meantime, because others have ended, begins then."""
 FEW = 24
 """So many flows are followed by one clock: to look which of them meet would take longer."""
 REMEMBERED = 64
@@ -35,7 +35,7 @@ class Fluid:
         self.now = 0.0
         """Until when flows have been followed."""
         self._uses = np.empty((0, resources_each), int)
-        self._most, self._left, self._begin = np.empty(0), np.empty(0), np.empty(0)
+        self._most, self._work, self._left, self._begin = np.empty(0), np.empty(0), np.empty(0), np.empty(0)
         self._keys = np.empty(0, int)
 
     def add(
@@ -46,7 +46,7 @@ class Fluid:
         wide = np.full((len(uses), self._uses.shape[1]), -1)
         wide[:, : uses.shape[1]] = uses
         self._uses = np.concatenate([self._uses, wide])
-        self._left = np.append(self._left, work)
+        self._work, self._left = np.append(self._work, work), np.append(self._left, work)
         self._most = np.append(self._most, most)
         self._begin = np.append(self._begin, begins)
         self._keys = np.append(self._keys, keys)
@@ -59,7 +59,8 @@ class Fluid:
         if np.isfinite(until) and np.count_nonzero(active) > EXACT_FLOWS:
             rates = fair_rates if kernel.library() is None else kernel.fair_rates
             rate = rates(self._uses[active], capacity, self._most[active])
-            until = max(until, self.now + float(np.quantile(self._left[active] / rate, AT_LEAST)))
+            some = float(np.quantile(self._left[active] / rate, AT_LEAST))
+            until = max(until, self.now + min(some, AT_LEAST * float(np.median(self._work[active] / rate))))
         at = np.flatnonzero(self._begin <= until)
         later = float(self._begin.min(initial=np.inf, where=self._begin > until))
         if not at.size:
@@ -70,8 +71,8 @@ class Fluid:
         over = np.isfinite(ends)
         keys, rest = self._keys[at[over]], np.ones(self._keys.size, bool)
         rest[at[over]] = False
-        self._uses, self._most, self._left = self._uses[rest], self._most[rest], self._left[rest]
-        self._begin, self._keys = self._begin[rest], self._keys[rest]
+        self._uses, self._most, self._work = self._uses[rest], self._most[rest], self._work[rest]
+        self._left, self._begin, self._keys = self._left[rest], self._begin[rest], self._keys[rest]
         return keys, ends[over]
 
     def _followed(
@@ -136,7 +137,9 @@ def _next(
     np.minimum.at(first, of, last)
     target = np.minimum(clock + first, begins)
     for each in np.flatnonzero(count > rules.exact_flows):
-        some = float(np.quantile(last[of == each], rules.coarse, method="inverted_cdf"))
+        mine = last[of == each]
+        some, half = (float(np.quantile(mine, share, method="inverted_cdf")) for share in (rules.coarse, 0.5))
+        some = min(some, max(float(first[each]), rules.coarse * half))
         target[each] = clock[each] + some
         if begins[each] < target[each]:
             target[each] = max(float(begins[each]), clock[each] + rules.coarse * some)
