@@ -144,10 +144,6 @@ class BucketExchange(abc.ABC):
         """The exchange of a bucket that is under way."""
         return self._flights.get(bucket.index)
 
-    def in_flight(self) -> bool:
-        """Whether any exchange is under way."""
-        return bool(self._flights)
-
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         """Blocking: waits for what these ranks alone have sent. Raises PeerLost. Only where waits can be broken off."""
         raise NotImplementedError

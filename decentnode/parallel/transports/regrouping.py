@@ -134,8 +134,12 @@ class RegroupingExchange(BucketExchange):
         return self.inner.flight_of(bucket)
 
     def drain(self) -> None:
-        while self.inner.in_flight():
-            self._guarded(self.inner.drain)
+        def drained() -> bool:
+            self.inner.drain()  # also where nothing of this rank's is in flight: the others forget what they know of it
+            return True
+
+        while not self._guarded(drained):
+            pass
 
     def check(self) -> None:
         """Blocking where the generation is over: takes part in the next one."""

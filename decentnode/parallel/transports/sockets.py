@@ -94,7 +94,9 @@ class SocketExchange(BucketExchange):
 
     def collect(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> None:
         started = clock.now()
-        for number, peer in enumerate(sources):
+        for number, peer in enumerate(self.plan.view(flight.step).sources):  # slots are by the place among all of them
+            if peer not in sources:
+                continue
             key = (peer, bucket.index, flight.step)
             while key not in self._inbox:
                 if not self._take(LOOK_SECONDS):

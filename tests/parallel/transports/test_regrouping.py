@@ -100,4 +100,4 @@ def test_survivors_that_were_at_different_steps_keep_their_mean(seed: int) -> No
     settled = [sum(float(each.buckets[number].flat[0]) for each in left) for number in range(2)]
     assert settled == pytest.approx(expected, abs=1e-3)
     assert unsettled != pytest.approx(expected, abs=1e-3)
-    assert not any(each.exchange.inner.in_flight() for each in left)
+    assert not any(each.exchange.flight_of(bucket) for each in left for bucket in each.buckets)
