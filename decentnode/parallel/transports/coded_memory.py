@@ -33,8 +33,10 @@ class CodedMemory(HostMemory):
         self._packings = [Packing(coding, [p.numel() for p in each.params], each.flat.dtype) for each in buckets]
         self._packed: dict[int, Tensor] = {}
         """Bucket -> what leaves of it."""
-        self._rooms: dict[tuple[int, int, int], Tensor] = {}
-        """(bucket, source's number, size) -> where it comes, where the process group can receive it."""
+        self._rooms: dict[tuple[int, int], Tensor] = {}
+        """(bucket, source's number; -1 for what leaves) -> where the process group can receive or send it."""
+        self._whole_rooms: dict[int, list[Tensor]] = {}
+        """The same of buckets that are sent whole in the exchange under way: most exchanges need no room for that."""
         self._own: dict[tuple[int, int], Tensor] = {}
         """(bucket, phase) -> [S] this rank's public copy."""
         self._theirs: dict[tuple[int, int, int], Tensor] = {}
@@ -46,6 +48,7 @@ class CodedMemory(HostMemory):
         packing, snapshot = self._packings[bucket.index], bucket.sent
         key = bucket.index, self._phase(step)
         self._begins.discard(bucket.index)
+        self._whole_rooms.pop(bucket.index, None)
         if self._differences and key not in self._own:
             self._begins.add(bucket.index)
             self._own[key] = snapshot.clone()
@@ -78,15 +81,23 @@ class CodedMemory(HostMemory):
         """The tensor, or a copy where the process group can send it. Blocking for a copy."""
         if self._sends_from(bucket):
             return tensor
-        return self._room(bucket, -1, tensor.numel()).copy_(tensor)
+        return self._room(bucket, -1).copy_(tensor)
 
-    def _room(self, bucket: Bucket, number: int, size: int) -> Tensor:
-        key = bucket.index, number, size
+    def _room(self, bucket: Bucket, number: int) -> Tensor:
+        """[`_size`] uint8 for what comes from a source, or leaves, in the exchange under way."""
+        if bucket.index in self._begins:
+            room = self._new_room(bucket)
+            self._whole_rooms.setdefault(bucket.index, []).append(room)
+            return room
+        key = bucket.index, number
         if key not in self._rooms:
-            flat, direct = bucket.flat, self._sends_from(bucket)
-            self._rooms[key] = torch.empty(size, dtype=torch.uint8, device=flat.device if direct else "cpu",
-                                           pin_memory=flat.is_cuda and not direct)  # fmt: skip
+            self._rooms[key] = self._new_room(bucket)
         return self._rooms[key]
+
+    def _new_room(self, bucket: Bucket) -> Tensor:
+        flat, direct = bucket.flat, self._sends_from(bucket)
+        return torch.empty(self._size(bucket), dtype=torch.uint8, device=flat.device if direct else "cpu",
+                           pin_memory=flat.is_cuda and not direct)  # fmt: skip
 
     def _size(self, bucket: Bucket) -> int:
         """How many bytes come from each neighbor in the exchange under way."""
@@ -95,7 +106,7 @@ class CodedMemory(HostMemory):
     def landing(self, bucket: Bucket, flight: Flight, sources: Sequence[int]) -> dict[int, Tensor]:
         found = {}
         for number, peer in enumerate(sources):
-            found[peer] = self._room(bucket, number, self._size(bucket))
+            found[peer] = self._room(bucket, number)
             flight.landings[peer] = partial(self.accept, bucket, flight, number, peer, found[peer])
         return found
 

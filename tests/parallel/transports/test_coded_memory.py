@@ -57,6 +57,22 @@ class Rank(BucketExchange):
         self.finish(self.bucket)
 
 
+def test_models_that_were_received_whole_are_kept_once() -> None:
+    world: dict[tuple[int, int], Tensor] = {}
+    ranks = [Rank(rank, 3, {"name": "ring"}, CHANGES, world) for rank in range(3)]
+    for step in range(3):
+        for each in ranks:
+            each.take()
+            each.launch([each.bucket], step)
+    size = ranks[0].bucket.size_bytes
+    for each in ranks:
+        assert len(each.memory._own) == 1 and len(each.memory._theirs) == 2
+        held = {id(tensor): tensor for value in vars(each.memory).values() if isinstance(value, dict)
+                for found in value.values() for tensor in (found if isinstance(found, list) else [found])
+                if isinstance(tensor, Tensor)}  # fmt: skip
+        assert sum(tensor.nbytes for tensor in held.values()) < 3 * size + 3 * 0.5 * size
+
+
 def test_a_rank_that_exchanges_nothing_in_a_round_forgets_as_the_others_do() -> None:
     """Of three ranks one rests in each round: where a state is loaded then, the next exchanges are whole for all."""
     world: dict[tuple[int, int], Tensor] = {}
