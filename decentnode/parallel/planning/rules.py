@@ -54,9 +54,9 @@ def sharing_named(given: SharingRule) -> Sharing:
     class, or an object.
     """
     if isinstance(given, Sharing):
-        rule = given
+        rule = Differences(given.config) if type(given) is Choco else given  # type: ignore[arg-type]
     elif isinstance(given, type):
-        rule = given(given.Config())
+        rule = (Differences if given is Choco else given)(given.Config())
     else:
         section = {"name": given} if isinstance(given, str) else dict(given)
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")

@@ -12,10 +12,12 @@ import pytest
 
 from decentnode.errors import UsageError
 from decentnode.graph.base import Graph
+from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import sharing_named
 from decentnode.parallel.planning.topologies import make_topology
 from decentnode.sharing.ac import AdaptiveConsensus
+from decentnode.sharing.choco import Choco, ChocoConfig
 from decentnode.sharing.full import Full
 
 
@@ -86,3 +88,19 @@ def test_a_rule_says_what_it_needs_of_the_topology() -> None:
     with pytest.raises(ValueError, match="topology must be static for Picky"):
         Plan(make_topology("ring", 4, 4), sharing_named(picky), 0)
     assert Plan(make_topology("complete", 4, 4), sharing_named(AdaptiveConsensus), 0).view(0, 0.5).weights[0] == 0.625
+
+
+def test_choco_is_one_rule_by_name_class_and_object() -> None:
+    config = ChocoConfig(name="choco", choose="all", compression={"name": "int8"})  # type: ignore[arg-type]
+    for given in (Choco, Choco(config), config.model_dump()):
+        assert type(sharing_named(given)) is Differences
+
+
+def test_the_step_of_an_object_is_that_of_the_graph_for_which_it_is_used() -> None:
+    """missing="regroup" plans anew for other numbers of ranks, with the object that the script gave."""
+    rule = Differences(ChocoConfig(name="choco", fraction=0.1))
+    steps = []
+    for graph in (make_topology("complete", 1, 1), make_topology({"name": "ring"}, 3, 1)):
+        rule.choose_step(graph)
+        steps.append(rule.step_size)
+    assert steps[1] is not None and steps[1] < 0.9 and steps[0] == 1.0
