@@ -438,6 +438,18 @@ def test_a_run_as_there_goes_on_with_the_same_bits(average: int, at: int) -> Non
         assert found == {name: [0.0] * 5 for name in found}
 
 
+@pytest.mark.parametrize(("options", "says"), [
+    ({"sharing": {"name": "local_sgd", "every": 3}, "delayed": True}, "has no delayed=True"),
+    ({"sharing": {"name": "full", "compression": {"name": "bfloat16"}}}, "has no compression"),
+])  # fmt: skip
+def test_what_decent_dp_does_not_have_is_refused_where_steps_are_as_there(
+    options: dict[str, Any], says: str, alone: None
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        Wrapper(model(), ADAM, faithful=True, **options)
+    Wrapper(model(), ADAM, **options)
+
+
 def test_states_of_another_kind_are_named(alone: None) -> None:
     there, here = Wrapper(model(), ADAM, faithful=True), Wrapper(model(), ADAM)
     for t in range(3):

@@ -23,7 +23,10 @@ class DecentDPSteps(GossipSteps):
         self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep, *,
         names: Mapping[Tensor, str], faithful: bool,
     ) -> None:
-        """names: of the exchanged parameters."""
+        """names: of the exchanged parameters. Raises ValueError for faithful exchanges that Decent-DP does not have."""
+        if faithful and (plan.delayed or plan.coding is not None):
+            what = "delayed=True" if plan.delayed else "compression"
+            raise ValueError(f"faithful=True takes the steps of Decent-DP, which has no {what}: leave one of them out")
         super().__init__(plan, buckets, exchange, local)
         self._names, self._faithful = names, faithful
         self.per_bucket: BucketSteps | None = None
