@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = " ".join((ROOT / "docs" / "queues.rst").read_text().split())
 CONSTANTS = re.findall(r"``([a-z_.]+):([A-Z_]+)`` = ([\d.]*\d)", PAGE)
 KEYS = re.findall(r"key ``communication\.([a-z_]+)`` = (\d+)", PAGE)
-MADE = re.compile(r"(?:self\.)?(\w+)(?::[^=\n]*)? = (?:field\(default_factory=(?:lambda: )?)?(?:queue\.)?"
+MADE = re.compile(r"(?:self\.)?(\w+)(?::[^=\n]*)? = \[?(?:field\(default_factory=(?:lambda: )?)?(?:queue\.)?"
                   r"(?:deque|SimpleQueue|Queue)\b")  # fmt: skip
 
 

@@ -134,7 +134,8 @@ class DecentralizedDataParallel(Module, Joinable):
         come in (membership/); None: as `initialize_dist` was told.
         delayed: for a rule that does not exchange in every step, such as local_sgd: an exchange is mixed just before
         the next one begins, not in the step after it, and so hides behind all steps between the two. What the steps
-        changed meanwhile is added to the mixed snapshot (CoCoD-SGD, Shen et al., IJCAI 2019, algorithm 1).
+        changed meanwhile is added to the mixed snapshot (CoCoD-SGD, Shen et al., IJCAI 2019, algorithm 1). Ranks go
+        half of the way (gossip_steps.DELAYED_FACTOR) unless `set_adaptive_factor` says otherwise.
         Raises ValueError for arguments that contradict each other, a rule that is not elementwise, a model that is
         wrapped already or whose parameters share memory, an optimizer that needs a closure (checks/refusals.py),
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
@@ -362,7 +363,8 @@ class DecentralizedDataParallel(Module, Joinable):
         self._watch.accumulating = not value
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip."""
+        """x <- x + factor (W x - x) from now on (DSGD-AC, arXiv 2602.02899); 1 is plain gossip, and the default unless
+        exchanges are delayed."""
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"factor must be in [0, 1], got {factor}")
         self._gossip.factor = factor

@@ -181,7 +181,7 @@ def test_a_run_that_admitted_a_node_is_resumed_without_it(tmp_path: Path, way: s
 def test_a_newcomer_that_died_is_noticed_though_nobody_waits_for_it(way: str) -> None:
     """Else push_sum gives it a share of the mass in each round, until nobody has anything to give."""
     config = CONFIG.model_copy(update={"suspect_seconds": 2.0})
-    made, world = begun(way, rounds=150, links=Link(), config=config)
+    made, world = begun(way, rounds=200, links=Link(), config=config)
     asks(world, 1.0)
     at: dict[int, float] = {}
     world.heap.at(5.0, lambda: world.processes[5].kill())

@@ -21,6 +21,11 @@ from decentnode.parallel.steps.apart import Apart
 from decentnode.parallel.steps.part_steps import PartSteps, suit_part_by_part
 from decentnode.parallel.transports.base import BucketExchange
 
+DELAYED_FACTOR = 0.5
+"""Of the mixing where exchanges are delayed. From one exchange to the next a mode of what ranks differ by is multiplied
+by w - c, where it would be by w (1 - c) without delay; w: its eigenvalue of W, c: how far the steps between go toward
+where they lead. For small w and c near 1 models swing. Half the way makes (1 + w) / 2 of w, and w - c at least -1/2."""
+
 
 class OptimizerStep:
     """The local part of a step: the optimizer's, with the loss scaler, the clipping and the schedule of the rate."""
@@ -73,7 +78,7 @@ class GossipSteps:
         self.plan, self.buckets, self.exchange, self.local = plan, list(buckets), exchange, local
         self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
         """None where steps are taken of all parameters at once."""
-        self.factor = 1.0
+        self.factor = DELAYED_FACTOR if plan.delayed else 1.0
         """Of the mixing: x + factor (W x - x)."""
         self.taken = 0
         """Steps taken: the round of the topology that the next exchange has."""

@@ -20,7 +20,7 @@ begins gets its share then, or COARSE of that time later."""
 COARSE = 1 / 32
 AT_LEAST = 1 / 32
 """Where more than EXACT_FLOWS are under way in all, they are followed at least until this share of them has ended, or
-for this share of the time that a flow takes. What would begin in the meantime, because others have ended, begins then."""
+for this share of the time that a flow takes. What would begin in the meantime, as others have ended, begins then."""
 FEW = 24
 """So many flows are followed by one clock: to look which of them meet would take longer."""
 REMEMBERED = 64

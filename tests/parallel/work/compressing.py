@@ -30,7 +30,8 @@ def _decoded(coding: Coding, vector: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> list[Tensor]:
-    """By rank, the parameters after so many steps: x_i + sum_j W_ij (q_j - q_i), then the local step.
+    """By rank, the parameters after so many steps: x_i + sum_j W_ij (q_j - q_i), half of it if delayed, then the local
+    step.
 
     q_i is what is known of x_i: the decoded model, or a public copy for each round of the topology's period.
     """
@@ -65,7 +66,8 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
         for rank, m in enumerate(models):
             if flight is not None and not rests:
                 step, q = flight
-                pull = sum(w * (q[j] - q[rank]).double() for j, w in plans[rank].view(step).weights.items())
+                half = 0.5 if delayed else 1.0
+                pull = half * sum(w * (q[j] - q[rank]).double() for j, w in plans[rank].view(step).weights.items())
                 torch.nn.utils.vector_to_parameters((flat(m).double() + pull).float(), m.parameters())
             optimizers[rank].step()
         flight = flight if rests else sent(t + 1)
