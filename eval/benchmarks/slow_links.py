@@ -2,12 +2,12 @@
 
 Every rank is a machine of its own, a network namespace, whose cable to a common switch passes --mbit in each direction
 (tc's token bucket; no latency is added); needs root, ip and tc. All ranks train the same network on the handwritten
-digits, in turn by each way, for --seconds each; sorted by class, they are dealt in two shards to each rank, so that most
-ranks lack most classes. Told are the seconds of a step, the bytes that a rank sends
-in it, the loss on the test images of the mean of all models after equal times, and when that mean first classified
---target of them, also as a part of DDP's time. Models are kept as they were at some steps and looked at after the
-training: looking costs none of the time, and nothing is sent for free meanwhile. Ceilings of the same run: steps that
-exchange nothing, and what a cable needs for the parameters once.
+digits, in turn by each way, for --seconds each; sorted by class, they are dealt in two shards to each rank, so that
+most ranks lack most classes. Told are the seconds of a step, the bytes that a rank sends in it, the loss on the test
+images of the mean of all models after equal times, and when that mean first classified --target of them, also as a part
+of DDP's time. Models are kept as they were at some steps and looked at after the training: looking costs none of the
+time, and nothing is sent for free meanwhile. Ceilings of the same run: steps that exchange nothing, and what a cable
+needs for the parameters once.
 """
 
 from __future__ import annotations

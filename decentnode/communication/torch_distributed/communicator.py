@@ -57,8 +57,8 @@ class Communicator(abc.ABC):
         return Calls(self._group, tuple(self._rank), scatters=self.device.type == "cuda")
 
     def batch(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
-        """Launch one batch of point-to-point operations with every peer inside (R3), sends first, peers ascending; what
-        `wait` takes.
+        """Launch one batch of point-to-point operations with every peer inside (R3), peers ascending, over NCCL sends
+        first and over gloo receives; what `wait` takes.
 
         sends, receives: (uid, contiguous tensor on `device`), unchanged until waited for. Not blocking. Every send
         needs its receive in the peer's batch of the same number, of the same size (R1): neither backend says so
@@ -74,8 +74,11 @@ class Communicator(abc.ABC):
         coalesces = self.device.type == "cuda"  # NCCL
         if coalesces:
             self._group._start_coalescing(self.device)
-        works = [self._group.send([tensor], self._rank[uid], 0) for uid, tensor in sorted(sends, key=_uid)]
-        works += [self._group.recv([tensor], self._rank[uid], 0) for uid, tensor in sorted(receives, key=_uid)]
+        sending = [(self._group.send, tensor, uid) for uid, tensor in sorted(sends, key=_uid)]
+        receiving = [(self._group.recv, tensor, uid) for uid, tensor in sorted(receives, key=_uid)]
+        # gloo tells a peer that it may send behind whatever leaves on the connection: after a send, that is all of it
+        order = [*sending, *receiving] if coalesces else [*receiving, *sending]
+        works = [operation([tensor], self._rank[uid], 0) for operation, tensor, uid in order]
         return [self._group._end_coalescing(self.device)] if coalesces else works
 
     @abc.abstractmethod

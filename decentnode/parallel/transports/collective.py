@@ -73,14 +73,13 @@ class CollectiveExchange(BucketExchange):
         operations, whom = [], []
         sent = self._host.departing(bucket, self._step)
         landing = self._host.landing(bucket, flight, view.sources)
-        for peer in sorted({*view.neighbors, *view.sources}):
-            if peer in view.neighbors:
-                operations.append(dist.P2POp(dist.isend, sent, peer))
-                whom.append([peer])
-                self.bytes_sent += sent.nbytes
-            if peer in view.sources:
-                operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
-                whom.append([peer])
+        for peer in view.sources:  # first: gloo tells a peer that it may send behind whatever leaves on the connection
+            operations.append(dist.P2POp(dist.irecv, landing[peer], peer))
+            whom.append([peer])
+        for peer in view.neighbors:
+            operations.append(dist.P2POp(dist.isend, sent, peer))
+            whom.append([peer])
+            self.bytes_sent += sent.nbytes
         everybody = sorted({*view.neighbors, *view.sources})
         with self._blamed(self._step, everybody):  # torch raises here already for a connection that it knows is broken
             works = dist.batch_isend_irecv(operations)

@@ -85,12 +85,12 @@ class PairExchange(BucketExchange):
         self._flights[bucket.index] = flight
         sent = self._host.departing(bucket, self._step)
         landing = self._host.landing(bucket, flight, view.sources)
-        for peer in sorted({*view.neighbors, *view.sources}):  # all of them, also where one is known to be gone
-            if peer in view.neighbors:
-                self._begin(flight, sent, peer, receives=False)
-                self.bytes_sent += sent.nbytes
-            if peer in view.sources:
-                self._begin(flight, landing[peer], peer, receives=True)
+        # All of them, also where one is known to be gone; sources first (transports/collective.py).
+        for peer in view.sources:
+            self._begin(flight, landing[peer], peer, receives=True)
+        for peer in view.neighbors:
+            self._begin(flight, sent, peer, receives=False)
+            self.bytes_sent += sent.nbytes
 
     def _begin(self, flight: PairFlight, tensor: Tensor, peer: int, receives: bool) -> None:
         leg = _Leg(peer, receives, None)
