@@ -291,8 +291,14 @@ class _Conductor:
             each.worker.process.terminate()
         if self.state.running:
             self.watcher.stopping(self.state, signal.Signals(self.signals.received[0]).name)
+        # The fork server ignores signals, and so does what it forks until it has begun: who had said nothing by now may
+        # not have heard, and is asked again at its first word
+        silent = [each for each in self.state.running if each.began is None]
         while self.state.running and len(self.signals.received) < 2:
             self._watch()
+            for each in [each for each in silent if each.began is not None]:
+                silent.remove(each)
+                each.worker.process.terminate()
 
 
 def _note(each: Running, record: dict[str, object]) -> None:
