@@ -306,3 +306,14 @@ def test_rounds_of_which_nothing_new_is_known_are_not_computed_anew(monkeypatch:
     time_line(clock, rounds)
     assert is_together(clock)
     assert computed < 20 * rounds
+
+
+@pytest.mark.parametrize("n", [100, 600])
+def test_who_a_straggler_held_up_sends_while_others_do_however_many_they_are(n: int) -> None:
+    """Its payloads end first of many that end at one time."""
+    source = np.repeat(np.arange(n), 2)
+    sent = Transfers.of(source, (source + np.tile([1, n - 1], n)) % n, 30730 * 4.0)
+    compute = ComputeConfig.model_validate({"step_seconds": 0.1, "stragglers": [{"nodes": [3], "factor": 3}]})
+    network = Network(LinksConfig.model_validate({"node_mbit_per_second": 1}), [*range(n)])
+    clock = Clock(Compute(compute, [*range(n)], step_seconds=0.1), network, lambda _: [sent])
+    assert time_line(clock, 6).end[-1].max() == pytest.approx(13.00032)
