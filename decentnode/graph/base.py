@@ -140,6 +140,12 @@ class RoundView:
             self, neighbors=(), sources=(), weights={self.uid: 1.0}, out_weights={self.uid: 1.0}, averaging_group=()
         )
 
+    def part_way(self, factor: float) -> RoundView:
+        """The same round when the node goes a part of the way: x + factor (W x - x)."""
+        weights = {j: factor * w for j, w in self.weights.items()}
+        weights[self.uid] += 1.0 - factor
+        return replace(self, weights=weights)
+
     def mean_of(self, came: Collection[int]) -> RoundView:
         """The same round when the payloads of exactly these nodes came: each has the weight of the node's own."""
         weights = dict.fromkeys(sorted({self.uid, *came}), 1.0 / (len(came) + 1))

@@ -153,9 +153,8 @@ class DecentralizedDataParallel(Module, Joinable):
         local = ranks_per_machine(local_world_size)
         self._member = None if job is None else WrapperParticipant(
             job, topology, local, sharing, transport, make_topology=self._make_topology)
-        self._delayed = delayed
         options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
-        plan = self._agree(topology, local, sharing, options)
+        plan = self._agree(topology, local, sharing, delayed, options)
         params = [p for _, p in self._named]
         buckets = make_buckets(params, int(bucket_size_in_mb * (1 << 20)), param_as_bucket_view, plan.rules())
         exchange = exchange_for(transport, plan, buckets, timeout_seconds, job)
@@ -206,7 +205,7 @@ class DecentralizedDataParallel(Module, Joinable):
         return make_topology(topology, world_size, local_world_size)
 
     def _agree(
-        self, topology: TopologyLike, local_world_size: int, sharing: SharingRule, options: Sequence[str]
+        self, topology: TopologyLike, local_world_size: int, sharing: SharingRule, delayed: bool, options: Sequence[str]
     ) -> Plan:
         """Makes the topology and the rule, compares them, the parameters and the options with all ranks', and takes
         rank 0's values. Blocking. Raises ValueError, AssemblyError."""
@@ -222,7 +221,7 @@ class DecentralizedDataParallel(Module, Joinable):
                 check_device(f"buffer {name}", buffer)
             graph = self._make_topology(topology, num_ranks(), local_world_size)
             rank = dist.get_rank() if dist.is_initialized() else 0
-            plan = Plan(graph, sharing_named(sharing), rank, self._delayed)
+            plan = Plan(graph, sharing_named(sharing), rank, delayed)
         if dist.is_initialized():
             check_all_alike(model, plan, options, device_of_group())
             broadcast_all([*model.parameters(), *model.buffers()])

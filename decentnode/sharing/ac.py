@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field
@@ -31,6 +30,4 @@ class AdaptiveConsensus(Full):
     def plan(self, view: RoundView) -> RoundView:
         config = self.config
         a = config.factor + (config.final - config.factor) * min(1.0, view.round / config.rounds)
-        weights = {uid: a * w for uid, w in view.weights.items()}
-        weights[view.uid] += 1.0 - a
-        return replace(view, weights=weights)
+        return view.part_way(a)

@@ -44,11 +44,6 @@ class Packing:
             self._places[name] = (start, end, spec.dtype)
         self.size_bytes = end
 
-    @property
-    def draws(self) -> bool:
-        """Whether values are rounded at random."""
-        return self._codec is not None and self._codec.unbiased
-
     def encode(self, values: Tensor, out: Tensor, draws: torch.Generator | None = None) -> None:
         """Writes values [S] to `out` [size_bytes] uint8. draws: on the same device, where values are rounded at
         random."""

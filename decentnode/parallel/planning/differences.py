@@ -47,8 +47,5 @@ class Differences(Full):
             self.step_size = search.without_graph() if largest is None else search.default(largest)
 
     def plan(self, view: RoundView) -> RoundView:
-        gamma = 1.0 if self.step_size is None else self.step_size
-        weights = {uid: gamma * weight for uid, weight in view.weights.items()}
-        weights[view.uid] += 1.0 - gamma
-        return replace(view, weights=weights)
+        return view if self.step_size is None else view.part_way(self.step_size)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,11 +99,7 @@ class Plan:
                 self._views[step, factor] = self.view(step, factor, self.rank)
             return self._views[step, factor]
         found = self.rule.plan(rule_view(self.rule, self.graph, rank, step))
-        if factor == 1.0:
-            return found
-        weights = {uid: factor * w for uid, w in found.weights.items()}
-        weights[found.uid] += 1.0 - factor
-        return replace(found, weights=weights)
+        return found if factor == 1.0 else found.part_way(factor)
 
     def most_sources(self) -> int:
         """The most sources that any rank has in one step."""

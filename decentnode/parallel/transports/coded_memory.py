@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from decentnode import rng
 from decentnode.errors import PeerFault, PeerLost
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.buckets.packing import Packing
@@ -16,6 +16,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import Coding
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory
+from decentnode.sharing.operator import draws_of
 
 
 class CodedMemory(HostMemory):
@@ -29,7 +30,7 @@ class CodedMemory(HostMemory):
     def __init__(self, plan: Plan, coding: Coding, buckets: Sequence[Bucket]) -> None:
         """Raises ValueError for what cannot be compressed to a length that is known before."""
         super().__init__()
-        self._plan, self._differences = plan, coding.differences
+        self._plan, self._codec, self._differences = plan, coding.codec, coding.differences
         self._packings = [Packing(coding, [p.numel() for p in each.params], each.flat.dtype) for each in buckets]
         self._packed: dict[int, Tensor] = {}
         """Bucket -> what leaves of it."""
@@ -71,11 +72,10 @@ class CodedMemory(HostMemory):
         return self._plan.phase(step) if self._differences else 0
 
     def _draws(self, bucket: Bucket, step: int) -> torch.Generator | None:
-        if not self._packings[bucket.index].draws:
+        """Others for each bucket, as they are for each fragment of a node's model."""
+        if self._codec is None:
             return None
-        view = self._plan.view(step)
-        seed = rng.torch_seed(view.seed, view.uid, f"compression, bucket {bucket.index}", step)
-        return torch.Generator(bucket.flat.device).manual_seed(seed)
+        return draws_of(self._codec, replace(self._plan.view(step), fragment=bucket.index), bucket.flat.device)
 
     def _sendable(self, bucket: Bucket, tensor: Tensor) -> Tensor:
         """The tensor, or a copy where the process group can send it. Blocking for a copy."""
