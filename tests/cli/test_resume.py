@@ -27,7 +27,7 @@ def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) 
         assert process.returncode == -signal.SIGKILL
     code, out, err = run(tmp_path, "run", config, "--plain", "--resume")
     assert code == 0, out + err
-    assert "is partial: it has no manifest" in out and "goes on after round 4" in out
+    assert "is partial: it has no manifest" in out and "goes on after round 4" in out, out
     assert "checkpoints (2 of them new) per node" in out, out
     (tmp_path / "killed").unlink()
     latest = tmp_path / "runs" / "tiny" / "latest"

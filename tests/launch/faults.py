@@ -102,7 +102,8 @@ class MarkerConfig(SupervisedConfig):
 
 
 class DiesWriting(Supervised):
-    """Everything is killed in the middle of node 2's writing a checkpoint, after round 5, the first time."""
+    """Everything is killed in the middle of node 2's writing a checkpoint, after round 5, the first time. By then all
+    nodes have written those of round 4, which they do beside their rounds."""
 
     Config: ClassVar[type[Config]] = MarkerConfig
 
@@ -112,6 +113,8 @@ class DiesWriting(Supervised):
             marker.write_text("")
 
             def half(file: int, data: memoryview, _: object) -> None:
+                before = "runs/*/*/checkpoints/00000004-*/*.json"
+                wait_until(lambda: len({each.name for each in Path().glob(before)}) == 4)
                 os.write(file, data[: len(data) // 2])
                 os.killpg(os.getpgid(0), signal.SIGKILL)
 
