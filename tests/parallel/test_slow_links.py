@@ -56,8 +56,10 @@ def spread_cases(topologies: list[Any], transport: str) -> list[tuple[Any, Any, 
         found += [(topology, full("bfloat16"), options, 0.01), (topology, full("int8"), options, 0.03),
                   (topology, {"name": "local_sgd", "every": 4}, {**options, "delayed": True}, 0.05)]  # fmt: skip
         if topology != {"name": "random_matching"}:
+            # qsgd is coarse, and 5 ranks take turns among 5 rounds with copies of their own: 32 exchanges of each leave
+            # a hundredth of the spread, whatever the step (a found step promises a fiftieth after 500)
             found += [(topology, choco(codec), options, left) for codec, left in
-                      (("bfloat16", 1e-3), ("int8", 1e-3), ("int4", 1e-3), ("qsgd", 1e-3), ("sign", 0.3))]
+                      (("bfloat16", 1e-3), ("int8", 1e-3), ("int4", 1e-3), ("qsgd", 0.04), ("sign", 0.3))]
             found += [(topology, "choco", options, 0.05)]
     return found
 
@@ -70,10 +72,12 @@ def agree(n: int, cases: list[tuple[Any, Any, dict[str, Any], float]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("topology", [
+    "complete", "ring", {"name": "ring"}, "one-peer-exp", {"name": "random_matching"},
+])  # fmt: skip
 @pytest.mark.parametrize(("n", "transport"), [(4, "collective"), (4, "auto"), (5, "collective")])
-def test_without_gradients_ranks_agree_and_their_mean_stays(n: int, transport: str) -> None:
-    topologies = ["complete", "ring", {"name": "ring"}, "one-peer-exp", {"name": "random_matching"}]
-    agree(n, spread_cases(topologies, transport))
+def test_without_gradients_ranks_agree_and_their_mean_stays(n: int, transport: str, topology: Any) -> None:
+    agree(n, spread_cases([topology], transport))
 
 
 def test_without_gradients_three_ranks_agree_and_their_mean_stays() -> None:
