@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.errors import PeerLost
+from decentnode.optim.outer import OuterOptimizer
 from decentnode.optim.saved import check_saved, kind_of
 from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
@@ -44,7 +44,7 @@ DIST_OPTIMIZERS: dict[str, type[DistOptimizer]] = {
 }  # fmt: skip
 
 
-class CommOptimizer(Optimizer):
+class CommOptimizer(OuterOptimizer):
     """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer.
 
     With a GradScaler (`scaler.step(optimizer)`) all ranks skip a step in which one of them has an inf or NaN gradient,
@@ -52,10 +52,6 @@ class CommOptimizer(Optimizer):
     states of one step: where they meet in different ones, `step` raises AssemblyError. A state of another number of
     ranks loads without what was under way. The parameters are those that the local optimizer has at construction.
     """
-
-    _step_supports_amp_scaling = True  # GradScaler then calls `step` always, and tells it of inf
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
 
     def __init__(
         self, optimizer: Optimizer, dist_optim_name: str = "LSGD", world_size: int = 1, comm_period: int = 4,
@@ -74,16 +70,13 @@ class CommOptimizer(Optimizer):
         than rank 0: then all ranks raise, and none waits.
         """
         job = job_for(missing, 300.0)
-        self.local_optimizer = optimizer
         if job is not None:
             world_size = num_ranks()
         self.dist_optimizer = self._kind(dist_optim_name)(
             optimizer, world_size=world_size, dist_pulling_strength=dist_pulling_strength,
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
-        self.defaults = optimizer.defaults
-        self._share()
-        self.__setstate__({})  # what torch's constructor makes beside groups and state: hooks
+        super().__init__(optimizer)
         self._member = None if job is None else OptimizerParticipant(job, self.dist_optimizer)
         if self._member is not None:
             self._member.begin()
@@ -91,9 +84,6 @@ class CommOptimizer(Optimizer):
     def _kind(self, name: str) -> Callable[..., DistOptimizer]:
         """The class of a method."""
         return DIST_OPTIMIZERS.get(str(name).upper(), partial(UnknownMethod, name=name))
-
-    def _share(self) -> None:
-        self.param_groups, self.state = self.local_optimizer.param_groups, self.local_optimizer.state
 
     @property
     def center(self) -> Tensor:
@@ -104,11 +94,9 @@ class CommOptimizer(Optimizer):
         """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all
         ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
         than it had."""
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
-            loss = result if loss is None else loss
+        result = self.evaluated(closure)
+        if loss is None:
+            loss = result
         with contextlib.nullcontext() if self._member is None else self._member.step():
             self._take_step(loss)
         return result
@@ -116,11 +104,11 @@ class CommOptimizer(Optimizer):
     def _take_step(self, loss: Any) -> None:
         method = self.dist_optimizer
         method.check_params()
-        found = getattr(self, "found_inf", None)
-        infinite = 0.0 if found is None else float(found)
-        if found is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
-            return
-        self._unscale()
+        if getattr(self, "found_inf", None) is not None:
+            infinite = self.infinite()
+            if self._met(lambda: method.largest(infinite), infinite) > 0:
+                return
+        self.unscale(method.params)
         self._met(method.before_step, None)
         if method.alike and self._member is not None and self._member.over:
             return
@@ -138,15 +126,6 @@ class CommOptimizer(Optimizer):
             own = f"rank {self.dist_optimizer.rank}: the exchange of step {self.steps} with the other ranks failed"
             raise PeerLost(f"{own}, as where one has ended or takes fewer steps: {reason_of(error)}") from error
 
-    @torch.no_grad()
-    def _unscale(self) -> None:
-        """Divides the gradients by the scale of a GradScaler that has not."""
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None and getattr(self, "found_inf", None) is not None:
-            for p in self.dist_optimizer.params:
-                if p.grad is not None:
-                    p.grad.div_(scale)
-
     @property
     def steps(self) -> int:
         """Steps taken, in which all ranks are alike; those that a GradScaler skips do not count."""
@@ -156,9 +135,6 @@ class CommOptimizer(Optimizer):
     def generation(self) -> int:
         """The number of the generation of ranks; 0 where they do not come and go."""
         return 0 if self._member is None else self._member.job.control.generation.number
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.local_optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         raise ValueError("parameters must be there when the CommOptimizer is made: the center covers them all")
@@ -178,10 +154,6 @@ class CommOptimizer(Optimizer):
                              f"{', '.join(sorted(missing))}")  # fmt: skip
         self.local_optimizer.load_state_dict(state_dict["local"])
         self.dist_optimizer.load_state_dict(state_dict["dist"])
-        self._share()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a CommOptimizer cannot be copied or pickled, because it is one of many: its state_dict() can")
 
     def __repr__(self) -> str:
         return f"CommOptimizer({type(self.dist_optimizer).__name__}, {self.local_optimizer!r})"

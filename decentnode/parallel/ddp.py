@@ -30,6 +30,7 @@ from decentnode.parallel.checks.refusals import (
     check_model,
     check_optimizer,
     check_options,
+    check_scaler,
     refuse_compiled_autograd,
 )
 from decentnode.parallel.membership.founding import Missing, job_for
@@ -48,6 +49,7 @@ from decentnode.parallel.states.loading import load_together, restart
 from decentnode.parallel.states.wrapper_state import kept_of, take_up
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
+from decentnode.parallel.steps.script_optimizer import ScriptOptimizer
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import exchange_for
 
@@ -117,6 +119,7 @@ class DecentralizedDataParallel(Module, Joinable):
         timeout_seconds: float = 300.0,
         missing: Missing | None = None,
         delayed: bool = False,
+        step_in_backward: bool = True,
     ) -> None:
         """Blocking until all ranks agree on parameters and topology; all ranks then have rank 0's values.
 
@@ -136,6 +139,8 @@ class DecentralizedDataParallel(Module, Joinable):
         the next one begins, not in the step after it, and so hides behind all steps between the two. What the steps
         changed meanwhile is added to the mixed snapshot (CoCoD-SGD, Shen et al., IJCAI 2019, algorithm 1). Ranks go
         half of the way (gossip_steps.DELAYED_FACTOR) unless `set_adaptive_factor` says otherwise.
+        step_in_backward: with False, backward passes only compute gradients, as in plain torch, and the script takes
+        the step: `model.optimizer.step()`, with gradients of its own making, clipping, a GradScaler of its own.
         Raises ValueError for arguments that contradict each other, a rule that is not elementwise, a model that is
         wrapped already or whose parameters share memory, an optimizer that needs a closure (checks/refusals.py),
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
@@ -147,6 +152,7 @@ class DecentralizedDataParallel(Module, Joinable):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
         with together("wrap the model"):
             check_makers(optim_fn, lr_scheduler_fn, optimizer)
+            check_scaler(scaler, step_in_backward)
             check_options(transport, bucket_size_in_mb, grad_clip_norm, timeout_seconds, local_world_size)
             check_model(model, DecentralizedDataParallel, param_as_bucket_view)
         self.module = model
@@ -166,6 +172,7 @@ class DecentralizedDataParallel(Module, Joinable):
             check_optimizer(made, schedule)
             local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
+        self._script_optimizer = None if step_in_backward else ScriptOptimizer(made, self._step_of_script)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._told_revert = self._told_no_step = False
         self._accumulated_from = -1
@@ -182,7 +189,8 @@ class DecentralizedDataParallel(Module, Joinable):
 
     @property
     def optimizer(self) -> Optimizer:
-        return self._gossip.local.optimizer
+        """What `optimizer` or `optim_fn` made; with `step_in_backward=False` one whose `step` the script calls."""
+        return self._script_optimizer or self._gossip.local.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -233,7 +241,7 @@ class DecentralizedDataParallel(Module, Joinable):
         params = [p for _, p in self._named]
         if close_others(self, params):
             logger.warning("the model was wrapped before: that wrapper takes no steps any more")
-        self._watch = BackwardWatch(params, self._step)
+        self._watch = BackwardWatch(params if self._script_optimizer is None else [], self._step)
         close_at_exit(self, params)
         if self._member is not None:
             self._member.attach(self.module, self._gossip, self._average)
@@ -249,8 +257,8 @@ class DecentralizedDataParallel(Module, Joinable):
         return GossipSteps(plan, buckets, exchange, local)
 
     def close(self) -> bool:
-        """Removes the hooks from the parameters: later backward passes only compute gradients. Idempotent; returns
-        whether there were any.
+        """Takes no steps any more: later backward passes only compute gradients. Idempotent; returns whether it was
+        open.
 
         Ranks of the same host that go on training are told that this one does not.
         """
@@ -269,7 +277,7 @@ class DecentralizedDataParallel(Module, Joinable):
         if self._average.local is not None and self.training and torch.is_grad_enabled():
             self._train_on_after_average()
         output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self._script_optimizer is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             refuse_compiled_autograd()
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook
@@ -287,20 +295,36 @@ class DecentralizedDataParallel(Module, Joinable):
         self._watch.output_came()
 
     def _step(self) -> None:
-        with contextlib.nullcontext() if self._member is None else self._member.step():
+        with self._whole_step():
             self._take_step()
+        self._gossip.local.clear_gradients()
+
+    def _step_of_script(self, update: bool) -> None:
+        """update: whether the gradients are used."""
+        if self._watch.stopped:
+            raise RuntimeError("this wrapper is closed, or its model was wrapped again: step the optimizer of the one "
+                               "that trains")  # fmt: skip
+        with self._whole_step():
+            self._take_step(update)
+
+    def _whole_step(self) -> contextlib.AbstractContextManager[None]:
+        """Around one step, in which ranks may come and go."""
+        return contextlib.nullcontext() if self._member is None else self._member.step()
 
     @torch.no_grad()
-    def _take_step(self) -> None:
+    def _take_step(self, update: bool = True) -> None:
         self._check_step()
         Join.notify_join_context(self)
-        self._gossip.take()
+        if update:
+            self._gossip.take()
+        else:
+            self._gossip.take_idle()
 
     def _check_step(self) -> None:
         """Raises RuntimeError where a step would be taken of what is not the ranks' own models."""
         if self._average.local is not None:
-            raise RuntimeError("a backward pass must not go through the average of global_avg, which its step would "
-                               "change: revert_global_avg() first, or global_avg(will_revert=False) to go on from the "
+            raise RuntimeError("a training step must not begin at the average of global_avg, which it would change: "
+                               "revert_global_avg() first, or global_avg(will_revert=False) to go on from the "
                                "average")  # fmt: skip
         check_frozen(self._frozen)
         self._gossip.local.apart.look()
@@ -331,7 +355,7 @@ class DecentralizedDataParallel(Module, Joinable):
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """While enabled, backward passes only add up gradients; disable it before the last pass of a step: disabling
         takes none. Warns once where it is enabled again before any step was taken."""
-        if enable and not self._watch.accumulating:
+        if enable and not self._watch.accumulating and self._script_optimizer is None:
             if self.steps == self._accumulated_from and any(p.grad is not None for _, p in self._named):
                 self._tell_no_step()
             self._accumulated_from = self.steps

@@ -88,7 +88,7 @@ def test_the_average_is_not_stepped(direct: bool) -> None:
     wrapped = wrapper()
     wrapped.global_avg()
     wrapped.eval()
-    with pytest.raises(RuntimeError, match="must not go through the average of global_avg"):
+    with pytest.raises(RuntimeError, match="must not begin at the average of global_avg"):
         (wrapped.module if direct else wrapped)(batch(0, 0)[0]).sum().backward()
     wrapped.revert_global_avg()
     wrapped.zero_grad()

@@ -48,7 +48,8 @@ def expected(n: int, victim: int, step: int, topology: Any) -> float:
 @pytest.mark.parametrize(("transport", "victim"), [("shared_memory", 0), ("collective", 2), ("sockets", 0)])
 def test_the_others_go_on_when_one_dies_and_their_mean_stays(transport: str, victim: int) -> None:
     with Crowd() as crowd:
-        crowd.found(3, free_ports(1), members.still, transport, {victim: 4}, 14, LINE)
+        by_script = transport == "collective"
+        crowd.found(3, free_ports(1), members.still, transport, {victim: 4}, 14, LINE, "full", False, not by_script)
         found = [crowd.hear(rank) for rank in range(3) if rank != victim]
         assert crowd.ended(victim) == -signal.SIGKILL
     mean = expected(3, victim, 4, LINE)

@@ -60,6 +60,13 @@ def check_makers(optim_fn: Any, lr_scheduler_fn: Any, optimizer: Any) -> None:
                              f"the object {type(given).__name__}")  # fmt: skip
 
 
+def check_scaler(scaler: Any, step_in_backward: bool) -> None:
+    """Raises ValueError for a scaler where the script steps."""
+    if scaler is not None and not step_in_backward:
+        raise ValueError("scaler must be None with step_in_backward=False: the script steps with "
+                         "scaler.step(model.optimizer) and scaler.update()")  # fmt: skip
+
+
 def check_model(model: Module, wrapper: type[Module], views: bool) -> None:
     """Raises ValueError for a module that is wrapped already, and for parameters and buffers that buckets or ranks
     cannot exchange. wrapper: the class that wraps. views: whether parameters are moved into the buckets."""

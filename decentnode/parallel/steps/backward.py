@@ -54,7 +54,8 @@ class BackwardWatch:
     """
 
     def __init__(self, params: Sequence[Parameter], on_end: Callable[[], None]) -> None:
-        """on_end: a bound method, called on the thread that the engine ends the pass on."""
+        """params: none to watch no pass. on_end: a bound method, called on the thread that the engine ends the pass
+        on."""
         self.accumulating = False
         """While True, passes only add up gradients."""
         self._on_end = weakref.WeakMethod(on_end)
@@ -77,6 +78,7 @@ class BackwardWatch:
                 known = watch._queued if watch._queued is not None else nothing
 
         self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in params]
+        self.stopped = False
 
     def output_came(self) -> None:
         """To be called when the gradient of an output of the module comes: the outermost pass is under way."""
@@ -100,7 +102,7 @@ class BackwardWatch:
             around = torch._C._current_autograd_node()
             if around is not None:
                 self._await_end_around(around)
-            elif on_end is not None and self._hooks and self._gradient_came:
+            elif on_end is not None and not self.stopped and self._gradient_came:
                 _tell_of_two(self)
                 on_end()
 
@@ -129,8 +131,8 @@ class BackwardWatch:
         handles += [following.register_prehook(goes_on) for following, _ in node.next_functions if following]
 
     def stop(self) -> bool:
-        """Take the hooks off the parameters; whether there were any. Idempotent."""
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
+        """Take the hooks off the parameters; whether it was the first to do so. Idempotent."""
+        before, self.stopped = self.stopped, True
+        for hook in self._hooks:
             hook.remove()
-        return bool(hooks)
+        return not before

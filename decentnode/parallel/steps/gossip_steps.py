@@ -110,7 +110,6 @@ class GossipSteps:
             else:
                 self._take_at_once()
             self.taken += 1
-        self.local.clear_gradients()
         self.local.advance_schedule()
 
     def take_idle(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
 from decentnode.parallel.membership import generation_groups
 from decentnode.parallel.membership.control import ConnectionBroken
+from decentnode.parallel.steps.script_optimizer import ScriptOptimizer
 from decentnode.parallel.train import TrainingRun
 from decentnode.parallel.transports.base import BucketExchange
 from tests.parallel.work import models
@@ -35,6 +36,9 @@ def step(model: DecentralizedDataParallel, draw: torch.Generator) -> float:
     x = torch.randn(32, 6, generator=draw).to(models.DEVICE)
     loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
     (loss if model._gossip.local.scaler is None else model._gossip.local.scaler.scale(loss)).backward()
+    if isinstance(model.optimizer, ScriptOptimizer):
+        model.optimizer.step()
+        model.optimizer.zero_grad()
     return loss.item()
 
 
@@ -44,11 +48,12 @@ def level(model: DecentralizedDataParallel) -> float:
 
 
 def still(pipe: Connection, transport: str, victims: dict[int, int], steps: int, topology: Any, sharing: Any = "full",
-          delayed: bool = False) -> dict[str, Any]:  # fmt: skip
+          delayed: bool = False, step_in_backward: bool = True) -> dict[str, Any]:  # fmt: skip
     """Nothing is learned; ranks begin with their number in every parameter. victims: rank -> the step in whose forward
     pass it is killed."""
     rank, _ = initialize_dist(missing="regroup", min_ranks=1 if len(victims) > 1 else None, timeout_seconds=300)
-    model = wrapped(0.0, transport=transport, topology=topology, sharing=sharing, delayed=delayed)
+    model = wrapped(0.0, transport=transport, topology=topology, sharing=sharing, delayed=delayed,
+                    step_in_backward=step_in_backward)  # fmt: skip
     base = level(model)
     with torch.no_grad():
         for p in model.parameters():

@@ -1,0 +1,65 @@
+"""Optimizers that scripts step in place of one of torch's: for schedulers, GradScaler and frameworks they are it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class OuterOptimizer(Optimizer):
+    """Has the groups and the state of a local optimizer, and another step, which takes the local one among others.
+
+    A subclass defines `step`. Its first words are `evaluated(closure)`, and `unscale` before it reads gradients.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then calls `step` always, and tells it of inf
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Without torch's constructor, which makes groups and state of its own."""
+        self.local_optimizer = optimizer
+        self.defaults = optimizer.defaults
+        self.__setstate__({})  # what torch's constructor makes beside groups and state: hooks
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.local_optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.local_optimizer.state
+
+    @staticmethod
+    def evaluated(closure: Callable[[], Any] | None) -> Any:
+        """What the closure of a step returns, None without one."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def infinite(self) -> float:
+        """How many gradients a GradScaler has found inf or NaN in, as far as it says; 0 without one. Waits for a
+        GPU."""
+        found = getattr(self, "found_inf", None)
+        return 0.0 if found is None else float(found)
+
+    @torch.no_grad()
+    def unscale(self, params: Iterable[Tensor]) -> None:
+        """Divides gradients by the scale of a GradScaler that has not."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None and getattr(self, "found_inf", None) is not None:
+            for p in params:
+                if p.grad is not None:
+                    p.grad.div_(scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.local_optimizer.zero_grad(set_to_none)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(f"a {type(self).__name__} cannot be copied or pickled, because it is one of many: its "
+                        "state_dict() can")  # fmt: skip

@@ -1,0 +1,48 @@
+"""The optimizer that a script steps itself, where backward passes do not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from decentnode.optim.outer import OuterOptimizer
+
+
+class ScriptOptimizer(OuterOptimizer):
+    """Its step is one of the wrapped model: it mixes, updates, and starts the next exchange.
+
+    With a GradScaler (`scaler.step(optimizer)`) a rank whose gradients have an inf or NaN mixes without an update.
+    """
+
+    def __init__(self, optimizer: Optimizer, take: Callable[[bool], None]) -> None:
+        """take: a bound method, which takes a step, with an update or without. Its object is not kept alive."""
+        super().__init__(optimizer)
+        self._take = weakref.WeakMethod(take)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Blocking until the exchange under way is over. Raises RuntimeError once the wrapper is closed, PeerLost."""
+        result = self.evaluated(closure)
+        take = self._take()
+        if take is None:
+            raise RuntimeError("the wrapper of this optimizer is gone: keep it as long as its model is trained")
+        infinite = self.infinite() > 0
+        if not infinite:
+            self.unscale(p for group in self.param_groups for p in group["params"])
+        take(not infinite)
+        return result
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.local_optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer which it steps."""
+        return self.local_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.local_optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"ScriptOptimizer({self.local_optimizer!r})"

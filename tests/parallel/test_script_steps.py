@@ -1,0 +1,124 @@
+"""Steps that the script takes (`step_in_backward=False`), as with an optimizer of torch."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decentnode.parallel import DecentralizedDataParallel
+from tests.parallel.ranks import run_ranks
+from tests.parallel.work import stepping
+from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
+from tests.parallel.work.models import SGD, batch, flat, model
+from tests.parallel.work.stepping import backward
+
+
+def wrapper(**options: Any) -> DecentralizedDataParallel:
+    return DecentralizedDataParallel(model(), **{"optimizer": SGD, "step_in_backward": False, **options})
+
+
+@pytest.mark.sampled(of=lambda n, kind, options: {kind, *options})
+@pytest.mark.parametrize(("n", "kind", "options"), [
+    (2, "sgd", {"topology": "ring"}), (3, "odd", {"topology": "ring", "transport": "collective"}),
+    (2, "adam", {"topology": "complete"}), (2, "adam", {"param_as_bucket_view": False}),
+    (3, "sgd", {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int8"}}, "topology": "ring"}),
+    (2, "sgd", {"sharing": {"name": "local_sgd", "every": 3}, "delayed": True}),
+])  # fmt: skip
+def test_a_step_of_the_script_is_one_of_a_backward_pass(n: int, kind: str, options: dict[str, Any]) -> None:
+    for same, steps, distance in run_ranks(n, stepping.pair, kind, options):
+        assert same and steps == 8 and distance > 0
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_scaler_of_the_script_skips_the_update_alone(unscales: bool) -> None:
+    assert all(run_ranks(2, stepping.scaled, unscales))
+
+
+def test_ranks_with_fewer_batches() -> None:
+    (steps, first), (others, second) = run_ranks(2, stepping.uneven)
+    assert steps == others == 7 and first == second
+
+
+def test_a_training_is_resumed_with_the_same_bits() -> None:
+    assert all(run_ranks(2, stepping.resumed))
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_are_the_scripts_until_it_steps() -> None:
+    """A step at the worst point nearby (SAM): two passes, parameters that are moved and brought back, a closure."""
+    wrapped, plain = wrapper(), model()
+    for module, optimizer in ((wrapped, wrapped.optimizer), (plain, SGD(plain.parameters()))):
+        params = list(module.parameters())
+
+        def loss(t: int, module: nn.Module = module) -> torch.Tensor:
+            x, y = batch(0, t)
+            return (module(x) - y).square().mean()
+
+        for t in range(5):
+            loss(t).backward()
+            before = [p.detach().clone() for p in params]
+            moves = [0.05 * p.grad / nn.utils.get_total_norm([q.grad for q in params]) for p in params]
+            with torch.no_grad():
+                for p, move in zip(params, moves, strict=True):
+                    p.add_(move)
+            optimizer.zero_grad()
+            loss(t).backward()
+            with torch.no_grad():
+                for p, value in zip(params, before, strict=True):
+                    p.copy_(value)
+            optimizer.step()
+            assert all(p.grad is not None for p in params)
+            optimizer.zero_grad()
+            assert optimizer.step(lambda t=t, optimizer=optimizer: _with_gradient(loss(t), optimizer)) > 0
+    assert torch.equal(flat(wrapped.module), flat(plain)) and wrapped.steps == 10
+
+
+def _with_gradient(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_optimizer_is_that_of_the_script() -> None:
+    wrapped = wrapper(lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    optimizer = wrapped.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups[0]["lr"] == 0.05
+    wrapped.set_accumulate_grad(False)
+    wrapped.require_backward_grad_sync = True  # as frameworks do
+    backward(wrapped, 0, 0)
+    assert wrapped.steps == 0 and not optimizer.state
+    optimizer.step()
+    assert wrapped.steps == 1 and optimizer.state and wrapped.get_lr() == 0.025
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.025 == wrapped.get_lr()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(wrapped.optimizer.param_groups) == 2 and "SGD" in repr(optimizer)
+    with pytest.raises(TypeError, match="a ScriptOptimizer cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="scaler must be None with step_in_backward=False: the script steps with"):
+        wrapper(scaler=torch.amp.GradScaler("cpu"))
+    wrapped = wrapper()
+    optimizer = wrapped.optimizer
+    with wrapped.averaged(), pytest.raises(RuntimeError, match="must not begin at the average of global_avg"):
+        optimizer.step()
+    again = DecentralizedDataParallel(wrapped.module, optimizer=SGD, step_in_backward=False)
+    with pytest.raises(RuntimeError, match="its model was wrapped again: step the optimizer of the one that trains"):
+        optimizer.step()
+    last = again.optimizer
+    assert again.close() and not again.close()
+    del again
+    gc.collect()
+    with pytest.raises(RuntimeError, match="the wrapper of this optimizer is gone"):
+        last.step()

@@ -1,0 +1,115 @@
+"""Trainings whose script takes the steps, beside those whose backward passes do."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.optim.lr_scheduler import StepLR
+
+from decentnode.parallel import DecentralizedDataParallel
+from tests.parallel.work.models import SGD, Odd, batch, flat, model
+
+ADAM = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
+
+
+def make(kind: str, **options: Any) -> DecentralizedDataParallel:
+    torch.manual_seed(0)
+    module = Odd() if kind == "odd" else model()
+    return DecentralizedDataParallel(module, optimizer=ADAM if kind == "adam" else SGD, **options)
+
+
+def backward(wrapped: nn.Module, rank: int, t: int, scaler: Any = None) -> None:
+    x, y = batch(rank, t)
+    loss = (wrapped(x) - y).square().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def pair(rank: int, n: int, kind: str, options: dict[str, Any]) -> tuple[bool, int, float]:
+    """Trains in both ways. (whether they have the same bits, steps, distance of the ranks' models)."""
+    halving = functools.partial(StepLR, step_size=3, gamma=0.5)
+    automatic = make(kind, lr_scheduler_fn=halving, grad_clip_norm=0.5, **options)
+    for t in range(8):
+        with automatic.no_sync():
+            backward(automatic, rank, 2 * t)
+        backward(automatic, rank, 2 * t + 1)
+    expected = flat(automatic.module)
+    automatic.close()
+    wrapped = make(kind, step_in_backward=False, **options)
+    schedule = halving(wrapped.optimizer)
+    for t in range(8):
+        wrapped.optimizer.zero_grad()
+        backward(wrapped, rank, 2 * t)
+        backward(wrapped, rank, 2 * t + 1)
+        nn.utils.clip_grad_norm_([p for p in wrapped.parameters() if p.requires_grad], 0.5)
+        wrapped.optimizer.step()
+        schedule.step()
+    same = torch.equal(flat(wrapped.module), expected)
+    result = same, wrapped.steps, wrapped.consensus_distance()
+    wrapped.close()
+    return result
+
+
+def scaled(rank: int, n: int, unscales: bool) -> bool:
+    """Whether a scaler of the script's own does what the wrapper's does, where rank 0 overflows in one step."""
+    ends = []
+    for automatic in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        given: dict[str, Any] = {"scaler": scaler} if automatic else {"step_in_backward": False}
+        wrapped = make("sgd", topology="ring", grad_clip_norm=0.5, **given)
+        optimizer = wrapped.optimizer
+        for t in range(6):
+            if t == 3 and rank == 0:
+                handle = next(wrapped.module.parameters()).register_hook(lambda g: g * float("inf"))
+            backward(wrapped, rank, t, scaler)
+            if t == 3 and rank == 0:
+                handle.remove()
+            if not automatic:
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert wrapped.steps == 6 and scaler.get_scale() == (2.0**9 if rank == 0 else 2.0**10)
+        ends.append(flat(wrapped.module))
+        wrapped.close()
+    return torch.equal(*ends)
+
+
+def uneven(rank: int, n: int) -> tuple[int, list[float]]:
+    """A rank with fewer batches inside torch's Join. (steps, the model)."""
+    wrapped = make("sgd", topology="ring", step_in_backward=False)
+    with Join([wrapped]):
+        for t in range(4 + 3 * rank):
+            wrapped.optimizer.zero_grad()
+            backward(wrapped, rank, t)
+            wrapped.optimizer.step()
+    wrapped.global_avg(will_revert=False)
+    result = wrapped.steps, flat(wrapped.module).tolist()
+    wrapped.close()
+    return result
+
+
+def resumed(rank: int, n: int) -> bool:
+    """Whether a training that is saved and loaded in the middle has the bits of one that is not."""
+    ends = []
+    for cut in (-1, 5):
+        wrapped = make("adam", step_in_backward=False, topology="ring")
+        for t in range(9):
+            if t == cut:
+                state = {name: value.clone() if isinstance(value, Tensor) else value
+                         for name, value in wrapped.state_dict().items()}  # fmt: skip
+                wrapped.close()
+                wrapped = make("adam", step_in_backward=False, topology="ring")
+                wrapped.load_state_dict(state)
+            backward(wrapped, rank, t)
+            wrapped.optimizer.step()
+            wrapped.optimizer.zero_grad()
+        ends.append(flat(wrapped.module))
+        wrapped.close()
+        dist.barrier()
+    return torch.equal(*ends)
