@@ -33,7 +33,7 @@ def test_every_value_knows_its_place():
         ("a: *b\n", "a.yaml:1:4: not valid YAML: found undefined alias"),
         ("a: 1\n---\nb: 1\n", "expected a single document"),
         ("a: &a [*a]\n", "a.yaml:1:4: a value must not contain itself"),
-        ("[" * 3000, "nested too deep"),
+        ("[" * 1000, "nested too deep"),
         ("a: !!python/object:os.system x\n", "the tag tag:yaml.org,2002:python/object:os.system is not allowed here"),
         ("a: !env X\n", "the tag !env is not allowed here"),
         ("a: !!set {x}\n", "is not allowed here"),
