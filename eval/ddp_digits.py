@@ -10,6 +10,7 @@ rank 0's for none and ddp, of the center for easgd) and the time of a step besid
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from functools import partial
@@ -100,9 +101,7 @@ def main() -> None:
     model.eval()
     if options.parallel == "decent":
         model.global_avg()
-    elif options.parallel == "easgd":
-        nn.utils.vector_to_parameters(optimizer.center, model.parameters())
-    with torch.no_grad():
+    with optimizer.at_center() if options.parallel == "easgd" else contextlib.nullcontext(), torch.no_grad():
         accuracy = float((model(x_test).argmax(1) == y_test).float().mean())
     if rank == 0:
         step = statistics.median(times)

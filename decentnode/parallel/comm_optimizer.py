@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,6 +78,7 @@ class CommOptimizer(OuterOptimizer):
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
         super().__init__(optimizer)
+        self._inside_center = False
         self._member = None if job is None else OptimizerParticipant(job, self.dist_optimizer)
         if self._member is not None:
             self._member.begin()
@@ -90,10 +92,31 @@ class CommOptimizer(OuterOptimizer):
         """[P] a copy of the center model of the last communication, in the order of the parameters."""
         return self.dist_optimizer.center.clone()  # vector_to_parameters would make the parameters views of the center
 
+    @contextlib.contextmanager
+    def at_center(self) -> Iterator[None]:
+        """Inside the context the parameters are those of `center`, afterwards what they were before. Not blocking;
+        the rank steps outside of it."""
+        if self._inside_center:
+            yield
+            return
+        before = [p.detach().clone() for p in self.dist_optimizer.params]
+        self._inside_center = True
+        try:
+            self.dist_optimizer.apply_force(lambda p, value, _: p.copy_(value), self.dist_optimizer.center, 1.0)
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self.dist_optimizer.params, before, strict=True):
+                    p.copy_(value)
+            self._inside_center = False
+
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
         """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all
         ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
-        than it had."""
+        than it had, and inside `at_center`."""
+        if self._inside_center:
+            raise RuntimeError("a training step must not begin at the center, whose values are taken back: leave "
+                               "at_center() first")  # fmt: skip
         result = self.evaluated(closure)
         if loss is None:
             loss = result

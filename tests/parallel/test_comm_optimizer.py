@@ -141,6 +141,26 @@ def test_a_model_that_was_given_the_center_trains_on_apart_from_it() -> None:
     assert comm.center.tolist() == [1.0] * 3 and p.tolist() == pytest.approx([0.9] * 3)
 
 
+def test_the_center_is_evaluated_in_place_and_the_own_model_comes_back() -> None:
+    layer = nn.Linear(2, 1)
+    frozen = layer.bias.requires_grad_(False)
+    half = nn.Parameter(torch.tensor([0.1, 3.0], dtype=torch.bfloat16))
+    with torch.no_grad():
+        layer.weight.fill_(0.3)
+    comm = CommOptimizer(torch.optim.SGD([layer.weight, half], lr=0.1), "EASGD", world_size=1, comm_period=10)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    comm.step()
+    own = [p.detach().clone() for p in (layer.weight, frozen, half)]
+    with pytest.raises(KeyError), comm.at_center():
+        with comm.at_center():
+            assert layer.weight.tolist() == [[pytest.approx(0.3)] * 2] and torch.equal(half, own[2])
+        with pytest.raises(RuntimeError, match="must not begin at the center"):
+            comm.step()
+        raise KeyError
+    assert all(torch.equal(p, value) for p, value in zip((layer.weight, frozen, half), own, strict=True))
+    comm.step()
+
+
 def test_alone_and_without_a_loss(caplog: pytest.LogCaptureFixture) -> None:
     p = torch.ones(3, requires_grad=True)
     comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), "LSGD", world_size=1, comm_period=2)
