@@ -16,7 +16,7 @@ import torch
 from decentnode.parallel import DecentralizedDataParallel
 from tests.gpu.pretended import build
 from tests.parallel.ranks import run_ranks
-from tests.parallel.work import compressing, meeting, models, training
+from tests.parallel.work import compressing, meeting, models, stepping, training
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -56,6 +56,17 @@ def test_a_rule_and_its_state() -> None:
 def test_ranks_that_may_die_train_the_same() -> None:
     for without, with_ in on_gpus(2, "gloo", training.with_and_without_regroup, "complete", "auto", "full"):
         assert without == with_
+
+
+def test_a_step_of_the_script_is_one_of_a_backward_pass() -> None:
+    for same, _, _ in on_gpus(2, "gloo", stepping.pair, "sgd", {"topology": "ring"}):
+        assert same
+
+
+@pytest.mark.parametrize("unscales", [True, False])
+def test_a_scaler_of_the_script_skips_the_update_alone(unscales: bool) -> None:
+    """What it has found lies on the GPU."""
+    assert all(on_gpus(2, "gloo", stepping.scaled, unscales))
 
 
 @pytest.mark.parametrize(("n", "backend"), WAYS)

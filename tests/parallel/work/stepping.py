@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.optim.lr_scheduler import StepLR
 
 from decentnode.parallel import DecentralizedDataParallel
+from tests.parallel.work import models
 from tests.parallel.work.models import SGD, Odd, batch, flat, model
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
@@ -58,7 +59,7 @@ def scaled(rank: int, n: int, unscales: bool) -> bool:
     """Whether a scaler of the script's own does what the wrapper's does, where rank 0 overflows in one step."""
     ends = []
     for automatic in (True, False):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        scaler = torch.amp.GradScaler(models.DEVICE.type, init_scale=2.0**10)
         given: dict[str, Any] = {"scaler": scaler} if automatic else {"step_in_backward": False}
         wrapped = make("sgd", topology="ring", grad_clip_norm=0.5, **given)
         optimizer = wrapped.optimizer
