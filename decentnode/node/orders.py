@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Collection
 from typing import Any, Protocol
 
 from decentnode import clock
 from decentnode.communication.base import Communication
 from decentnode.communication.run_state import Steps
-from decentnode.wire.orders import Action
+from decentnode.wire.orders import MEET_ROUNDS, MEET_SECONDS, Action
+
+logger = logging.getLogger(__name__)
 
 
 class Obedient(Protocol):
@@ -32,6 +36,8 @@ class NodeOrders:
     def __init__(self, node: Obedient, communication: Communication) -> None:
         self._node, self._communication = node, communication
         self._stop_asked = self._leave_asked = False
+        self._obeyed: float | None = None
+        """When the last round began; `clock.now()`."""
 
     # -- any thread -------------------------------------------------------------------------------------------
 
@@ -74,9 +80,12 @@ class NodeOrders:
 
     def obey(self) -> Steps[None]:
         """Before a round: evaluate, or stand still, where people ordered it (wire/orders.py). A stop, and that this
-        node is to leave, end it."""
+        node is to leave, end it. Who stands still for a stop that does not come, as who ordered it is dead, stops the
+        run: three rounds and 5 s later, or three time-outs where rounds are shorter."""
         node, communication, since = self._node, self._communication, clock.now()
-        until, held = since + communication.config.timeout_seconds, False
+        timeout_seconds = communication.config.timeout_seconds
+        until, held, stops_at = since + timeout_seconds, False, math.inf
+        longest = timeout_seconds if self._obeyed is None else max(timeout_seconds, since - self._obeyed)
         while (what := communication.next_step(node.round)) != "begin":
             if self.stopping() or self.leaving:
                 break
@@ -88,11 +97,18 @@ class NodeOrders:
                 self._tell("evaluated")
                 communication.order_obeyed(node.round)
                 continue
-            if what == "hold" and not held:
+            stands = what in ("hold", "meet")
+            if stands and not held:
                 held = True
                 self._tell("paused")
-            node.doing = "paused" if what == "hold" else "agreeing on an order"
+            if what == "meet":
+                stops_at = min(stops_at, clock.now() + MEET_SECONDS + MEET_ROUNDS * longest)
+                if clock.now() >= stops_at and not self._stop_asked:
+                    logger.warning("whoever ordered the run to stop says no more: this node stops it")
+                    self.ask_stop()
+            node.doing = "paused" if stands else "agreeing on an order"
             yield from communication.order_steps(node.round, until)
+        self._obeyed = clock.now()
         if held and not self.stopping():
             self._tell("resumed")
 

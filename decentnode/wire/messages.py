@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from decentnode.wire.bounds import MAX_LONG_TEXT, Scalars, blob, named_scalars, number, text
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
 """The run id in messages of a node that does not know the run's yet."""
@@ -475,7 +475,7 @@ class Order(Message):
     which gives it a serial number; down it asks every node for its Position, and to begin no later round before Due."""
 
     TYPE: ClassVar[int] = 39
-    action: int = number(3)
+    action: int = number(4)
     serial: int = number(1 << 32)
     down: int = number(2)
 

@@ -15,15 +15,20 @@ from typing import Literal
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.messages import Due, Message, Order, Position
 
-Action = Literal["pause", "resume", "evaluate"]
-ACTIONS: tuple[Action, ...] = ("pause", "resume", "evaluate")
+Action = Literal["pause", "resume", "evaluate", "meet"]
+"""meet: as pause, before a stop, which whoever orders it tells soon after. Where nobody does, nodes stop by themselves:
+a pause may last for ever, and who ordered a stop may be dead."""
+ACTIONS: tuple[Action, ...] = ("pause", "resume", "evaluate", "meet")
 """In messages an action is its place here."""
+MEET_SECONDS, MEET_ROUNDS = 5.0, 3.0
+"""How long nodes may take to meet, in seconds and, beside that, in rounds as long as the longest of those that were
+made last: the one under way, and one that others began."""
 MOST_LATER = len(ACTIONS)
 """Orders that wait at the root until the one before is agreed on: each once."""
 
-Next = Literal["begin", "agree", "hold", "evaluate"]
-"""What comes next at a node before a round: it begins, it waits for the round of an order, it stands still, it
-evaluates."""
+Next = Literal["begin", "agree", "hold", "meet", "evaluate"]
+"""What comes next at a node before a round: it begins, it waits for the round of an order, it stands still, also until
+the run stops, it evaluates."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class OrderTree:
     def _take(self, action: Action) -> list[OrderEvent]:
         """At the root."""
         if action == "resume":  # what else was ordered to stand still, it takes back
-            self._later = [each for each in self._later if each != "pause"]
+            self._later = [each for each in self._later if each == "evaluate"]
         elif self._open and action != self._action:
             if action not in self._later:
                 self._later.append(action)
@@ -142,6 +147,8 @@ class NodeOrders:
         """Whether nodes are in different rounds, as with asynchronous schedules: each obeys before its next one."""
         self._promised = False
         self._hold: int | None = None
+        self._meets = False
+        """Whether what this node stands still for is a stop."""
         self._evaluate: set[int] = set()
         """Before which rounds: a node that is behind may have several before it, one for each round at most."""
 
@@ -153,7 +160,7 @@ class NodeOrders:
     def hear(self, action: Action) -> int:
         """An order is being agreed on. Returns the round that this node begins next, and does not begin until `due`."""
         if action == "resume":
-            self._promised, self._hold = False, None
+            self._promised, self._hold, self._meets = False, None, False
         else:
             self._promised = not self.apart
         return self.round + 1
@@ -161,8 +168,9 @@ class NodeOrders:
     def due(self, action: Action, round: int) -> None:
         """The order is to be obeyed before `round`."""
         self._promised = False
-        if action == "pause":
+        if action in ("pause", "meet"):
             self._hold = -1 if self.apart else round
+            self._meets = self._meets or action == "meet"
         else:
             self._evaluate.add(-1 if self.apart else round)
 
@@ -177,7 +185,7 @@ class NodeOrders:
         if self._promised and round > self.round:
             return "agree"
         if self._hold is not None and round >= self._hold:
-            return "hold"
+            return "meet" if self._meets else "hold"
         self.round = round
         return "begin"
 
@@ -185,9 +193,10 @@ class NodeOrders:
         """The evaluation that was ordered before `round` is over."""
         self._evaluate = {each for each in self._evaluate if each > round}
 
-    def begin_generation(self, first_round: int) -> bool:
-        """Other members begin `first_round`. Returns whether they have to be told anew to stand still: until then this
-        node goes on with them."""
-        again, self._hold, self._evaluate, self._promised = self.paused, None, set(), False
+    def begin_generation(self, first_round: int) -> Action | None:
+        """Other members begin `first_round`. Returns with what order they have to be told anew to stand still: until
+        then this node goes on with them. None where they need not."""
+        again: Action | None = None if not self.paused else "meet" if self._meets else "pause"
+        self._hold, self._meets, self._evaluate, self._promised = None, False, set(), False
         self.round = first_round - 1
         return again

@@ -9,7 +9,8 @@ import pytest
 
 from decentnode import clock
 from decentnode.launch.children.messages import Failed, OrderRun, PeerFailure, StopRun
-from decentnode.launch.supervising.early_end import ECHO_SECONDS, GRACE_SECONDS, MEET_ROUNDS, MEET_SECONDS, EarlyEnd
+from decentnode.launch.supervising.early_end import ECHO_SECONDS, GRACE_SECONDS, EarlyEnd
+from decentnode.wire.orders import MEET_ROUNDS, MEET_SECONDS
 from tests.launch.stand_ins import local_run
 
 
@@ -72,14 +73,14 @@ def test_nodes_with_checkpoints_stop_where_all_stand_before_the_same_round() -> 
     end.meet(clock.now() + 1e6)
     assert run.nodes.workers[1].told == [], "nobody asked"
     assert end.stop_as_asked() and end.stops
-    assert run.nodes.workers[0].told == [OrderRun("pause")] and run.nodes.workers[1].told == []
+    assert run.nodes.workers[0].told == [OrderRun("meet")] and run.nodes.workers[1].told == []
     end.told(*standing(1))
     end.meet(clock.now())
     assert run.nodes.workers[1].told == []
     end.told(*standing(0))
     end.meet(clock.now())
     end.meet(clock.now())
-    assert run.nodes.workers[0].told == [OrderRun("pause"), StopRun()] and run.nodes.workers[1].told == [StopRun()]
+    assert run.nodes.workers[0].told == [OrderRun("meet"), StopRun()] and run.nodes.workers[1].told == [StopRun()]
 
 
 def test_nodes_that_stand_already_are_stopped_without_another_order() -> None:
@@ -111,4 +112,4 @@ def test_a_node_that_is_lost_is_not_waited_for() -> None:
     assert end.stop_as_asked()
     end.told(*standing(0))
     end.meet(clock.now())
-    assert run.nodes.workers[0].told == [OrderRun("pause"), StopRun()]
+    assert run.nodes.workers[0].told == [OrderRun("meet"), StopRun()]

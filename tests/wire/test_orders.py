@@ -144,9 +144,15 @@ def test_a_new_generation_is_told_anew() -> None:
     orders = NodeOrders()
     orders.due("pause", 3)
     assert orders.next(3) == "hold"
-    assert orders.begin_generation(3) is True
+    assert orders.begin_generation(3) == "pause"
     assert orders.next(3) == "begin" and not orders.paused
-    assert orders.begin_generation(3) is False
+    assert orders.begin_generation(3) is None
+    orders.due("pause", 4)
+    orders.due("meet", 4)
+    assert orders.next(4) == "meet", "a pause ends with the stop that is ordered in it"
+    assert orders.begin_generation(4) == "meet"
+    orders.due("pause", 5)
+    assert orders.next(5) == "hold", "what another generation met for is over"
 
 
 def sessions() -> list[Session]:

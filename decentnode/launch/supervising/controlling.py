@@ -119,4 +119,4 @@ class Controlling:
         self._requests.refuse_the_rest()
 
 
-assert {*get_args(Action)} < ACTIONS.keys()
+assert {*get_args(Action)} - {"meet"} < ACTIONS.keys()

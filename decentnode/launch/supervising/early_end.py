@@ -12,14 +12,12 @@ from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.reporting.observer import names
 from decentnode.launch.reporting.outcome import first_cause
 from decentnode.launch.supervising.local_run import LocalRun
+from decentnode.wire.orders import MEET_ROUNDS, MEET_SECONDS
 
 ECHO_SECONDS = 0.5
 """After a failure that follows from another node's: how long the run waits for that one, to report it as the cause."""
 GRACE_SECONDS = 5.0
 """After a failure: how long the other nodes may take to tell other machines and to close their files."""
-MEET_SECONDS, MEET_ROUNDS = 5.0, 3.0
-"""After a signal or an order to stop: how long nodes may take to stand before the same round, in seconds and, beside
-that, in rounds as long as the longest of those that they made last: the one under way, and one that others began."""
 
 
 class EarlyEnd:
@@ -133,7 +131,7 @@ class EarlyEnd:
         longest = max(self._round_seconds.values(), default=0.0)
         self._meet_until = clock.now() + MEET_SECONDS + MEET_ROUNDS * longest
         if not self._standing >= {*left}:
-            next(worker for worker in self._nodes.workers if left[0] in worker.uids).send(OrderRun("pause"))
+            next(worker for worker in self._nodes.workers if left[0] in worker.uids).send(OrderRun("meet"))
 
     def _left(self) -> list[int]:
         """Nodes of this machine that take part in the run."""

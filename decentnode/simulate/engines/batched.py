@@ -106,11 +106,11 @@ class Batched:
         self._news.set()
 
     def order(self, action: Action) -> None:
-        """Pause, go on or evaluate before the next round. Any thread may call it."""
+        """Pause, also before a stop, go on or evaluate before the next round. Any thread may call it."""
         if action == "evaluate":
             self._evaluate_asked = True
         else:
-            self._paused = action == "pause"
+            self._paused = action != "resume"
         self._news.set()
 
     def _obey_orders(self, sink: Sink) -> None:

@@ -40,7 +40,7 @@ def run(
                 found[0].heap.after(0.001, lambda action=action: give(3, action))  # type: ignore[misc]
                 if action == "pause" and resume_after:
                     found[0].heap.after(resume_after, lambda: give(5, "resume"))
-                if action == "pause" and kill:
+                if action in ("pause", "meet") and kill:
                     found[0].heap.after(kill, found[0].processes[2].kill)
         return 0.05 + 0.01 * uid
 
@@ -76,6 +76,16 @@ def test_a_pause_changes_no_model() -> None:
     paused, _ = run([(3, "pause")], LONG_SECONDS)
     for uid, node in plain.nodes.items():
         assert node.training.model.parameters.equal(paused.nodes[uid].training.model.parameters)
+
+
+@pytest.mark.parametrize("kill", [0.0, 1.0])
+def test_who_stands_still_for_a_stop_that_nobody_tells_stops(kill: float) -> None:
+    """As where the machine that was to stop is killed before it has told the others."""
+    made, world = run([(3, "meet")], limits=True, kill=kill)
+    rest = [node for uid, node in made.nodes.items() if not kill or uid != 2]
+    assert {node.round for node in rest} == {told(made, "paused")[0][0]} and rest[0].round < ROUNDS
+    assert all(node.communication.stopping for node in rest) and not any(told(made, "resumed").values())
+    assert 5.0 < world.heap.now < LONG_SECONDS
 
 
 def test_an_evaluation_is_made_by_all_before_the_same_round_and_changes_no_model() -> None:

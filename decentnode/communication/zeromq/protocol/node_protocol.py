@@ -130,10 +130,10 @@ class NodeProtocol:
         self._inbox.reset(generation.first_round)
         facts.departed.clear()
         with self._lock:
-            paused = facts.orders.begin_generation(generation.first_round)
+            again = facts.orders.begin_generation(generation.first_round)
         begin()
-        if paused:
-            self.order("pause", now)
+        if again is not None:
+            self.order(again, now)
 
     # -- sending ----------------------------------------------------------------------------------------------
 
