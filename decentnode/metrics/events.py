@@ -26,6 +26,7 @@ EVENTS: dict[str, str] = {
     "diverged": "the model held NaN or infinity",
     "connection_lost": "a connection to this node broke",
     "connection_renewed": "nothing came through to the peer, and a new connection was made",
+    "no_files": "no connection to a peer was made, as the process has as many open files as it may; it is tried again",
     "handshake_failed": "somebody connected who does not speak the protocol, or not with the right keys",
     "stranger": "somebody connected whose key is on no list",
     "replayed_login": "somebody logged in to the bulk socket as another connection had before",

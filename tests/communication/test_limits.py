@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+
+import pytest
 import torch
 import zmq
 
 from decentnode.communication.receive.chunking import MESSAGE_COST
+from decentnode.communication.zeromq.protocol import link_state
+from decentnode.communication.zeromq.sockets import connections
 from decentnode.communication.zeromq.transport import ZeroMQ
 from decentnode.metrics.events import EVENTS
 from decentnode.tensors import BLOCK_ELEMENTS
@@ -28,6 +33,31 @@ def test_a_frame_beyond_the_maximum_costs_its_sender_the_connection() -> None:
         wait_until(lambda: ("connection_lost", None) in seen, lambda: seen)
         assert "connection_lost" in EVENTS and not victim.counters.faults
         gossip(made, 1000, torch.float32, 2)
+
+
+def test_without_files_for_a_connection_it_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strangers that connect use up the files of a process; the messages of its peers wait then."""
+    made_by, refusals = connections.sender, [0]
+
+    def sender(context: zmq.Context[zmq.Socket[bytes]], max_messages: int, by_ipv6: bool) -> zmq.Socket[bytes]:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise zmq.ZMQError(errno.EMFILE)
+        return made_by(context, max_messages, by_ipv6)
+
+    monkeypatch.setattr(connections, "sender", sender)
+    monkeypatch.setattr(link_state.Channel, "patience", 0.01)
+    with nodes("tcp", 2, flat_schema(1000)) as made:
+        node = made[0]
+        assert isinstance(node, ZeroMQ)
+        seen: list[str] = []
+        node.counters.on_event = lambda kind, _peer, _detail: seen.append(kind)
+        with node._driver.lock:
+            for plane in (link_state.CONTROL, link_state.BULK):
+                node._io.peers.renew(1, plane)
+            refusals[0] = 2
+        gossip(made, 1000, torch.float32, 2)
+    assert not refusals[0] and "no_files" in seen and "no_files" in EVENTS
 
 
 def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:

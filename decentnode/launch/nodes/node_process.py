@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import queue
+import resource
 import sys
 import threading
 import traceback
@@ -297,13 +298,23 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
 
 
 def set_up(task: Task, uid: int) -> None:
-    """Set threads, the log file and the traceback of a crash, for this process."""
+    """Set threads, the number of files, the log file and the traceback of a crash, for this process."""
+    allow_files()
     keep_freed_memory()  # for a node in the foreground; a forked one has it from the server's environment
     torch.set_num_threads(task.threads)
     os.environ["OMP_NUM_THREADS"] = str(task.threads)
     faulthandler.enable(sys.__stderr__ or 2)
     if task.run_dir:
         logs.set_up(f"node {uid:03d}", node_dir(task.run_dir, uid) / "log.txt")
+
+
+def allow_files() -> None:
+    """Let this process have as many open files, sockets among them, as the system allows: many systems give 1,024 at
+    first. A node has some 30, and one for every stranger that connects to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def give_back_memory() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import resource
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -101,7 +100,6 @@ class _SeveralNodes:
 
     def _prepare(self) -> Experiment:
         task = self._task
-        allow_files()
         set_up(task, task.uids[0])
         if task.run_dir:
             logs.set_up_nodes({uid: node_dir(task.run_dir, uid) / "log.txt" for uid in task.uids})
@@ -286,12 +284,3 @@ def together(works: Sequence[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-
-
-def allow_files() -> None:
-    """Let this process have as many open files, sockets among them, as the system allows: many systems give 1,024 at
-    first, and a node has some 30."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -198,8 +198,9 @@ class LinkDriver:
     def connection_event(self, kind: str, address: str, detail: str = "") -> None:
         if kind != "connection_lost":
             self.links.refuse(PeerFault(kind, f"{address} {detail}".strip()))
-            with self.lock:
-                self._handshakes.refused_here(kind, address, detail)
+            if kind != "no_files":  # of which a peer has no part
+                with self.lock:
+                    self._handshakes.refused_here(kind, address, detail)
         elif self.links.breaks_matter:
             self._counters.on_event(kind, None, address)
 

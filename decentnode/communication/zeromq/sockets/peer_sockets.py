@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Mapping
 
 import zmq
@@ -66,10 +67,13 @@ class PeerSockets:
         return self._by_ipv6.get(host_of(at), False)
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later."""
+        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later, or
+        when this process may have no more open files: whoever tries again makes the connection."""
         if (uid, plane) in self.blocked:
             return False
-        sender = self.senders.get((uid, plane)) or self._connect(uid, plane)
+        sender = self.senders.get((uid, plane)) or self._connected(uid, plane)
+        if sender is None:
+            return False
         try:
             if body is None:
                 sender.send(first, NOW)
@@ -82,9 +86,26 @@ class PeerSockets:
             return False
         return True
 
-    def _connect(self, uid: int, plane: int) -> zmq.Socket[bytes]:
+    def _connected(self, uid: int, plane: int) -> zmq.Socket[bytes] | None:
+        """A socket towards a peer; None where the system gives this process no more files, which strangers that connect
+        to it bring about."""
+        at = self.endpoints[uid][plane]
+        try:
+            sender = connections.sender(self._parts.context, SEND_MESSAGES, self.by_ipv6(at))
+            try:
+                self._connect(uid, plane, sender)
+            except BaseException:
+                sender.close(linger=0)
+                raise
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._handler.connection_event("no_files", at, "no connection is made")
+            return None
+        return sender
+
+    def _connect(self, uid: int, plane: int, sender: zmq.Socket[bytes]) -> None:
         at, security = self.endpoints[uid][plane], self._parts.security
-        sender = connections.sender(self._parts.context, SEND_MESSAGES, self.by_ipv6(at))
         events = BROKEN_HANDSHAKES if self.joining and plane == CONTROL else 0
         if security is not None and self._parts.by_credential(plane):
             connections.log_in_once(sender, security.keyring, self._handler.log_in(uid))
@@ -97,7 +118,6 @@ class PeerSockets:
             self._parts.watched.add(monitor, lambda: self._watch_sender(uid, plane, monitor))
         sender.connect(at)
         self.senders[uid, plane] = sender
-        return sender
 
     def _watch_sender(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
         """Hear how connections to a peer fare."""
