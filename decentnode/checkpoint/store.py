@@ -107,11 +107,19 @@ def _sum(body: Any) -> str:
 
 def write(folder: Path, snapshot: Snapshot) -> int:
     """Write a node's checkpoint into `folder` (checkpoints/ of a run). Returns its bytes. Raises OSError,
-    CheckpointError. Blocking until the disk has it."""
+    CheckpointError, and leaves nothing then. Blocking until the disk has it."""
     place = folder / snapshot.cut.folder
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"{snapshot.uid:03d}.json"
     path.unlink(missing_ok=True)
+    try:
+        return _write(path, snapshot)
+    except BaseException:
+        remove(folder, snapshot.cut.folder, snapshot.uid)  # on a full disk its bytes are what the others need
+        raise
+
+
+def _write(path: Path, snapshot: Snapshot) -> int:
     size, digest = tensor_file.write(path.with_suffix(".safetensors"), snapshot.tensors)
     body = {"format": FORMAT, "uid": snapshot.uid, "cut": asdict(snapshot.cut), "time": clock.wall(),
             "config": dict(snapshot.config), "tensors": {"bytes": size, "blake2b": digest},

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from decentnode import system
 from decentnode.checkpoint import agreement, store
 from decentnode.checkpoint.store import Cut, Snapshot
 from decentnode.checkpoint.writer import Writer
@@ -131,6 +132,14 @@ def test_a_disk_that_refuses_is_told_and_stops_nothing(tmp_path: Path) -> None:
     assert writer.wait(10) and writer.close(10)
     (written,) = writer.results()
     assert written.problem and written.bytes == 0
+
+
+def test_nothing_is_left_of_one_that_the_disk_had_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([False, True])  # there is room for the tensors, and none for the manifest
+    monkeypatch.setattr(system, "full_disks", [lambda: next(looks)])
+    with pytest.raises(OSError, match="No space left"):
+        store.write(tmp_path, snapshot(0, cut(10)))
+    assert not list(tmp_path.iterdir())
 
 
 def rows_of(cuts: dict[int, list[Cut]], nodes: int) -> list[list[int]]:
