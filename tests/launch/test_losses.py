@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decentnode.errors import Diverged, Interrupted
+from decentnode.errors import Diverged, Interrupted, PeerLost
 from decentnode.launch.children.messages import Failed
 from decentnode.launch.supervising.early_end import EarlyEnd
 from decentnode.launch.supervising.losses import Losses
@@ -25,6 +25,12 @@ def test_the_others_go_on_where_the_config_allows_it(
     Losses(run, end).died(Failed(1, exit_code, "node 1 was killed", ""))
     assert end.near is not goes_on and (1 in run.ledger.lost) is goes_on
     assert heard.notices == (["node 1 was killed: the others go on"] if goes_on else [])
+
+
+def test_of_a_node_that_misses_the_others_nobody_claims_that_they_go_on() -> None:
+    run, heard = local_run(regroup=True)
+    Losses(run, EarlyEnd(run)).died(Failed(1, PeerLost.exit_code, "node 1: node 2 does not answer", ""))
+    assert 1 in run.ledger.lost and heard.notices == ["node 1: node 2 does not answer"]
 
 
 def test_nodes_on_their_way_back_end_nothing_and_are_started_again_as_often_as_allowed() -> None:

@@ -11,6 +11,7 @@ from decentnode.errors import (
     Diverged,
     EnvironmentFault,
     Interrupted,
+    PeerLost,
     UsageError,
 )
 from decentnode.launch.children.messages import Failed, PeerFailure
@@ -49,8 +50,9 @@ class Losses:
         self._ledger.lost[failed.uid] = failed
         self._observer.lost(failed.uid)
         never_in = self._run.command.request.join and not self._ledger.members
+        alone = failed.exit_code == PeerLost.exit_code  # it missed the others: nobody knows whether these go on
         if not told:
-            self._observer.notice(failed.title if never_in else f"{failed.title}: the others go on")
+            self._observer.notice(failed.title if never_in or alone else f"{failed.title}: the others go on")
 
     def replace(self, worker: Worker) -> None:
         """The process of a worker is gone: start another one for those of its nodes that are started again."""

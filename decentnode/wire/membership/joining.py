@@ -27,9 +27,9 @@ class JoinRequests:
         self._generation_of.clear()
 
     @property
-    def answered(self) -> bool:
-        """Whether any node said since `begin` which generation it is in."""
-        return bool(self._generation_of)
+    def answered(self) -> set[int]:
+        """The nodes that said since `begin` which generation they are in."""
+        return {*self._generation_of}
 
     def due(self, now: float) -> bool:
         """Whether to ask everybody now; the next time is JOIN_EVERY_SECONDS later."""

@@ -25,6 +25,9 @@ from decentnode.wire.membership.stages import Cause, Stage, next_stage
 from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
 
+TOLD_NODES = 20
+"""How many nodes a reason names."""
+
 
 class MemberState:
     """The state of one node, which leader, follower and `Membership` share.
@@ -133,12 +136,19 @@ class MemberState:
             self.events.append(Seated(uid, seat.control, seat.bulk, seat.key, bool(seat.via)))
 
     def names(self, uids: set[int]) -> str:
-        """"node 1, node 2" for reasons."""
-        return ", ".join(map(self.describe, sorted(uids)))
+        """"node 1, node 2" for reasons; of many the first TOLD_NODES."""
+        told = ", ".join(map(self.describe, sorted(uids)[:TOLD_NODES]))
+        return f"{told} and {len(uids) - TOLD_NODES} more" if len(uids) > TOLD_NODES else told
 
     def unheard(self, uids: set[int]) -> str:
         """"node 1 does not answer", "node 1, node 2 do not answer" for reasons."""
         return f"{self.names(uids)} {'does' if len(uids) == 1 else 'do'} not answer"
+
+    def not_let_in(self) -> str:
+        """Whom this node, which is outside, has asked in vain, for reasons."""
+        if answered := self.joining.answered:
+            return f"{self.names(answered)} did not let it in"
+        return f"no member of the run answers; it asked {self.names({*self.others()})}"
 
     # -- rules that the safety rests on (wire/generation.py) --------------------------------------------------
 

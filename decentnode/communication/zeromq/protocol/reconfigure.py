@@ -353,8 +353,8 @@ class GenerationWait:
         if now < self.deadline:
             return
         reason = membership.reason
-        if outside and not membership.joining.answered:
-            reason += "; no other node of the run answers"
+        if outside:
+            reason += f"; {membership.not_let_in()}"
         if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
         raise PeerLost(
