@@ -94,7 +94,7 @@ class Sweep:
 
 
 def sweep(
-    config: Config | Experiment = None, grid: Mapping[str, Any] | Iterable[str] = (), *, seeds: int | None = None,
+    config: Config | Experiment = None, grid: Mapping[Any, Any] | Iterable[str] = (), *, seeds: int | None = None,
     random: int | None = None, optuna: int | None = None, halving: int | None = None, least_rounds: int = 1,
     metric: str | None = None, jobs: int | None = None, by: Literal["simulate", "processes"] = "simulate",
     again: bool = False, every_model: bool = False, rounds: int | None = None, name: str | None = None,
@@ -104,11 +104,12 @@ def sweep(
     `decentnode sweep` does: what is done is kept in the sweep's folder and never repeated. Blocking.
 
     config, sections: as in `Experiment.from_config`; a sweep of objects is not possible. grid: key -> its values, or
-    text such as "log(1e-4, 1)" to draw from. seeds: run every combination with the seeds 1..N. random, optuna: try so
-    many drawn or proposed combinations instead of all. halving: factor of successive halving. metric: a figure of
-    summary.json. jobs: points at a time; one per core when not given. by: all nodes of a point in one process, or a
-    process per node. again: run points that are done once more. every_model: keep the models of all nodes. rounds,
-    name, run_dir: as in `Experiment.run`. progress: whether to show it; or a Watcher, which is told what happens.
+    text such as "log(1e-4, 1)" to draw from; a tuple of keys that change together -> tuples of values. seeds: run every
+    combination with the seeds 1..N. random, optuna: try so many drawn or proposed combinations instead of all. halving:
+    factor of successive halving. metric: a figure of summary.json. jobs: points at a time; one per core when not given.
+    by: all nodes of a point in one process, or a process per node. again: run points that are done once more.
+    every_model: keep the models of all nodes. rounds, name, run_dir: as in `Experiment.run`. progress: whether to show
+    it; or a Watcher, which is told what happens.
 
     Ctrl-C lets the points under way finish their round, then raises RunInterrupted whose `sweep` has what is done.
     Points that fail are in `points`; raises UsageError where all points have problems.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.argument("config", type=click.Path(), required=False)
 @click.option("--grid", "-g", "axes", multiple=True, metavar="KEY=VALUES",
               help="What a key takes: KEY=.01,.1,1 or, where points are drawn, KEY=uniform(LOW,HIGH), log(LOW,HIGH), "
-                   "int(LOW,HIGH) or logint(LOW,HIGH).")  # fmt: skip
+                   "int(LOW,HIGH) or logint(LOW,HIGH). Keys that change together: KEY1,KEY2=[V1,V2],[V1,V2].")
 @click.option("--seeds", type=click.IntRange(1, 1000), help="Run every combination with the seeds 1..N.")
 @click.option("--random", "drawn", type=click.IntRange(1, 1_000_000), metavar="N",
               help="Draw N combinations at random: --sampler random --points N.")  # fmt: skip

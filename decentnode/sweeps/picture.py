@@ -50,13 +50,17 @@ def plot(results: Results, path: Path) -> None:
 
 
 def numeric_key(settings: Sequence[Settings]) -> str | None:
-    """Returns the key with the most values, of those that have only numbers and more than one; None without any."""
+    """Returns the key with the most values, of those that have only numbers and more than one; None without any, and
+    where names change with every number: dots without names say nothing."""
     values: dict[str, set[str]] = {}
     for each in settings:
         for key, value in each:
             values.setdefault(key, set()).add(value)
-    numbers = {key: len(found) for key, found in values.items() if len(found) > 1 and None not in map(_number, found)}
-    return max(numbers, key=numbers.__getitem__, default=None)
+    several = {key: len(found) for key, found in values.items() if len(found) > 1}
+    numbers = {key: count for key, count in several.items() if None not in map(_number, values[key])}
+    chosen = max(numbers, key=numbers.__getitem__, default=None)
+    names = [tuple(pair for pair in each if pair[0] not in numbers) for each in settings]
+    return None if len({*names}) == len(names) > 1 else chosen
 
 
 def _number(text: str) -> float | None:

@@ -53,9 +53,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Raises UsageError where options do not go together."""
-        if self.seeds is not None and any(axis.key == "seed" for axis in self.axes):
+        keys = [key for axis in self.axes for key in axis.keys]
+        if self.seeds is not None and "seed" in keys:
             raise UsageError("--seeds gives the seeds, and so does -g seed: give one of them")
-        if any(axis.key.split(".")[0] == "run" or axis.key == "name" for axis in self.axes):
+        if any(key.split(".")[0] == "run" or key == "name" for key in keys):
             raise UsageError("-g must not set name or run: they say where results go; --name and --run-dir set them "
                              "for all points")  # fmt: skip
         if self.sampler == "grid" and self.points is not None:
@@ -66,7 +67,7 @@ class Plan:
             raise UsageError(f"--sampler {self.sampler} must have something to choose: -g KEY=VALUE,...")
         if self.halving is not None and self.sampler == "optuna":
             raise UsageError("--halving goes with a grid or random draws, not with --sampler optuna")
-        if self.halving is not None and any(axis.key.startswith("node.rounds") for axis in self.axes):
+        if self.halving is not None and any(key.startswith("node.rounds") for key in keys):
             raise UsageError("--halving sets node.rounds itself, so -g node.rounds must not")
 
 

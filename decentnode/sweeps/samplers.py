@@ -195,7 +195,7 @@ class Optuna:
         if not self._pending and self._asked < self._count:
             trial = self._study.ask(self._laws)
             self._asked += 1
-            settings = tuple((axis.key, _text(trial.params[axis.key])) for axis in self._axes)
+            settings = tuple(pair for axis in self._axes for pair in axis.settings(_text(trial.params[axis.key])))
             self._trials.setdefault(settings, []).append(trial)
             if settings not in self._values:
                 self._values[settings] = []

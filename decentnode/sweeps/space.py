@@ -51,27 +51,43 @@ class Law:
 
 @dataclass(frozen=True)
 class Axis:
-    """One key and what it takes: `values`, or draws from `law`."""
+    """One key, or several that change together, and what they take: `values`, or draws from `law`."""
 
     key: str
+    """Several with commas between them."""
     values: tuple[str, ...] = ()
+    """Of several keys, each "[V1, V2]": a value for every key."""
     law: Law | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self.key.split(","))
 
     def draw(self, rng: np.random.Generator) -> str:
         return self.law.draw(rng) if self.law is not None else self.values[int(rng.integers(len(self.values)))]
 
+    def settings(self, value: str) -> Settings:
+        """Returns what one of the values sets."""
+        if len(self.keys) == 1:
+            return ((self.key, value),)
+        return tuple(zip(self.keys, (each.strip() for each in _parts(value[1:-1], value)), strict=True))
+
 
 def parse(text: str) -> Axis:
-    """Returns the axis of "key=v1,v2,..." or "key=log(1e-4,1)". Commas inside brackets and quotes part no values.
-    Raises UsageError."""
-    key, equals, given = text.partition("=")
-    key = key.strip()
-    if not equals or not key or not all(part.strip() for part in key.split(".")):
-        raise UsageError(f"-g must be KEY=VALUE,VALUE,... or KEY=uniform(LOW,HIGH), got {text!r}")
+    """Returns the axis of "key=v1,v2,...", "key=log(1e-4,1)" or "key,key=[v1,v2],...". Commas inside brackets and
+    quotes part no values. Raises UsageError."""
+    given_keys, equals, given = text.partition("=")
+    keys = [each.strip() for each in given_keys.split(",")]
+    key = ",".join(keys)
+    if not equals or not all(part.strip() for each in keys for part in each.split(".")):
+        raise UsageError("-g must be KEY=VALUE,VALUE,..., KEY=uniform(LOW,HIGH) or KEY,KEY=[VALUE,VALUE],..., got "
+                         f"{text!r}")  # fmt: skip
     found = _LAW.fullmatch(given)
-    if found:
+    if found and len(keys) == 1:
         return Axis(key, law=_law(key, found[1], found[2]))
     values = tuple(each.strip() for each in _parts(given, text))
+    if len(keys) > 1:
+        values = tuple(_together(f"-g {key}", len(keys), each) for each in values)
     if not all(values):
         raise UsageError(f"-g {key}: a value must not be empty, got {given!r}; write null or '' for such values")
     if len(set(values)) < len(values):
@@ -79,14 +95,28 @@ def parse(text: str) -> Axis:
     return Axis(key, values)
 
 
-def axes(given: Iterable[str] | Mapping[str, Any]) -> tuple[Axis, ...]:
-    """Returns the axes of texts as `parse` takes them, or of a mapping from keys to lists of plain values or to such
-    texts. Raises UsageError, also where a key stands twice or lies inside another one."""
+def _together(what: str, count: int, value: str) -> str:
+    """Returns the value of `count` keys that change together. Raises UsageError unless it is a list of so many."""
+    listed = value.startswith("[") and value.endswith("]")
+    parts = [each.strip() for each in _parts(value[1:-1], value)] if listed else []
+    if len(parts) != count:
+        raise UsageError(f"{what}: each value must be a list of {count}, one for every key, got "
+                         + (f"{value}, which has {len(parts)}" if listed else repr(value)))  # fmt: skip
+    if not all(parts):
+        raise UsageError(f"{what}: a value must not be empty, got {value}; write null or '' for such values")
+    return f"[{', '.join(parts)}]"
+
+
+def axes(given: Iterable[str] | Mapping[Any, Any]) -> tuple[Axis, ...]:
+    """Returns the axes of texts as `parse` takes them, or of a mapping from keys, or tuples of keys that change
+    together, to lists of plain values or to such texts. Raises UsageError, also where a key stands twice or lies inside
+    another one."""
     if isinstance(given, Mapping):
-        found = tuple(_of_values(str(key), values) for key, values in given.items())
+        found = tuple(_of_values(",".join(key) if isinstance(key, tuple) else str(key), values)
+                      for key, values in given.items())  # fmt: skip
     else:
         found = tuple(parse(each) for each in given)
-    keys = [axis.key for axis in found]
+    keys = [key for axis in found for key in axis.keys]
     for one, other in itertools.permutations(keys, 2):
         if one == other or other.startswith(f"{one}."):
             raise UsageError(f"-g {other} sets what -g {one} sets" if one != other else f"-g {one} is given twice")
@@ -99,6 +129,8 @@ def _of_values(key: str, values: Any) -> Axis:
     if not isinstance(values, Iterable) or isinstance(values, Mapping):
         raise UsageError(f"grid[{key!r}] must be a list of values or text such as 'log(1e-4, 1)', got {values!r:.80}")
     made = tuple(flow(_plain(key, value)) for value in values)
+    if (count := key.count(",") + 1) > 1:
+        made = tuple(_together(f"grid[{key!r}]", count, value) for value in made)
     if not made:
         raise UsageError(f"grid[{key!r}] must have a value, got an empty list")
     if len(set(made)) < len(made):
@@ -163,8 +195,11 @@ def grid(given: Sequence[Axis]) -> list[Settings]:
         if axis.law is not None:
             raise UsageError(f"-g {axis.key} is a distribution: say how many points to draw (--random N), or list "
                              "its values")  # fmt: skip
-    return [tuple(zip((axis.key for axis in given), values, strict=True))
-            for values in itertools.product(*(axis.values for axis in given))]  # fmt: skip
+    return [_settings(given, values) for values in itertools.product(*(axis.values for axis in given))]
+
+
+def _settings(given: Sequence[Axis], values: Iterable[str]) -> Settings:
+    return tuple(pair for axis, value in zip(given, values, strict=True) for pair in axis.settings(value))
 
 
 def draws(given: Sequence[Axis], count: int, seed: int) -> list[Settings]:
@@ -173,7 +208,7 @@ def draws(given: Sequence[Axis], count: int, seed: int) -> list[Settings]:
     found: dict[Settings, None] = {}
     for index in range(count):
         rng = stream(seed, GLOBAL, "sweep", index)
-        found[tuple((axis.key, axis.draw(rng)) for axis in given)] = None
+        found[_settings(given, [axis.draw(rng) for axis in given])] = None
     return [*found]
 
 

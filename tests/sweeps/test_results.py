@@ -121,6 +121,8 @@ def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path)
     assert sorted(text.get_text() for text in figure.legends[0].get_texts()) == ["graph=ring", "graph=star"]
     assert picture.numeric_key([(("a", "x"), ("b", "1")), (("a", "y"), ("b", "1"))]) is None
     assert picture.numeric_key([(("a", "1"), ("b", "1")), (("a", "2"), ("b", "1"))]) == "a"
+    together = [(("rule", "full"), ("lr", ".1")), (("rule", "choco"), ("lr", ".05"))]
+    assert picture.numeric_key(together) is None, "a dot for each rate does not say which rule it is"
 
 
 def test_names_that_are_sections_fit_into_the_figure(tmp_path: Path) -> None:

@@ -29,6 +29,34 @@ def test_what_is_neither_is_told(text: str, told: str) -> None:
         parse(text)
 
 
+def test_keys_that_change_together_have_a_list_for_each_combination() -> None:
+    rule, rate = "sharing.name", "training.optimizer.lr"
+    found = axes([f"{rule}, {rate}=[full,.1],[ choco , .05 ]", "graph.name=ring,star"])
+    assert found[0].keys == (rule, rate) and found[0].values == ("[full, .1]", "[choco, .05]")
+    assert grid(found)[1:3] == [((rule, "full"), (rate, ".1"), ("graph.name", "star")),
+                                ((rule, "choco"), (rate, ".05"), ("graph.name", "ring"))]  # fmt: skip
+    section, = grid(axes(["sharing,seed=[{name: topk, of: [1, 2]}, 3]"]))
+    assert section == (("sharing", "{name: topk, of: [1, 2]}"), ("seed", "3"))
+    told = axes({(rule, rate): [("full", 0.1), ("choco", 0.05)], "graph.name": ["ring", "star"]})
+    assert [[yaml.safe_load(value) for _, value in each] for each in grid(told)[:2]] == [
+        ["full", 0.1, "ring"], ["full", 0.1, "star"]]  # fmt: skip
+    assert {each[0][1:] + each[1][1:] for each in draws(found, 30, 1)} == {("full", ".1"), ("choco", ".05")}
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("a,b=[1,2],[3]", r"a list of 2, one for every key, got \[3\], which has 1"), ("a,b=1,2", "list of 2.*got '1'"),
+    ("a,b=[1,2,3]", "which has 3"), ("a,b=[1,]", "must not be empty"), ("a,b=log(1,2)", "list of 2"),
+    ("a,b=[1,2],[1, 2]", "stand once"), ("a,=[1,2]", "KEY,KEY="), ("a,a=[1,2]", "given twice"),
+    ("a,a.b=[1,2]", "sets what"),
+])  # fmt: skip
+def test_lists_of_keys_that_change_together_fit_the_keys(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        axes([text])
+    if text == "a,b=[1,2],[3]":
+        with pytest.raises(UsageError, match=told):
+            axes({("a", "b"): [(1, 2), (3,)]})
+
+
 def test_axes_do_not_overlap() -> None:
     with pytest.raises(UsageError, match="sets what"):
         axes(["sharing={name: full},{name: choco}", "sharing.name=full,choco"])
