@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.launch.children.messages import Request
@@ -49,6 +50,8 @@ class Plan:
     """Whether points that are done are run again."""
     every_model: bool = False
     """Whether the nodes' own models stay in the points' folders."""
+    best_by: tuple[str, ...] = ()
+    """Keys for each of whose values tables show the best combination alone."""
     more: tuple[str, ...] = field(default=('node.checkpoint={every: 1000000000, keep: 1}',), repr=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +72,10 @@ class Plan:
             raise UsageError("--halving goes with a grid or random draws, not with --sampler optuna")
         if self.halving is not None and any(key.startswith("node.rounds") for key in keys):
             raise UsageError("--halving sets node.rounds itself, so -g node.rounds must not")
+        for each in self.best_by:
+            if not any(each == key or each.startswith(f"{key}.") for key in keys):
+                raise UsageError(f"--best-by must name keys of -g ({', '.join(keys) or 'there are none'}), got {each!r}"
+                                 + did_you_mean(each, keys))  # fmt: skip
 
 
 @dataclass(frozen=True)

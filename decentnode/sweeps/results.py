@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from decentnode.report.reading import repeats
 from decentnode.report.reading.measured import columns
 from decentnode.report.reading.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
+from decentnode.sweeps.plan import Sweep
 from decentnode.sweeps.point import label_of
-from decentnode.sweeps.space import Settings, short_names, short_values
+from decentnode.sweeps.space import Settings, short_names, short_values, value_at
 
 ALPHA = 0.05
 """Differences with a larger p are not told apart from those of seeds."""
@@ -41,6 +42,8 @@ class Row:
     """This row minus the best one; None for that one, for fewer rounds, and without two common seeds."""
     p: float | None = None
     """That of `against`, corrected for the number of rows (Holm)."""
+    whole: bool = True
+    """Whether every seed has a value."""
 
     @property
     def label(self) -> str:
@@ -75,13 +78,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Results:
-    """The rows of a sweep, the best first; those that halving left behind stand below those that went further."""
+    """The rows of a sweep, the best first; those that halving left behind stand below those that went further, and
+    those that lack the value of a seed below those that have all."""
 
     name: str
     metric: Figure
     rows: tuple[Row, ...]
     partial: bool
     """Whether the sweep was cut off."""
+    best_by: tuple[str, ...] = ()
+    """Keys for whose values tables have the best row alone; all rows without any."""
+    better: str = "higher"
+    """Which values of the metric are better."""
 
     @property
     def best(self) -> Row | None:
@@ -97,19 +105,21 @@ def results_of(state: State) -> Results:
     groups: dict[Settings, list[Ended]] = {}
     for each in latest.values():
         groups.setdefault(each.point.settings, []).append(each)
-    found = [_row(settings, group, shown, sweep.rounds) for settings, group in groups.items()]
-    found.sort(key=lambda each: (-each.rounds, each.mean is None, sweep.sign * (each.mean or 0.0)))
-    return Results(sweep.name, metric, tuple(_compared(found)), state.exit_code > 128)
+    found = [_row(settings, group, shown, sweep) for settings, group in groups.items()]
+    found.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))
+    return Results(sweep.name, metric, tuple(_compared(found)), state.exit_code > 128, sweep.plan.best_by,
+                   "lower" if sweep.sign > 0 else "higher")  # fmt: skip
 
 
-def _row(settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], rounds: int) -> Row:
+def _row(settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], sweep: Sweep) -> Row:
     group = sorted(group, key=lambda each: -1 if each.point.seed is None else each.point.seed)
-    furthest = max(each.point.rounds or rounds for each in group)
+    furthest = max(each.point.rounds or sweep.rounds for each in group)
     whole = [each for each in group if each.run is not None and each.outcome.status == "finished"
-             and (each.point.rounds or rounds) == furthest]  # fmt: skip
+             and (each.point.rounds or sweep.rounds) == furthest]  # fmt: skip
     told = [_summary(each.run) for each in whole if each.run is not None]
     values = {each.point.seed: each.value for each in whole if each.value is not None}
-    return Row(settings, furthest, values, row(label_of(settings), told, shown), tuple(group))
+    return Row(settings, furthest, values, row(label_of(settings), told, shown), tuple(group),
+               whole=len(values) == max(len(group), sweep.plan.seeds or 1))  # fmt: skip
 
 
 def _summary(run: Path) -> dict[str, Any]:
@@ -125,8 +135,31 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
     against = [None if best is None or each is best or each.rounds != best.rounds
                else paired(each.values, best.values) for each in rows]  # fmt: skip
     corrected = holm([None if each is None else each.p for each in against])
-    return [Row(each.settings, each.rounds, each.values, each.compared, each.ended, pair, p)
-            for each, pair, p in zip(rows, against, corrected, strict=True)]  # fmt: skip
+    return [replace(each, against=pair, p=p) for each, pair, p in zip(rows, against, corrected, strict=True)]
+
+
+def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
+    """Returns (the best row for each combination of what `best_by` names, in the order of the rows; what a reader has
+    to know of them, in sentences). A row that lacks the value of a seed is never the best; of equal ones the first
+    is."""
+    names = short_names(results.best_by)
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for each in results.rows:
+        groups.setdefault(tuple(value_at(each.settings, key) for key in results.best_by), []).append(each)
+    metric, largest = results.metric, "largest" if results.better == "higher" else "smallest"
+    said = [f"the best for each {' and '.join(names.values())}: the {largest} mean over the seeds of "
+            f"{metric.title or metric.name} after the last round"]  # fmt: skip
+    found = []
+    for values, rows in groups.items():
+        of = " ".join(f"{name}={value}" for name, value in zip(names.values(), values, strict=True))
+        whole = [each for each in rows if each.whole]
+        found += whole[:1]
+        if not whole:
+            said.append(f"{of}: no combination has finished with every seed")
+        elif alike := [each.label for each in whole[1:]
+                       if (each.rounds, each.mean) == (whole[0].rounds, whole[0].mean)]:  # fmt: skip
+            said.append(f"{of}: as good as {whole[0].label}, which stands first: {'; '.join(alike)}")
+    return found, said
 
 
 # -- tables ---------------------------------------------------------------------------------------------------
@@ -147,6 +180,8 @@ def short_settings(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 def _shown(results: Results) -> list[Row]:
     """The rows that tables have: without those whose experiments could not be run at all."""
+    if results.best_by:
+        return best_of_each(results)[0]
     return [each for each in results.rows if any(ended.outcome.status != "invalid" for ended in each.ended)]
 
 
@@ -181,8 +216,12 @@ def _difference(row: Row, figure: Figure) -> str:
 
 
 def text_table(results: Results) -> str:
-    """Returns a table for people, a simple one of reStructuredText. Without a point: a line that says so."""
-    return simple_table(_cells(results), left=len(_keys(results))) if _shown(results) else "no point has ended"
+    """Returns a table for people, a simple one of reStructuredText, with what they have to know below it. Without a
+    point: a line that says so."""
+    if not results.rows:
+        return "no point has ended"
+    table = [simple_table(_cells(results), left=len(_keys(results)))] if _shown(results) else []
+    return "\n".join([*table, *(best_of_each(results)[1] if results.best_by else [])]) or "no point has ended"
 
 
 def csv_table(results: Results) -> str:
@@ -201,7 +240,7 @@ def frame_rows(results: Results) -> list[dict[str, Any]]:
     what the paired test says."""
     found = []
     keys = _keys(results)
-    for each in results.rows:
+    for each in _shown(results) if results.best_by else results.rows:
         given, pair = dict(each.settings), each.against
         line: dict[str, Any] = {key: given.get(key) for key in keys}
         line |= {"rounds": each.rounds, "runs": each.compared.runs, "not_finished": len(each.not_finished)}

@@ -212,6 +212,21 @@ def draws(given: Sequence[Axis], count: int, seed: int) -> list[Settings]:
     return [*found]
 
 
+def value_at(settings: Settings, key: str) -> str:
+    """Returns what a combination sets a key to, also inside a section that it sets; "" where it sets nothing there."""
+    for name, text in settings:
+        if name == key:
+            return text
+        if key.startswith(f"{name}."):
+            found = yaml.safe_load(text)
+            if not isinstance(found, dict):  # a component's name alone
+                found = {"name": found}
+            for part in key[len(name) + 1 :].split("."):
+                found = found.get(part) if isinstance(found, dict) else None
+            return "" if found is None else flow(found)
+    return ""
+
+
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Returns for each key the shortest end of it that no other of them has; "graph.name" counts as "graph"."""
     whole = {key: key.removesuffix(".name") for key in keys}

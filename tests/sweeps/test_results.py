@@ -6,9 +6,11 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -21,9 +23,9 @@ from decentnode.sweeps.conduct import Ended, Running, State
 from decentnode.sweeps.plan import Plan, Sweep
 from decentnode.sweeps.point import Point, Prepared
 from decentnode.sweeps.progress import line, live_table
-from decentnode.sweeps.results import csv_table, latex_table, point_rows, results_of, text_table
+from decentnode.sweeps.results import csv_table, frame_rows, latex_table, point_rows, results_of, text_table
 from decentnode.sweeps.samplers import Listed
-from decentnode.sweeps.space import Settings
+from decentnode.sweeps.space import Settings, axes
 from decentnode.sweeps.store import Outcome, Store, write_outcome
 
 VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81], ("1", "ring"): [0.899, 0.912, 0.917]}
@@ -68,6 +70,51 @@ def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path)
     assert near.against.low < near.against.mean < near.against.high
     failed = next(row for row in results.rows if row.label == "lr=1 graph=star")
     assert failed.mean is None and [each.outcome.title for each in failed.not_finished] == ["a bug"]
+
+
+def best_by(state: State, seeds: int, *keys: str) -> State:
+    state.sweep = replace(state.sweep, plan=Plan(state.sweep.plan.request, axes(["a.rule=x", "a.lr=1"]), seeds,
+                                                 best_by=keys))  # fmt: skip
+    return state
+
+
+def test_the_best_of_each_value_has_all_seeds_and_the_best_mean(tmp_path: Path) -> None:
+    values = {("x", ".1"): [0.9, 0.7], ("x", ".2"): [0.85, 0.8], ("x", ".3"): [0.99, None],
+              ("y", ".1"): [0.5, 0.5], ("y", ".2"): [0.25, 0.75], ("z", ".1"): [0.9, None]}  # fmt: skip
+    found = [ended(tmp_path, Point((("a.rule", rule), ("a.lr", lr)), seed), value,
+                   "finished" if value is not None else "diverged")
+             for (rule, lr), each in values.items() for seed, value in enumerate(each, 1)]  # fmt: skip
+    nulled = next(place for place, each in enumerate(found) if each.outcome.status == "diverged")
+    found[nulled] = replace(found[nulled], outcome=Outcome("finished", "x"))  # its figure was NaN: null in files
+    state = best_by(State(sweep_of(tmp_path), 0.0, [], found), 2, "a.rule")
+    results = results_of(state)
+    means = {key: np.mean(each) for key, each in values.items() if None not in each}
+    best = {rule: max((key for key in means if key[0] == rule), key=means.__getitem__) for rule in "xy"}
+    rows = list(csv.DictReader(io.StringIO(csv_table(results))))
+    assert [(row["a.rule"], row["a.lr"]) for row in rows] == [best["x"], best["y"]] == [("x", ".2"), ("y", ".1")]
+    assert [float(row["accuracy_mean"]) for row in rows] == pytest.approx([means[best["x"]], means[best["y"]]])
+    deviations = [np.std(values[best[rule]], ddof=1) for rule in "xy"]
+    assert [float(row["accuracy_mean_std"]) for row in rows] == pytest.approx(deviations)
+    table, said = text_table(results).splitlines()[3:5], text_table(results).splitlines()[6:]
+    assert [line.split()[:2] for line in table] == [["x", ".2"], ["y", ".1"]]
+    assert said == ["the best for each rule: the largest mean over the seeds of accuracy % after the last round",
+                    "rule=y: as good as rule=y lr=.1, which stands first: rule=y lr=.2",
+                    "rule=z: no combination has finished with every seed"]  # fmt: skip
+    assert results.best is not None and results.best.label == "rule=x lr=.2", "a seed that failed is not left out"
+    assert len(point_rows(results)) == 12 and latex_table(results).count(r"\\") == 3
+    least = results_of(replace(state, sweep=replace(state.sweep, sign=1)))
+    assert [row["a.lr"] for row in csv.DictReader(io.StringIO(csv_table(least)))] == [".1", ".1"]
+    assert "the smallest mean" in text_table(least)
+
+
+def test_the_best_of_what_is_inside_a_section(tmp_path: Path) -> None:
+    sections = {"{name: topk, keep: 1}": 0.5, "{name: topk, keep: 2}": 0.6, "full": 0.4}
+    found = [ended(tmp_path, Point((("a", text),), 1), value) for text, value in sections.items()]
+    state = State(replace(sweep_of(tmp_path), plan=Plan(Request("x.yaml"), axes(["a=full"]), best_by=("a.name",))),
+                  0.0, [], found)  # fmt: skip
+    assert [each["a"] for each in frame_rows(results_of(state))] == ["{name: topk, keep: 2}", "full"]
+    with pytest.raises(UsageError, match=r"--best-by must name keys of -g \(graph.name\), got 'graph'.*'graph.name'"):
+        Plan(Request("x.yaml"), axes(["graph.name=ring"]), best_by=("graph",))
 
 
 def test_the_table_for_people(tmp_path: Path) -> None:
