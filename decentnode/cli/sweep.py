@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 @click.option("--least-rounds", default=1, show_default=True, type=click.IntRange(1), help="Of the first part.")
 @click.option("--metric", help="The figure of summary.json to compare by; the task's main metric, mean over the nodes, "
                                "when not given.")  # fmt: skip
+@click.option("--target", metavar="[METRIC=]VALUE",
+              help="Add what it took until the mean over the nodes was there: rounds, seconds, bytes; accuracy=0.9.")
 @click.option("--best-by", metavar="KEY[,KEY]",
               help="For each value of these keys show the best combination alone, by the mean of --metric over seeds.")
 @click.option("--jobs", "-j", default="auto", show_default=True, metavar="N|auto",
@@ -46,8 +48,9 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context, config: str | None, axes: tuple[str, ...], seeds: int | None, drawn: int | None,
     sampler: str | None, points: int | None, halving: int | None, least_rounds: int, metric: str | None,
-    best_by: str | None, jobs: str, by: str, again: bool, every_model: bool, overrides: tuple[str, ...],
-    run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
+    target: str | None, best_by: str | None, jobs: str, by: str, again: bool, every_model: bool,
+    overrides: tuple[str, ...], run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool,
+    as_json: bool,
 ) -> None:
     """Run CONFIG once for every combination of values, several at a time, and print a table; without CONFIG the
     built-in quickstart.
@@ -70,7 +73,7 @@ def command(
     plan = Plan(
         request, parsed(axes), seeds, "random" if drawn else sampler or "grid",  # type: ignore[arg-type]
         drawn or points, halving, least_rounds, metric, None if jobs == "auto" else int(jobs),
-        by, again, every_model, _keys(best_by),  # type: ignore[arg-type]
+        by, again, every_model, _keys(best_by), target,  # type: ignore[arg-type]
     )
     ctx.exit(_sweep(plan, plain=plain, quiet=quiet, as_json=as_json))
 

@@ -54,6 +54,8 @@ class Figure:
     """Keys of the nodes' figures that it is computed from; empty where the supervisor gives it."""
     how: Callable[[Sequence[float]], float | int | None] = lambda values: statistics.fmean(values) if values else None
     """Function of all these values, one after the other by node."""
+    absent: str = "-"
+    """What tables show of runs that have no value."""
 
     def combined(self, nodes: Iterable[NodeFigures]) -> float | int | None:
         """Returns the value from the nodes' figures; None where no node has any."""

@@ -15,7 +15,7 @@ from typing import Any
 from decentnode.metrics.figures import Figure
 from decentnode.report.latex import tabular
 from decentnode.report.reading.measured import BEFORE, columns
-from decentnode.report.reading.reached import Extra
+from decentnode.report.reading.reached import TO_TARGET, Extra
 from decentnode.report.reading.repeats import Label, Ran, labels_of, short_labels
 from decentnode.report.reading.significance import Paired, holm, paired
 
@@ -51,13 +51,25 @@ class ComparedRow:
         """Returns the sample standard deviation; None for fewer than two runs."""
         return statistics.stdev(self.values[name]) if len(self.values[name]) > 1 else None
 
+    @property
+    def reached(self) -> int | None:
+        """How many of the runs came to the target; None where no table asked for one."""
+        return len(self.values[TO_TARGET]) if TO_TARGET in self.values else None
+
     def shown(self, figure: Figure) -> str:
         mean, deviation = self.mean(figure.name), self.deviation(figure.name)
         if mean is None:
-            return "-"
+            return figure.absent if self.runs else "-"
         text = figure.shown(mean) if deviation is None else f"{figure.shown(mean)} ±{figure.shown(deviation)}"
         count = len(self.values[figure.name])
         return text if count == self.runs else f"{text} ({count} of {self.runs})"
+
+
+def with_more(made: ComparedRow, runs: Sequence[Ran], extra: Sequence[Extra]) -> ComparedRow:
+    """Returns a row with further columns behind its own. runs: those that it is made of."""
+    more = {figure.name: [value for each in runs if (value := of(each)) is not None] for figure, of in extra}
+    return replace(made, values={**made.values, **more}, asked=len(extra),
+                   columns=(*made.columns, *(each for each, _ in extra)))  # fmt: skip
 
 
 def row(
@@ -85,9 +97,7 @@ def rows(groups: Sequence[Sequence[Ran]], extra: Sequence[Extra] = ()) -> list[C
     found = []
     for label, group in zip(labels_of(groups), groups, strict=True):
         made = row(label.text, [each.summary for each in group], shown)
-        more = {figure.name: [value for each in group if (value := of(each)) is not None] for figure, of in extra}
-        found.append(replace(made, values={**made.values, **more}, label=label, asked=len(extra),
-                             columns=(*shown, *(each for each, _ in extra))))  # fmt: skip
+        found.append(replace(with_more(made, group, extra), label=label))
     return found
 
 
@@ -250,9 +260,11 @@ def csv_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> s
     shown = rows[0].columns
     titles = [title for figure in shown for title in (figure.name, f"{figure.name}_std")]
     tested = ["minus_best", "minus_best_low", "minus_best_high", "p"] if test is not None else []
-    writer.writerow(["experiment", "runs", *titles, *tested])
+    targeted = ["reached"] if rows[0].reached is not None else []
+    writer.writerow(["experiment", "runs", *titles, *targeted, *tested])
     for index, each in enumerate(rows):
         found = [value for figure in shown for value in (each.mean(figure.name), each.deviation(figure.name))]
+        found += [each.reached] if targeted else []
         if test is not None:
             found += _numbers(test, index)
         writer.writerow([each.name, each.runs, *("" if value is None else f"{value:.9g}" for value in found)])

@@ -15,6 +15,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.launch.children.messages import Request
 from decentnode.metrics.figures import BY_NAME, TaskMetrics
+from decentnode.report.reading.reached import target_of
 from decentnode.sweeps.child import By
 from decentnode.sweeps.point import digest_of, load_base
 from decentnode.sweeps.samplers import Halving, Listed, Optuna, Sampler, budgets, direction
@@ -52,6 +53,8 @@ class Plan:
     """Whether the nodes' own models stay in the points' folders."""
     best_by: tuple[str, ...] = ()
     """Keys for each of whose values tables show the best combination alone."""
+    target: str | None = None
+    """"metric=value" for which tables show what it took to come to it."""
     more: tuple[str, ...] = field(default=('node.checkpoint={every: 1000000000, keep: 1}',), repr=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +111,8 @@ def plan(asked: Plan) -> Sweep:
     measured = base.measured()
     metric = asked.metric or f"{measured.main.name}_mean"
     sign = direction(metric, better_of(measured))
+    if asked.target is not None:
+        target_of(asked.target, measured)  # raises where it is none
     seeds: Sequence[int | None] = [None] if asked.seeds is None else range(1, asked.seeds + 1)
     folder = base.run_dir / base.name / "sweep"
     rungs: tuple[int, ...] = ()

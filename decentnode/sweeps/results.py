@@ -6,16 +6,17 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from decentnode.errors import UsageError
 from decentnode.metrics import summary as summaries
-from decentnode.metrics.figures import Figure
-from decentnode.report.compare import ComparedRow, row, simple_table
+from decentnode.metrics.figures import Figure, TaskMetrics
+from decentnode.report.compare import ComparedRow, row, simple_table, with_more
 from decentnode.report.latex import tabular
 from decentnode.report.reading import repeats
-from decentnode.report.reading.measured import columns
+from decentnode.report.reading.measured import BEFORE, columns
+from decentnode.report.reading.reached import Extra, target_columns
+from decentnode.report.reading.repeats import Ran
 from decentnode.report.reading.significance import Paired, holm, paired
 from decentnode.sweeps.conduct import Ended, State
 from decentnode.sweeps.plan import Sweep
@@ -90,6 +91,8 @@ class Results:
     """Keys for whose values tables have the best row alone; all rows without any."""
     better: str = "higher"
     """Which values of the metric are better."""
+    extra: tuple[Extra, ...] = ()
+    """Columns that were asked for."""
 
     @property
     def best(self) -> Row | None:
@@ -105,28 +108,44 @@ def results_of(state: State) -> Results:
     groups: dict[Settings, list[Ended]] = {}
     for each in latest.values():
         groups.setdefault(each.point.settings, []).append(each)
-    found = [_row(settings, group, shown, sweep) for settings, group in groups.items()]
+    extra = _to_target(sweep, [ran for each in latest.values() if (ran := _ran(each, sweep.measured)) is not None])
+    found = [_row(settings, group, shown, sweep, extra) for settings, group in groups.items()]
     found.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))
     return Results(sweep.name, metric, tuple(_compared(found)), state.exit_code > 128, sweep.plan.best_by,
-                   "lower" if sweep.sign > 0 else "higher")  # fmt: skip
+                   "lower" if sweep.sign > 0 else "higher", extra)  # fmt: skip
 
 
-def _row(settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], sweep: Sweep) -> Row:
+def _to_target(sweep: Sweep, found: Sequence[Ran]) -> tuple[Extra, ...]:
+    """Returns the columns of the sweep's target. Without seconds after halving: others ran between its parts."""
+    if sweep.plan.target is None or not found:
+        return ()
+    return tuple(each for each in target_columns(found, sweep.plan.target)
+                 if not (sweep.rungs and each[0].name == "seconds_to_target"))  # fmt: skip
+
+
+def _row(
+    settings: Settings, group: Sequence[Ended], shown: Sequence[Figure], sweep: Sweep, extra: Sequence[Extra]
+) -> Row:
     group = sorted(group, key=lambda each: -1 if each.point.seed is None else each.point.seed)
     furthest = max(each.point.rounds or sweep.rounds for each in group)
     whole = [each for each in group if each.run is not None and each.outcome.status == "finished"
              and (each.point.rounds or sweep.rounds) == furthest]  # fmt: skip
-    told = [_summary(each.run) for each in whole if each.run is not None]
+    told = [ran for each in whole if (ran := _ran(each, sweep.measured)) is not None]
     values = {each.point.seed: each.value for each in whole if each.value is not None}
-    return Row(settings, furthest, values, row(label_of(settings), told, shown), tuple(group),
+    compared = with_more(row(label_of(settings), [ran.summary for ran in told], shown), told, extra)
+    return Row(settings, furthest, values, compared, tuple(group),
                whole=len(values) == max(len(group), sweep.plan.seeds or 1))  # fmt: skip
 
 
-def _summary(run: Path) -> dict[str, Any]:
+def _ran(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
+    """Returns a point's run as far as tables need it; None where it left none."""
+    if ended.run is None:
+        return None
     try:
-        return summaries.read(run / "summary.json")
+        summary = summaries.read(ended.run / "summary.json")
     except (OSError, ValueError):
-        return {}
+        summary = {}
+    return Ran(ended.run, "", ended.point.seed, {}, ended.outcome.status, summary, measured)
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
@@ -247,6 +266,8 @@ def frame_rows(results: Results) -> list[dict[str, Any]]:
         for figure in each.compared.columns:
             line[figure.name] = each.compared.mean(figure.name)
             line[f"{figure.name}_std"] = each.compared.deviation(figure.name)
+        if results.extra:
+            line["reached"] = each.compared.reached
         line |= {"minus_best": pair and pair.mean, "minus_best_low": pair and pair.low,
                  "minus_best_high": pair and pair.high, "p": each.p}  # fmt: skip
         found.append(line)
@@ -261,9 +282,12 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
         for ended in each.ended:
             given = dict(ended.point.settings)
             line: dict[str, Any] = {key: given.get(key) for key in keys}
-            told = _summary(ended.run) if ended.run is not None else {}
+            ran = _ran(ended)
+            told = {} if ran is None else ran.summary
             line |= {"seed": _seed(ended), "status": ended.outcome.status, "rounds": told.get("rounds")}
             line |= {name: one[0] for name, one in row("", [told], each.compared.columns).values.items() if one}
+            if ran is not None and ended.outcome.status == "finished":
+                line |= {figure.name: value for figure, of in results.extra if (value := of(ran)) is not None}
             line |= {"seconds": ended.outcome.seconds, "why": ended.outcome.title,
                      "run": "" if ended.run is None else str(ended.run), "digest": ended.digest}  # fmt: skip
             found.append(line)
@@ -292,8 +316,8 @@ def points_csv(results: Results) -> str:
 
 
 def latex_table(results: Results) -> str:
-    """Returns a tabular of LaTeX (package booktabs): keys, runs, the metric, and the difference to the best row. The
-    best is bold, and so are those that the paired test does not tell from it."""
+    """Returns a tabular of LaTeX (package booktabs): keys, runs, the metric, the difference to the best row, and what
+    was asked for. The best is bold, and so are those that the paired test does not tell from it."""
     if not _shown(results):
         return "% no point has ended\n"
     keys, cells = len(_keys(results)), _cells(results)
@@ -302,4 +326,4 @@ def latex_table(results: Results) -> str:
     best = results.best
     bold = [(row, place) for row, each in enumerate(_shown(results))
             if each is best or (each.tied and best is not None and each.rounds == best.rounds)]  # fmt: skip
-    return tabular([line[:last] for line in cells], keys, bold)
+    return tabular([line[:last] + line[len(line) - len(results.extra) :] for line in cells], keys, bold)

@@ -65,12 +65,14 @@ def test_tables_have_the_best_round_and_what_a_target_cost(runs: list[str], tmp_
     text, _ = written(runs, tmp_path / "t.csv", "--target", "accuracy=0.78", "--best")
     rows: dict[str, Any] = {row["experiment"]: row for row in csv.DictReader(io.StringIO(text))}
     assert rows["c"]["rounds_to_target"] == "6" and rows["a"]["rounds_to_target"] == ""
+    assert [rows[name]["reached"] for name in rows] == ["0", "0", "3"]
     assert float(rows["c"]["best"]) == pytest.approx(0.79) and rows["c"]["best_round"] == "6"
     text, printed = written(runs, tmp_path / "t.txt", "--target", "accuracy=0.795", "--best")
     head, row = text.splitlines()[1], text.splitlines()[5]
     assert "rounds to 79.5 %" in head and "MB/node to 79.5 %" in head and "best round" in head
     assert "to 79.5 %" in printed.splitlines()[2], "headings of two lines"
     assert "6 (1 of 3)" in row, "a mean over some of the runs says so"
+    assert text.splitlines()[3].count("not reached") == 3
 
 
 def test_the_paired_test_is_that_of_the_seeds(runs: list[str], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from decentnode.sweeps.results import csv_table, frame_rows, latex_table, point_
 from decentnode.sweeps.samplers import Listed
 from decentnode.sweeps.space import Settings, axes
 from decentnode.sweeps.store import Outcome, Store, write_outcome
+from tests.report.test_runs import fake_run
 
 VALUES = {(".1", "ring"): [0.90, 0.91, 0.92], (".1", "star"): [0.80, 0.82, 0.81], ("1", "ring"): [0.899, 0.912, 0.917]}
 
@@ -115,6 +116,37 @@ def test_the_best_of_what_is_inside_a_section(tmp_path: Path) -> None:
     assert [each["a"] for each in frame_rows(results_of(state))] == ["{name: topk, keep: 2}", "full"]
     with pytest.raises(UsageError, match=r"--best-by must name keys of -g \(graph.name\), got 'graph'.*'graph.name'"):
         Plan(Request("x.yaml"), axes(["graph.name=ring"]), best_by=("graph",))
+
+
+def test_what_a_target_took_and_how_many_seeds_came_to_it(tmp_path: Path) -> None:
+    """Means over the nodes are 46, 56, 66 and 76 % after 0, 2, 4 and 6 rounds, or better by as much as `more` says."""
+    found = []
+    for rule, better in {"x": (0.0, 0.1, 0.15), "y": (-0.1, 0.0, 0.05), "z": (-0.1, -0.2, -0.3)}.items():
+        for seed, more in enumerate(better, 1):
+            point = Point((("a.rule", rule),), seed)
+            run = fake_run(tmp_path / rule / f"r{seed}", seed=seed, better=more)
+            summary = {**json.loads((run / "summary.json").read_text()), "accuracy_mean": 0.76 + more}
+            (run / "summary.json").write_text(json.dumps(summary))
+            found.append(Ended(point, Outcome("finished", "x"), run, 0.76 + more, "d"))
+    found.append(ended(tmp_path, Point((("a.rule", "w"),), 1), None, "failed", "a bug"))
+    plan = Plan(Request("x.yaml"), seeds=3, target="accuracy=0.755")
+    state = State(replace(sweep_of(tmp_path), plan=plan), 0.0, [], found)
+    results = results_of(state)
+    rows = {row["a.rule"]: row for row in csv.DictReader(io.StringIO(csv_table(results)))}
+    assert [rows[rule]["reached"] for rule in "xyzw"] == ["3", "2", "0", "0"]
+    took = np.array([6, 4, 4])
+    assert float(rows["x"]["rounds_to_target"]) == pytest.approx(took.mean())
+    assert float(rows["x"]["rounds_to_target_std"]) == pytest.approx(took.std(ddof=1))
+    assert float(rows["x"]["bytes_to_target"]) == pytest.approx(1010 * took.mean()), "of the mean node"
+    assert rows["z"]["rounds_to_target"] == ""
+    text = {line.split()[0]: line for line in text_table(results).splitlines()[3:7]}
+    assert "rounds to 75.5 %" in text_table(results) and text["x"].count("not reached") == 0
+    assert "6 ±0 (2 of 3)" in text["y"] and text["z"].count("not reached") == 3 and "not reached" not in text["w"]
+    assert "not reached" in latex_table(results)
+    points = {(each["a.rule"], each["seed"]): each for each in point_rows(results)}
+    assert points["x", 2]["rounds_to_target"] == 4 and "rounds_to_target" not in points["y", 1]
+    halved = results_of(replace(state, sweep=replace(state.sweep, rungs=(3, 9))))
+    assert "rounds_to_target" in csv_table(halved) and "seconds_to_target" not in csv_table(halved)
 
 
 def test_the_table_for_people(tmp_path: Path) -> None:

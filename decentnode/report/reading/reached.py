@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
 
 from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
@@ -14,6 +15,7 @@ from decentnode.metrics.figures import AXES, VIRTUAL, Curve, Figure, TaskMetrics
 from decentnode.report.reading.repeats import Ran
 from decentnode.report.reading.runs import RecordedRun, load
 
+T = TypeVar("T")
 Extra = tuple[Figure, Callable[[Ran], float | None]]
 """A further column of a table: its heading, and the value of a run; None where the run has none."""
 
@@ -96,47 +98,54 @@ def best(run: RecordedRun, metric: str) -> tuple[int, float] | None:
     return max(found, key=lambda each: (sign * each[1], -each[0]), default=None)
 
 
-class _Loaded:
-    """Runs that are read once, whatever is asked of them."""
+class _Asked(Generic[T]):
+    """What a function finds in the records of runs, each of which is read once."""
 
-    def __init__(self) -> None:
-        self._runs: dict[object, RecordedRun | None] = {}
+    def __init__(self, of: Callable[[RecordedRun], T]) -> None:
+        self._of = of
+        self._found: dict[Path, T | None] = {}
 
-    def __call__(self, ran: Ran) -> RecordedRun | None:
-        if ran.path not in self._runs:
+    def __call__(self, ran: Ran) -> T | None:
+        """Returns what it found; None where the run's records were removed."""
+        if ran.path not in self._found:
             try:
-                self._runs[ran.path] = load(ran.path)
-            except UsageError:  # its records were removed
-                self._runs[ran.path] = None
-        return self._runs[ran.path]
+                self._found[ran.path] = self._of(load(ran.path))
+            except UsageError:
+                self._found[ran.path] = None
+        return self._found[ran.path]
+
+
+TO_TARGET = "rounds_to_target"
+"""The first of `target_columns`: runs that have no value of it never came to the target."""
 
 
 def target_columns(found: Sequence[Ran], text: str) -> list[Extra]:
     """Returns columns for rounds, seconds and bytes (and virtual seconds, where a run has them) to a target."""
-    target, runs = target_of(text, found[0].measured), _Loaded()
-    virtual = any(run is not None and run.virtual_seconds() for run in map(runs, found))
+    target = target_of(text, found[0].measured)
+
+    def costs(run: RecordedRun) -> dict[str, float | None]:
+        return {axis: cost(run, target, axis) for axis in (*AXES, *([VIRTUAL] if run.virtual_seconds() else []))}
+
+    asked = _Asked(costs)
+    virtual = any(VIRTUAL in (asked(ran) or {}) for ran in found)
     columns: list[Extra] = []
     for axis in (*AXES, *([VIRTUAL] if virtual else [])):
         unit, scale, digits = COSTS[axis]
         figure = Figure(f"{axis}_to_target", unit, f"until {target.metric} was {target.text}",
-                        "report/reading/reached.py", f"{unit} to {target.text}", scale, digits)  # fmt: skip
-
-        def value(ran: Ran, axis: str = axis) -> float | None:
-            run = runs(ran)
-            return None if run is None else cost(run, target, axis)
-
-        columns.append((figure, value))
+                        "report/reading/reached.py", f"{unit} to {target.text}", scale, digits,
+                        absent="not reached")  # fmt: skip
+        columns.append((figure, lambda ran, axis=axis: (asked(ran) or {}).get(axis)))  # type: ignore[misc]
     return columns
 
 
 def best_columns(found: Sequence[Ran]) -> list[Extra]:
     """Returns columns for the best mean over the nodes and the round after which it was found."""
-    measured, runs = found[0].measured, _Loaded()
+    measured = found[0].measured
     metric, main = curve_name(measured.main), measured.by_name[f"{measured.main.name}_mean"]
+    asked = _Asked(lambda run: best(run, metric))
 
     def of(ran: Ran, place: int) -> float | None:
-        run = runs(ran)
-        known = None if run is None else best(run, metric)
+        known = asked(ran)
         if known is None:
             return None
         return known[0] if place == 0 else known[1] / measured.curves[metric].scale
