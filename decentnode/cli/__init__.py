@@ -109,6 +109,7 @@ class LazyGroup(click.Group):
             click.echo(f"error: {os.fsdecode(error.filename)}: {error.strerror}", err=True)
             ctx.exit(EnvironmentFault.exit_code)
         except KeyboardInterrupt:
+            exec("")  # one that went through an exec() of text (a dataclass is made) ends Python by the signal else
             click.echo("interrupted", err=True)
             ctx.exit(130)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -116,8 +117,10 @@ def _run(config: str, seed: int, overrides: tuple[str, ...], runs: Path, count: 
                "--run-dir", str(runs.absolute())]  # fmt: skip
     for each in overrides:
         command += ["--set", each]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until it listens (decentnode/__main__.py)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     printed, _ = process.communicate(timeout=TICK_SECONDS)

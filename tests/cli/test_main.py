@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 import types
+from pathlib import Path
 
 import click
 import pytest
@@ -108,6 +110,53 @@ def test_errors_become_a_line_and_an_exit_code(monkeypatch, error, code):
 
 def test_ctrl_c_ends_with_130(monkeypatch):
     assert CliRunner().invoke(main, failing(monkeypatch, KeyboardInterrupt())).exit_code == 130
+
+
+AT_AN_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            del sys.argv[1]
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("decentnode", run_name="__main__", alter_sys=True)
+"""
+INSIDE_EXEC = """
+import sys, types
+sys.modules["decentnode.cli.plot"] = made = types.ModuleType("decentnode.cli.plot")
+made.__spec__ = object()
+import click
+made.command = click.Command("plot", callback=lambda: exec("raise KeyboardInterrupt"))
+sys.argv[1:] = ["plot"]
+from decentnode.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("code", "words"), [
+    (AT_AN_IMPORT, ["click", "plot"]), (AT_AN_IMPORT, ["decentnode.cli.plot", "plot"]), (INSIDE_EXEC, []),
+], ids=["first", "command", "exec"])  # fmt: skip
+def test_ctrl_c_while_modules_are_imported_is_one_line(code, words):
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(("first", "code"), [
+    ("pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])", 130),
+    ("signal(signal.SIGINT, signal.SIG_IGN)", 0),
+], ids=["by compare", "in the background of a script"])  # fmt: skip
+def test_ctrl_c_that_was_blocked_counts_and_one_that_was_ignored_does_not(first, code):
+    text = f"import signal\nsignal.{first}\n{AT_AN_IMPORT}"
+    done = subprocess.run([sys.executable, "-c", text, "click", "--version"], capture_output=True, timeout=200)
+    assert (done.returncode, done.stderr) == (code, b"interrupted\n" if code else b"")
+
+
+def test_the_installed_command_is_that_of_python_m():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"decentnode": "decentnode.__main__:main"}
 
 
 def test_traceback_can_be_asked_for_anywhere(monkeypatch):
