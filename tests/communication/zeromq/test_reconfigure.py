@@ -10,9 +10,10 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
 from decentnode.errors import Interrupted, PeerLost, Regrouping
-from decentnode.wire.generation import Generation, Limits
+from decentnode.wire.codec import bitmap
+from decentnode.wire.generation import Generation, Limits, new_origin
 from decentnode.wire.membership import Membership
-from decentnode.wire.messages import Message
+from decentnode.wire.messages import NO_ORIGIN, Current, Message
 
 RUN = b"theirrun"
 STEP_SECONDS = 0.25
@@ -92,6 +93,20 @@ def test_who_is_alone_gives_up_after_its_time() -> None:
             now += STEP_SECONDS
             made[0].step(now)
     assert 160 < now <= 160 + 2 * STEP_SECONDS + 4
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_who_is_not_let_in_names_whom_it_asked(answers: bool) -> None:
+    made: dict[int, Node] = {}
+    node = made[0] = Node(0, made)
+    node.reconfiguration.leave("it comes from outside", 100.0)
+    if answers:
+        origin = new_origin(1, random.Random(1).randbytes)
+        node.post.append(Current(RUN, 1, 2, bitmap([1, 2], 3), 1, 0, NO_ORIGIN, origin=origin))
+    asked = "node 2 did not let it in" if answers else "no member of the run answers; it asked node 1, node 2"
+    with pytest.raises(PeerLost, match=f"it comes from outside; {asked}$"):
+        for tick in range(300):
+            node.step(100.0 + STEP_SECONDS * tick)
 
 
 def test_who_is_alone_makes_its_control_connections_anew() -> None:
