@@ -105,16 +105,16 @@ class Run:
         """The figure that `decentnode plot` writes.
 
         metric: what the task measures, "loss", "consensus_distance" and so on, or "all". x: "rounds", "seconds",
-        "bytes", "virtual_seconds" or "all". preset: "curves", "heat-map", "consensus", "merged" or "target". Raises
-        UsageError for others, and where there is nothing to draw.
+        "bytes", "virtual_seconds", "epochs", "samples" or "all". preset: "curves", "heat-map", "consensus", "merged" or
+        "target". Raises UsageError for others, and where there is nothing to draw.
         """
-        from decentnode.metrics.figures import VIRTUAL_AXES
+        from decentnode.metrics.figures import EVERY_AXIS
         from decentnode.report.pictures import presets
         from decentnode.report.pictures.plots import draw
         from decentnode.report.reading.runs import axes_of, lines, overview
 
-        if x != "all" and x not in VIRTUAL_AXES:
-            raise UsageError(f"x must be one of {', '.join([*VIRTUAL_AXES, 'all'])}, got {x!r}")
+        if x != "all" and x not in EVERY_AXIS:
+            raise UsageError(f"x must be one of {', '.join([*EVERY_AXIS, 'all'])}, got {x!r}")
         drawn, _ = lines([self.path])
         if preset != "curves":
             return presets.draw(preset, drawn, metric, x)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from decentnode.cli.run_names import run_names
-from decentnode.metrics.figures import VIRTUAL_AXES
+from decentnode.metrics.figures import EVERY_AXIS
 
 if TYPE_CHECKING:
     from decentnode.report.reading.runs import Line
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=run_names)
-@click.option("--x", "axes", type=click.Choice([*VIRTUAL_AXES, "all"]), default="all", show_default=True,
-              help="What to draw against; all of them is without virtual_seconds for runs that have none.")  # fmt: skip
+@click.option("--x", "axes", type=click.Choice([*EVERY_AXIS, "all"]), default="all", show_default=True,
+              help="What to draw against; all: rounds, seconds, bytes, and virtual_seconds of runs that have them.")
 @click.option("--metric", default="all", show_default=True,
               help="What to draw: a metric of the runs' task, such as accuracy, test_loss or perplexity; loss (of "
                    "training), consensus_distance or consensus_rms.")  # fmt: skip

@@ -343,5 +343,9 @@ AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by al
 VIRTUAL = "virtual_seconds"
 VIRTUAL_AXES = {**AXES, VIRTUAL: "virtual time (s)"}
 """The same with the one that only runs with virtual time have."""
+TRAINED_AXES = {"epochs": "epochs", "samples": "samples that all nodes trained on"}
+"""Those that are drawn against where somebody asks for them. An epoch is as many samples as all nodes have to train
+on, whoever trains on how many."""
+EVERY_AXIS = {**VIRTUAL_AXES, **TRAINED_AXES}
 VIRTUAL_FILE = "virtual.json"
 """In a run's folder: its virtual time, where `decentnode timeline` computed it afterwards."""

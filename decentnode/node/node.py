@@ -379,7 +379,7 @@ class Node:
         """Returns the node's closing figures, by the names of summary.json."""
         counters = self.communication.counters
         return {
-            "uid": self.uid, "rounds": self.round, **self.evaluation,
+            "uid": self.uid, "rounds": self.round, "train_samples": self.training.num_samples, **self.evaluation,
             **({"evaluated_round": self.evaluated} if self.evaluation else {}), **self.course.figures(),
             **self.rounds.totals.figures(),
             **({"dealt": packed(self.training.dealt)} if self.config.orphans == "adopted" else {}),

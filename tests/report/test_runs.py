@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from click.testing import CliRunner
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from decentnode.cli import main
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.pictures.plots import plot
 from decentnode.report.reading.measured import BEFORE
 from decentnode.report.reading.runs import AXES, RecordedRun, lines, load
+from tests.launch.faults import experiment
 
 METRICS = tuple(BEFORE.curves)
 
@@ -57,6 +61,50 @@ def test_series_join_nodes_by_round(tmp_path: Path) -> None:
     assert run.series("loss", "rounds").x == [1, 2, 3, 4, 5, 6]
     assert run.series("accuracy", "bytes").x == [0, 3 * 2020, 3 * 4040, 3 * 6060]
     assert run.series("accuracy", "seconds").x == pytest.approx([0.02, 2.02, 4.02, 6.02])
+
+
+@pytest.mark.parametrize("engine", ["stepped", "batched"])
+@pytest.mark.slow
+def test_samples_and_epochs_are_those_that_were_trained_on(tmp_path: Path, engine: str) -> None:
+    """Steps of 64 samples, but for the last one of a node's epoch: shares are no multiples of that."""
+    training = {"batch_size": 64, "local_steps": 4, "optimizer": {"name": "sgd", "lr": 0.05}}
+    config = experiment(training=training, node={"rounds": 7, "evaluate_every": 2}, simulate={"engine": engine})
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(config))
+    words = ["simulate", str(tmp_path / "x.yaml"), "--quiet", "--run-dir", str(tmp_path / "runs")]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
+    run = load((tmp_path / "runs/tiny/latest").resolve())
+    nodes = json.loads((run.path / "summary.json").read_text())["nodes"]
+    sizes = [nodes[str(uid)]["train_samples"] for uid in range(4)]
+    assert sum(sizes) == 1437 and any(size % 64 for size in sizes)
+
+    def trained(size: int, steps: int) -> int:
+        per_epoch = -(-size // 64)
+        return steps // per_epoch * size + min(size, steps % per_epoch * 64)
+
+    expected = [sum(trained(size, 4 * rounds) for size in sizes) for rounds in (0, 2, 4, 6, 7)]
+    assert run.series("accuracy", "samples").x == expected
+    assert run.series("accuracy", "epochs").x == pytest.approx([each / 1437 for each in expected])
+
+
+def test_epochs_are_parts_of_the_samples_of_all_nodes(tmp_path: Path) -> None:
+    run = tmp_path / "e" / "r"
+    for uid, samples in enumerate([(8, 2, 8), (8, 8, 8)]):  # the first has 10, and its second step ends an epoch
+        path = run / "nodes" / f"{uid:03d}"
+        path.mkdir(parents=True)
+        records = [{"kind": "round", "round": r, "time": 1.0 + r, "loss": 1.0, "samples": n}
+                   for r, n in enumerate(samples)]  # fmt: skip
+        (path / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (run / "summary.json").write_text(json.dumps({"nodes": {"0": {"train_samples": 10}, "1": {"train_samples": 30}}}))
+    assert load(run).series("loss", "samples").x == [16, 26, 42]
+    assert load(run).series("loss", "epochs").x == pytest.approx([16 / 40, 26 / 40, 42 / 40])
+
+
+def test_epochs_of_a_run_that_does_not_say_its_samples(tmp_path: Path) -> None:
+    run = load(fake_run(tmp_path / "e" / "r"))
+    assert run.series("accuracy", "samples").x == [0.0] * 4
+    with pytest.raises(UsageError, match=r"epochs need a run whose summary.json says .*train_samples"):
+        run.series("accuracy", "epochs")
 
 
 def test_bytes_grow_whoever_leaves_or_begins_anew(tmp_path: Path) -> None:

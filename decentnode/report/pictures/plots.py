@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import EnvironmentFault, UsageError
-from decentnode.metrics.figures import VIRTUAL_AXES, Curve
+from decentnode.metrics.figures import EVERY_AXIS, Curve
 from decentnode.report.reading.runs import Line, Series, chosen_curves
 from decentnode.words import plural
 
@@ -155,7 +155,7 @@ def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], ax
             if apart:
                 _log_bytes(panel, 1.1 * most)
         partial = axis == "bytes" and any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
-        label = "payloads sent by the nodes here" if partial else VIRTUAL_AXES[axis]
+        label = "payloads sent by the nodes here" if partial else EVERY_AXIS[axis]
         panels[-1][column].set_xlabel(label + (f" ({name})" if name else ""))
     for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from decentnode.errors import UsageError
-from decentnode.metrics.figures import VIRTUAL, VIRTUAL_AXES
+from decentnode.metrics.figures import EVERY_AXIS, VIRTUAL
 from decentnode.report.pictures.plots import (
     COLORS,
     DASHES,
@@ -133,7 +133,7 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
     lower.axhline(0, color="#606060", linewidth=0.6)
     upper.set_ylabel(curve.label)
     lower.set_ylabel("merged better by" + (" (points)" if curve.scale == 100 else ""))
-    lower.set_xlabel(VIRTUAL_AXES[axis] + unit[1])
+    lower.set_xlabel(EVERY_AXIS[axis] + unit[1])
     if axis == "rounds":
         whole_rounds(lower)
     _plain(upper)
@@ -181,7 +181,7 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
                                    [m + s for m, s in zip(means, spread, strict=True)], step="pre",
                                    color=_color(index), alpha=0.18, linewidth=0)  # fmt: skip
         panel.set_xlabel(curve.label)
-        panel.set_ylabel(f"{VIRTUAL_AXES[axis]}{unit[1]}" if not axis.endswith("seconds") else VIRTUAL_AXES[axis])
+        panel.set_ylabel(f"{EVERY_AXIS[axis]}{unit[1]}" if not axis.endswith("seconds") else EVERY_AXIS[axis])
         _plain(panel)
         positive = [y for drawn_line in panel.get_lines() for y in drawn_line.get_ydata() if y > 0]
         if positive and max(positive) > 20 * min(positive):

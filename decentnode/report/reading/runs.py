@@ -27,6 +27,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+SUMMED = ("bytes", "samples", "epochs")
+"""Axes along which the rounds of all nodes are added."""
+
+
 @dataclass(frozen=True)
 class Series:
     """One figure over one axis. low, high: the extremes over nodes, or mean minus and plus standard deviation over
@@ -92,7 +96,7 @@ class RecordedRun:
         found = self.by_node(metric, merged)
         if self._apart and found:
             return self._by_furthest(found, axis)
-        sent, began = (self._bytes() if axis == "bytes" else {}), self._began()
+        grown, began = (self._grown(axis) if axis in SUMMED else {}), self._began()
         if axis == VIRTUAL:
             virtual = self.virtual_seconds()
             return {r: (virtual[r], [value for value, _ in found[r].values()]) for r in found if r in virtual}
@@ -100,7 +104,7 @@ class RecordedRun:
         def position(rounds: int) -> float:
             if axis == "seconds":
                 return max(0.0, max(time for _, time in found[rounds].values()) - began)
-            return float(rounds) if axis == "rounds" else sent.get(rounds, 0.0)
+            return float(rounds) if axis == "rounds" else grown.get(rounds, 0.0)
 
         return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
 
@@ -109,8 +113,8 @@ class RecordedRun:
         positions: dict[int, float] = {r: float(r) for r in at}
         if axis == "seconds":
             positions = {r: max(0.0, each.time - began) for r, each in at.items()}
-        elif axis == "bytes":
-            grown = sorted((time, more) for _, time, more in self._sent())
+        elif axis in SUMMED:
+            grown = sorted((time, more) for _, time, more in self._more(axis))
             times, totals = [time for time, _ in grown], [0.0, *itertools.accumulate(more for _, more in grown)]
             positions = {r: totals[bisect.bisect_right(times, each.time)] for r, each in at.items()}
         elif axis == VIRTUAL:
@@ -147,17 +151,39 @@ class RecordedRun:
         first = [r[0] for r in self.nodes.values() if r]
         return min((r["time"] - r.get("seconds", 0.0) for r in first if "time" in r), default=0.0)
 
-    def _bytes(self) -> dict[int, float]:
-        """Returns bytes of payloads that all nodes had sent after so many rounds, with those of nodes that left in
-        between."""
+    def _grown(self, axis: str) -> dict[int, float]:
+        """Returns the bytes of payloads that all nodes had sent after so many rounds, or the samples or epochs that
+        they had trained on, with those of nodes that left in between."""
         grown: dict[int, float] = {}
-        for rounds, _, more in self._sent():
+        for rounds, _, more in self._more(axis):
             grown[rounds] = grown.get(rounds, 0.0) + more
-        sent, found = 0.0, {}
+        total, found = 0.0, {}
         for rounds in sorted(grown):
-            sent += grown[rounds]
-            found[rounds] = sent
+            total += grown[rounds]
+            found[rounds] = total
         return found
+
+    def _more(self, axis: str) -> Iterator[tuple[int, float, float]]:
+        """Yields (rounds finished, time, what the node's round added) of all nodes, in the unit of an axis of SUMMED.
+        Raises UsageError for epochs of a run that does not say how many samples it has."""
+        if axis == "bytes":
+            yield from self._sent()
+            return
+        epoch = self._train_samples if axis == "epochs" else 1
+        for records in self.nodes.values():
+            for record in records:
+                if record.get("kind") == "round":
+                    yield record["round"] + 1, record.get("time", 0.0), record.get("samples", 0) / epoch
+
+    @functools.cached_property
+    def _train_samples(self) -> int:
+        """How many training samples the nodes here have together."""
+        try:
+            figures = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))["nodes"]
+            return max(1, sum(figures[str(uid)]["train_samples"] for uid in self.nodes))
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"epochs need a run whose summary.json says how many training samples its nodes have "
+                             f"(train_samples), which {self.path} has not; --x samples needs none") from None
 
     def _sent(self) -> Iterator[tuple[int, float, float]]:
         """Yields (rounds finished, time, bytes of payloads that the node sent since its round before) of all nodes."""

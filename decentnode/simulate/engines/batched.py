@@ -212,7 +212,7 @@ class Batched:
         """Returns a node's closing figures, by the names of summary.json."""
         ordered = sorted(self._seconds)
         return {
-            "uid": uid, "rounds": self.round,
+            "uid": uid, "rounds": self.round, "train_samples": self.population.trainings[uid].num_samples,
             **(self.found.figures[uid] | {"evaluated_round": self.evaluated} if self.found is not None else {}),
             **self.course.figures(),
             "round_seconds_median": ordered[len(ordered) // 2] if ordered else 0.0,
