@@ -227,11 +227,14 @@ class Teller:
             self.lines.put(f"{stamp(clock.wall())}  {text}\n", kind)
 
     def drain(self) -> None:
-        """Wait until all text is written, or Ctrl-C. Blocking; to be called when the node has ended."""
+        """Wait until all text is written, or Ctrl-C; what is told later is lost. Blocking; to be called when the node
+        has ended."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with contextlib.suppress(KeyboardInterrupt):
             self.lines.drain()
             self.errors.drain()
+        self.lines.close()
+        self.errors.close()
 
 
 def _keep(ledger: Ledger, message: ChildMessage) -> None:

@@ -26,6 +26,8 @@ ALPHA = 0.05
 """p below which a row counts as another than the best."""
 MIN_LABEL = 32
 """Characters that a row's name may have in a table that is too wide without it."""
+MIN_LINE = 12
+"""Characters of a name that takes several lines because nothing more can be left out."""
 LEFT_OUT_FIRST = ("bytes_metadata_per_node", "consensus_rms", "round_seconds_median", "consensus_distance")
 """Columns that a table has no room for before it has none for those of the task and of payloads."""
 
@@ -162,8 +164,8 @@ def _difference(test: AgainstBest, index: int) -> str:
 def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, width: int | None = None) -> str:
     """Returns a simple table of reStructuredText, which a terminal can show too. rows: at least one. test: adds each
     row's difference from the best, its 95 % interval and p. width: so many characters a line should have at most; then
-    headings may take two lines, names have as many of their keys as fit, but MIN_LABEL characters in any case, and
-    where that does not do, figures are left out, which a line below the table names."""
+    headings may take two lines, names have as many of their keys as fit, but MIN_LABEL characters in any case; where
+    that does not do, figures are left out, which a line below the table names, and then names take several lines."""
     cells = table_cells(rows, rows[0].columns, test)
     if width is None or _width(cells) <= width:
         return simple_table(cells)
@@ -175,6 +177,9 @@ def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, wid
         shown.remove(figure)
         left_out.add(figure)
         cells = _narrowed(rows, shown, test, width)
+    if (over := _width(cells) - width) > 0:
+        room = max(MIN_LINE, _widths(cells)[0] - over)
+        cells = [cells[0], *(["\n".join(textwrap.wrap(line[0], room)), *line[1:]] for line in cells[1:])]
     if not left_out:
         return simple_table(cells)
     titles = ", ".join(figure.title for figure in rows[0].columns if figure in left_out)
@@ -238,10 +243,9 @@ def markdown_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None)
 
 def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
     """Returns a simple table of reStructuredText. cells: the headings, then the rows, equally many each. left: how many
-    of the first columns are flush left; the others are flush right. Headings may have several lines, the first of the
-    first column's is its only one."""
+    of the first columns are flush left; the others are flush right. Cells may have several lines; for
+    reStructuredText, those of the first column have one."""
     widths = _widths(cells)
-    headings = itertools.zip_longest(*(heading.split("\n") for heading in cells[0]), fillvalue="")
     rule = "  ".join("=" * width for width in widths)
 
     def line(values: Sequence[str]) -> str:
@@ -249,7 +253,9 @@ def simple_table(cells: Sequence[Sequence[str]], left: int = 1) -> str:
                  for index, (value, width) in enumerate(zip(values, widths, strict=True)))  # fmt: skip
         return "  ".join(found).rstrip()
 
-    return "\n".join([rule, *map(line, headings), rule, *(line(values) for values in cells[1:]), rule])
+    headings, *lines = ("\n".join(map(line, itertools.zip_longest(*(cell.split("\n") for cell in row), fillvalue="")))
+                        for row in cells)  # fmt: skip
+    return "\n".join([rule, headings, rule, *lines, rule])
 
 
 def csv_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None) -> str:

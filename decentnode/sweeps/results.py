@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from decentnode.errors import UsageError
@@ -83,6 +85,8 @@ class Results:
     those that lack the value of a seed below those that have all."""
 
     name: str
+    folder: Path
+    """The sweep's own, in which its points and the files of its results are."""
     metric: Figure
     rows: tuple[Row, ...]
     partial: bool
@@ -111,8 +115,8 @@ def results_of(state: State) -> Results:
     extra = _to_target(sweep, [ran for each in latest.values() if (ran := _ran(each, sweep.measured)) is not None])
     found = [_row(settings, group, shown, sweep, extra) for settings, group in groups.items()]
     found.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))
-    return Results(sweep.name, metric, tuple(_compared(found)), state.exit_code > 128, sweep.plan.best_by,
-                   "lower" if sweep.sign > 0 else "higher", extra)  # fmt: skip
+    return Results(sweep.name, sweep.folder, metric, tuple(_compared(found)), state.exit_code > 128,
+                   sweep.plan.best_by, "lower" if sweep.sign > 0 else "higher", extra)  # fmt: skip
 
 
 def _to_target(sweep: Sweep, found: Sequence[Ran]) -> tuple[Extra, ...]:
@@ -305,9 +309,10 @@ def _seed(ended: Ended) -> Any:
 
 
 def points_csv(results: Results) -> str:
-    """Returns CSV text of the points."""
+    """Returns CSV text of the points. Their runs' folders are relative to the sweep's, which may be moved."""
     out = io.StringIO()
-    rows = point_rows(results)
+    rows = [{**each, "run": each["run"] and os.path.relpath(each["run"], results.folder)}
+            for each in point_rows(results)]  # fmt: skip
     names = [*dict.fromkeys(name for each in rows for name in each)]
     writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
     writer.writeheader()

@@ -209,6 +209,17 @@ def test_figures_without_room_are_named_below_the_table(columns: int, kept: set[
     assert compare.text_table(rows, None, None).splitlines()[1].split("  ")[-1].strip() == "ms/round"
 
 
+def test_names_take_several_lines_where_nothing_more_can_be_left_out(tmp_path: Path) -> None:
+    for number, name in enumerate(("Full", "TopK")):
+        for seed in (1, 2):
+            finished(tmp_path / f"{number}{seed}", seed, 0.5 + seed / 100, sharing={"name": f"package.rules:{name}"})
+    result = CliRunner().invoke(main, ["compare", *map(str, sorted(tmp_path.glob("??")))], env={"COLUMNS": "40"})
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 40, result.output
+    names = "".join(each[: lines[0].index(" ")].rstrip() for each in lines[4:8])
+    assert names == "exp sharing.name=package.rules:Fullexp sharing.name=package.rules:TopK", result.output
+
+
 def test_what_was_asked_for_is_in_the_table_however_wide_it_is(tmp_path: Path) -> None:
     finished(tmp_path / "exp/1", 1, 0.5)
     (tmp_path / "exp/1/nodes/000").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,5 +73,6 @@ def test_a_node_that_fails_before_it_has_joined_gives_its_uid_back(
 
     monkeypatch.setattr(node_process, "build", fails)
     done = join(control)
+    assert "output" not in {each.name for each in threading.enumerate()}, "each process has only so many threads"
     assert done.exit_code == 8 and "no room for the model" in done.output + done.stderr
     assert taken == [2] and not seats(nodes[0])

@@ -57,6 +57,8 @@ def test_points_that_fail_are_named_and_stop_no_other(tmp_path: Path) -> None:
         "Raises": "failed", "Poisons": "diverged", "supervised": "finished"}  # fmt: skip
     rows = list(csv.DictReader((tmp_path / "runs/tiny/sweep/points.csv").open()))
     assert sorted(row["status"] for row in rows) == ["diverged", "failed", "finished", "invalid", "killed"]
+    (finished,) = (row["run"] for row in rows if row["status"] == "finished")
+    assert finished.startswith("points/") and (tmp_path / "runs/tiny/sweep" / finished / "summary.json").exists()
     assert (tmp_path / "runs/tiny/sweep/results.png").stat().st_size > 5000
     models = list(tmp_path.glob("runs/tiny/sweep/points/*/tiny/*/models/*"))
     assert {path.name for path in models} == {"merged.safetensors"}, "a model per node and point would fill disks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("httpx2")
 
 from starlette.testclient import TestClient
 
+from decentnode.dashboard import server
 from decentnode.dashboard.catalog import Catalog
 from decentnode.dashboard.server import application
 from decentnode.errors import UsageError
@@ -75,6 +77,12 @@ def test_the_page_and_what_it_needs_come_without_a_network(run: Path) -> None:
         assert "http://" not in text and "https://" not in text
     assert asking.get("/../server.py").status_code == 404
     assert asking.get("/server.py").status_code == 404
+
+
+def test_a_run_that_is_still_read_has_its_state_beside_its_name() -> None:
+    """The state is a class of the chip: a rule for that word alone, which is the bar's too, laid it over the name."""
+    text = (Path(server.__file__).parent / "static" / "style.css").read_text()
+    assert re.search(r"\.pane > \.reading\b", text) and not re.search(r"(^|[,}])\s*\.reading\b", text, re.MULTILINE)
 
 
 def test_a_page_under_a_strangers_name_is_told_nothing(run: Path) -> None:

@@ -15,6 +15,8 @@ def test_waiting_names_machines_and_nodes() -> None:
     assert text == "machine 1 at 10.0.0.2 (node 2-3, 5); refused: node 5 has another config (4 s)"
     assert waiting_for(FACTS, "joining", [0], NodesAbsent([], {}), 4.0).startswith("the word to start")
     assert "node 0-1 to load" in waiting_for(FACTS, "starting", [0, 1], None, 4.0)
+    inside = replace(FACTS, in_process=True)
+    assert waiting_for(inside, "joining", [0, 1], None, 4.0) == "node 0-1 to be made (4 s)", "it has no connections"
     assert "machine 0 (10.0.0.1)" in waiting_for(replace(FACTS, machine=1), "joining", [2], None, 4.0)
 
 

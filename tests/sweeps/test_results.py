@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,15 @@ from decentnode.sweeps.conduct import Ended, Running, State
 from decentnode.sweeps.plan import Plan, Sweep
 from decentnode.sweeps.point import Point, Prepared
 from decentnode.sweeps.progress import line, live_table
-from decentnode.sweeps.results import csv_table, frame_rows, latex_table, point_rows, results_of, text_table
+from decentnode.sweeps.results import (
+    csv_table,
+    frame_rows,
+    latex_table,
+    point_rows,
+    points_csv,
+    results_of,
+    text_table,
+)
 from decentnode.sweeps.samplers import Listed
 from decentnode.sweeps.space import Settings, axes
 from decentnode.sweeps.store import Outcome, Store, write_outcome
@@ -165,6 +174,14 @@ def test_tables_for_programs(tmp_path: Path) -> None:
     points = point_rows(results)
     assert len(points) == 11 and sorted(each["accuracy_mean"] for each in points[:3]) == VALUES[".1", "ring"]
     assert {each["status"] for each in points} == {"finished", "failed", "invalid"}
+
+
+def test_the_folders_of_points_are_told_from_the_sweeps_own(tmp_path: Path) -> None:
+    results = results_of(state_of(tmp_path))
+    told = [each["run"] for each in csv.DictReader(io.StringIO(points_csv(results)))]
+    runs = [each.run for row in results.rows for each in row.ended]
+    assert [each and results.folder / each for each in told] == [each or "" for each in runs]
+    assert not any(map(os.path.isabs, told)) and "" in told
 
 
 def test_latex_can_be_set(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
     """
     if phase == "starting":
         return f"node {names(late)} to load data and model ({waited:.0f} s)"
+    if facts.in_process:
+        return f"node {names(late)} to be made ({waited:.0f} s)"
     if facts.machine:
         return f"machine 0 ({facts.hosts[0]}) to start the run ({waited:.0f} s)"
     if absent is None:
