@@ -27,12 +27,20 @@ class OuterOptimizer(Optimizer):
         self.__setstate__({})  # what torch's constructor makes beside groups and state: hooks
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.local_optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.local_optimizer.param_groups = groups
+
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.local_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.local_optimizer.state = state
 
     @staticmethod
     def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -50,12 +58,16 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def unscale(self, params: Iterable[Tensor]) -> None:
-        """Divides gradients by the scale of a GradScaler that has not."""
+        """Divides gradients by the scale of a GradScaler that has not, with the bits of a step of the local optimizer:
+        fused ones divide, for all others the scaler multiplies."""
         scale = getattr(self, "grad_scale", None)
-        if scale is not None and getattr(self, "found_inf", None) is not None:
-            for p in params:
-                if p.grad is not None:
-                    p.grad.div_(scale)
+        if scale is None or getattr(self, "found_inf", None) is None:
+            return
+        divides = getattr(self.local_optimizer, "_step_supports_amp_scaling", False)
+        inverse = scale.double().reciprocal().float()
+        for p in params:
+            if p.grad is not None:
+                p.grad.div_(scale) if divides else p.grad.mul_(inverse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.local_optimizer.zero_grad(set_to_none)

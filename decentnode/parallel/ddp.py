@@ -31,6 +31,7 @@ from decentnode.parallel.checks.refusals import (
     check_optimizer,
     check_options,
     check_scaler,
+    refuse_averaged_gradients,
     refuse_compiled_autograd,
 )
 from decentnode.parallel.membership.founding import Missing, job_for
@@ -49,7 +50,7 @@ from decentnode.parallel.states.loading import load_together, restart
 from decentnode.parallel.states.wrapper_state import kept_of, take_up
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
-from decentnode.parallel.steps.script_optimizer import ScriptOptimizer
+from decentnode.parallel.steps.script_optimizer import OtherUpdates, ScriptOptimizer
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import exchange_for
 
@@ -173,6 +174,7 @@ class DecentralizedDataParallel(Module, Joinable):
             local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
         self._script_optimizer = None if step_in_backward else ScriptOptimizer(made, self._step_of_script)
+        self._other_updates = OtherUpdates(params)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._told_revert = self._told_no_step = False
         self._accumulated_from = -1
@@ -276,8 +278,13 @@ class DecentralizedDataParallel(Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._average.local is not None and self.training and torch.is_grad_enabled():
             self._train_on_after_average()
+        looks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if looks:
+            refuse_averaged_gradients(self)
+            if self._script_optimizer is not None and self.training and self.steps == 0:
+                self._other_updates.look()
         output = self.module(*args, **kwargs)
-        if self._script_optimizer is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if looks and self._script_optimizer is None:
             refuse_compiled_autograd()
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:  # a leaf, such as a parameter, would keep the hook

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -15,7 +17,19 @@ from tests.parallel.ranks import run_ranks
 from tests.parallel.work import stepping
 from tests.parallel.work.habits import alone  # noqa: F401  (a fixture)
 from tests.parallel.work.models import SGD, batch, flat, model
-from tests.parallel.work.stepping import backward
+from tests.parallel.work.stepping import ADAM, backward
+
+
+class Around(nn.Module):
+    """Calls another model, which is none of its modules, such as a generator."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.own, self.others = nn.Linear(3, 3), [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.own(self.others[0](x))
+        return y
 
 
 def wrapper(**options: Any) -> DecentralizedDataParallel:
@@ -101,8 +115,65 @@ def test_the_optimizer_is_that_of_the_script() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.025 == wrapped.get_lr()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert len(wrapped.optimizer.param_groups) == 2 and "SGD" in repr(optimizer)
+    optimizer.param_groups, optimizer.state = optimizer.param_groups[:1], defaultdict(dict)  # frameworks assign them
+    assert len(wrapped._gossip.local.optimizer.param_groups) == 1 and not wrapped._gossip.local.optimizer.state
     with pytest.raises(TypeError, match="a ScriptOptimizer cannot be copied"):
         copy.deepcopy(optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", [SGD, ADAM])
+def test_gradients_are_unscaled_with_the_bits_of_torch(kind: Any) -> None:
+    """Fused optimizers divide by the scale, for others the scaler multiplies by its reciprocal."""
+    wrapped, plain = wrapper(optimizer=kind), model()
+    for module, optimizer in ((wrapped, wrapped.optimizer), (plain, kind(plain.parameters()))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=777.7)
+        for t in range(4):
+            optimizer.zero_grad()
+            backward(module, 0, t, scaler)
+            scaler.step(optimizer)
+            scaler.update()
+    assert torch.equal(flat(wrapped.module), flat(plain))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_step_is_called_whole() -> None:
+    wrapped, plain = wrapper(optimizer=ADAM), model()
+    optimizer = ADAM(plain.parameters())
+    step = torch.compile(wrapped.optimizer.step, backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of dynamo, where it looks into the step
+        for t in range(3):
+            for module, each in ((wrapped, step), (plain, optimizer.step)):
+                module.zero_grad()
+                backward(module, 0, t)
+                each()
+    assert torch.equal(flat(wrapped.module), flat(plain)) and wrapped.steps == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_script_that_steps_another_optimizer_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for own in (True, False):
+        wrapped = wrapper()
+        other = SGD(wrapped.parameters())
+        for t in range(30):
+            backward(wrapped, 0, t)
+            (wrapped.optimizer if own else other).step()
+        told = [each for each in caplog.messages if "the script must step model.optimizer" in each]
+        assert len(told) == (not own)
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_must_not_be_averaged_by_torch() -> None:
+    for around in (lambda module: module, lambda module: nn.Sequential(module)):
+        twice = nn.parallel.DistributedDataParallel(around(wrapper()))
+        with pytest.raises(RuntimeError, match="must not be inside torch's DistributedDataParallel, which averages"):
+            backward(twice, 0, 0)
+        with torch.no_grad():
+            twice(batch(0, 0)[0])
+    judged = nn.parallel.DistributedDataParallel(Around(wrapper()))
+    backward(judged, 0, 0)
 
 
 @pytest.mark.usefixtures("alone")

@@ -134,6 +134,15 @@ def check_frozen(frozen: Sequence[tuple[str, Tensor]]) -> None:
                                "apart: wrap the model anew after requires_grad_(True)")  # fmt: skip
 
 
+def refuse_averaged_gradients(wrapper: Module) -> None:
+    """Raises RuntimeError inside a forward pass of torch's DistributedDataParallel around the wrapper."""
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is not None and any(each is wrapper for each in around.modules()):
+        raise RuntimeError("the wrapped model must not be inside torch's DistributedDataParallel, which averages the "
+                           "gradients of all ranks: do not let a framework wrap it again (docs/howto/own_script.rst, "
+                           "Accelerate, Lightning, Transformers)")  # fmt: skip
+
+
 def refuse_compiled_autograd() -> None:
     """Raises RuntimeError while compiled autograd is on: it drops the callbacks at the end of a backward pass."""
     loaded = sys.modules.get("torch._dynamo.compiled_autograd")

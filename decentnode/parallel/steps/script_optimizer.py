@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from decentnode.optim.outer import OuterOptimizer
+
+logger = logging.getLogger(__name__)
+
+TOLD_AFTER = 10
+"""Changes of the parameters before the first step: loading a state, or moving them for a second pass, makes fewer."""
 
 
 class ScriptOptimizer(OuterOptimizer):
@@ -22,6 +30,7 @@ class ScriptOptimizer(OuterOptimizer):
         super().__init__(optimizer)
         self._take = weakref.WeakMethod(take)
 
+    @_disable_dynamo  # as torch's own: a compiled training step calls it whole
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Blocking until the exchange under way is over. Raises RuntimeError once the wrapper is closed, PeerLost."""
         result = self.evaluated(closure)
@@ -46,3 +55,22 @@ class ScriptOptimizer(OuterOptimizer):
 
     def __repr__(self) -> str:
         return f"ScriptOptimizer({self.local_optimizer!r})"
+
+
+class OtherUpdates:
+    """Notices that the parameters are trained by another optimizer than the wrapped model's, which ranks do not see."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = list(params)
+        self._version = -1
+        self._changes = 0
+
+    def look(self) -> None:
+        """To be called in the forward passes of training before the first step. Warns once."""
+        version = sum(p._version for p in self._params)
+        self._changes += version != self._version
+        self._version = version
+        if self._changes == TOLD_AFTER:
+            self._changes += 1
+            logger.warning("the parameters change and model.optimizer has taken no step: with step_in_backward=False "
+                           "the script must step model.optimizer; a rank that steps another trains alone")  # fmt: skip
