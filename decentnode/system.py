@@ -38,6 +38,13 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def remove_temporaries(folder: Path, pid: int) -> None:
+    """Remove what `replacing` has left below `folder` of a process that was killed. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for each in list(folder.rglob(f".*.{pid}.??????")):
+            each.unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
     """Replace the file `path` atomically: readers see the old or the new text, never a part. Raises OSError.
 

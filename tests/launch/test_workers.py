@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import StopSignals
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervising import workers
+from decentnode.launch.supervising.local_nodes import LocalNodes
 from decentnode.launch.supervising.workers import LOAD_SECONDS, Loader, LoadError, Worker, end_all, late_nodes
+from decentnode.system import replacing
 from tests.launch.facts import FACTS
 
 
@@ -100,6 +104,25 @@ def test_an_end_without_a_word_is_described(code: int, words: str) -> None:
     process.end(code)
     worker.reap()
     assert worker.ending().startswith(words) and not worker.alive and not worker.open
+
+
+def test_what_a_killed_process_was_about_to_write_is_removed(tmp_path: Path) -> None:
+    nodes = LocalNodes(Request(""), FACTS, tmp_path)
+    try:
+        with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "status.json") as temporary:
+            raise KeyboardInterrupt
+        (tmp_path / "nodes").mkdir()
+        names = (temporary.name.replace(f".{os.getpid()}.", f".{pid}.") for pid in (7, 17))
+        left, of_another = (tmp_path / "nodes" / name for name in names)
+        left.touch()
+        of_another.touch()
+        for code, found in ((0, True), (-signal.SIGKILL, False)):
+            worker = Worker((0,), SimpleNamespace(pid=7), SimpleNamespace())  # type: ignore[arg-type]
+            worker.exit_code = code
+            nodes.reaped(worker)
+            assert left.exists() is found and of_another.exists()
+    finally:
+        nodes.close()
 
 
 def test_all_are_killed_and_waited_for_in_one_deadline() -> None:

@@ -9,6 +9,7 @@ from decentnode.launch.children.messages import ChildMessage, Facts, Request, Ta
 from decentnode.launch.children.sockets import SocketDir
 from decentnode.launch.files.provenance import usable_cores
 from decentnode.launch.supervising.workers import Context, Worker, end_all, start_node
+from decentnode.system import remove_temporaries
 
 
 class LocalNodes:
@@ -61,9 +62,17 @@ class LocalNodes:
             if worker.alive and not worker.over:
                 worker.send(message)
 
+    def reaped(self, worker: Worker) -> None:
+        """A process is gone: what it was about to write when it was killed is removed."""
+        if self._directory is not None and worker.exit_code and worker.process.pid:
+            remove_temporaries(self._directory, worker.process.pid)
+
     def close(self) -> None:
         """Kill and reap every process, and remove the socket folder. Idempotent."""
-        end_all(self.workers)
+        alive = [worker for worker in self.workers if worker.alive]
+        end_all(alive)
+        for worker in alive:
+            self.reaped(worker)
         self._sockets.remove()
 
     def _task(self, uids: list[int], join: bool, began: float | None) -> Task:

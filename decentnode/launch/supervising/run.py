@@ -126,6 +126,7 @@ class Run:
             self._on_message(worker, message)
         if gone:
             worker.reap()
+            self.nodes.reaped(worker)
             self._on_exit(worker)
 
     def _on_message(self, worker: Worker, message: ChildMessage) -> None:
