@@ -139,8 +139,8 @@ def refuse_averaged_gradients(wrapper: Module) -> None:
     around = DistributedDataParallel._get_active_ddp_module()
     if around is not None and any(each is wrapper for each in around.modules()):
         raise RuntimeError("the wrapped model must not be inside torch's DistributedDataParallel, which averages the "
-                           "gradients of all ranks: do not let a framework wrap it again (docs/howto/own_script.rst, "
-                           "Accelerate, Lightning, Transformers)")  # fmt: skip
+                           "gradients of all ranks: do not let a framework wrap it again "
+                           "(docs/howto/own_script.rst)")  # fmt: skip
 
 
 def refuse_compiled_autograd() -> None:
