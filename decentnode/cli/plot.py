@@ -29,6 +29,9 @@ if TYPE_CHECKING:
               help="curves: metrics by rounds, seconds, bytes; heat-map: every node by rounds, of one experiment; "
                    "consensus: the metric against the consensus distance; merged: the merged model beside the nodes' "
                    "own, and the gap; target: seconds and bytes until a value was reached.")  # fmt: skip
+@click.option("--panel", metavar="KEY",
+              help="A panel for each value of this key, such as graph.name: of the main metric by rounds, unless told "
+                   "other.")  # fmt: skip
 @click.option("--paper", is_flag=True,
               help="Column width (3.3 in), vectors (PDF, or SVG by -o), colors that color-blind readers tell apart, no "
                    "title: of curves one panel, the task's main metric by rounds, unless told other.")  # fmt: skip
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 @click.option("--output", "-o", type=click.Path(path_type=Path),
               help="File to write: .png, .pdf or .svg; .csv for the numbers, of each round and node.")  # fmt: skip
 def command(
-    runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], preset: str, paper: bool,
-    dumps: bool, output: Path | None,
+    runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], preset: str,
+    panel: str | None, paper: bool, dumps: bool, output: Path | None,
 ) -> None:
     """Draw runs into one figure: the mean over nodes, and a band from the lowest to the highest node.
 
@@ -48,14 +51,24 @@ def command(
     otherwise.
     """
     from decentnode.launch.files.run_dir import resolve, resolve_all
-    from decentnode.report.pictures.plots import plot
+    from decentnode.report.pictures.plots import draw_side_by_side, plot, write
     from decentnode.report.reading.runs import axes_of, curves_of, lines, overview
 
     if dumps:
         _tell([], _dumps(runs, output))
         return
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
-    drawn, said = lines(paths, labels, seeds_once=all_runs)
+    if panel is not None and (preset != "curves" or (output is not None and output.suffix == ".csv")):
+        raise click.UsageError("--panel is for pictures of curves")
+    drawn, said = lines(paths, labels, seeds_once=all_runs, panel=panel)
+    if panel is not None:
+        metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
+        suffix = "paper.pdf" if paper else "png"
+        name = f"{metric}_by_{axes}_per_{panel.replace('.', '_')}{'_' if paper else '.'}{suffix}"
+        target = output or paths[0] / "plots" / name
+        write(lambda: draw_side_by_side(drawn, metric, axes, paper), target, paper)
+        _tell(said, target)
+        return
     if preset != "curves":
         _tell(said, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
         return

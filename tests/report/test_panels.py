@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from decentnode.errors import UsageError
 from decentnode.report.pictures import plots
-from decentnode.report.reading.runs import RecordedRun, Series
+from decentnode.report.pictures.plots import MERGED, draw_side_by_side
+from decentnode.report.reading.runs import RecordedRun, Series, lines
+from tests.report.test_runs import fake_run
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -77,3 +81,31 @@ def test_a_plot_of_one_machines_records_says_so(tmp_path: Path) -> None:
     plots._title(figure, [SimpleNamespace(label="pair", runs=[run])])  # type: ignore[list-item]
     assert " ".join(figure.get_suptitle().split()) == \
         "pair: mean of 2 of 4 nodes, those of one machine, band from lowest to highest node"
+
+
+def test_a_panel_for_each_value_of_a_key(tmp_path: Path) -> None:
+    """Lines that differ in that key alone have one color and one entry of the legend; all panels have one scale."""
+    rules = ("full", "topk")
+    paths = [fake_run(tmp_path / "e" / f"{graph}{rule}{seed}", nodes=1, seed=seed, better=index / 10, rounds=4 + index,
+                      graph={"name": graph, **more}, sharing={"name": rule})
+             for index, (graph, more) in enumerate([("ring", {}), ("star", {}), ("regular", {"degree": 4})])
+             for rule in rules for seed in (1, 2)]  # fmt: skip
+    drawn, _ = lines(paths, ["dense"], seeds_once=True, panel="graph.name")
+    assert [(line.panel, line.label, len(line.runs)) for line in drawn[:3]] == [
+        ("graph=ring", "dense", 2), ("graph=ring", "sharing=topk", 2), ("graph=star", "dense", 2)]  # fmt: skip
+    figure = draw_side_by_side(drawn, "accuracy", "rounds")
+    assert [panel.get_title() for panel in figure.axes] == ["graph=ring", "graph=star", "graph=regular"]
+    assert len({panel.get_xlim() + panel.get_ylim() for panel in figure.axes}) == 1
+    solid = [{line.get_label(): line.get_color() for line in panel.get_lines() if line.get_label() != MERGED}
+             for panel in figure.axes]  # fmt: skip
+    assert [{*each} for each in solid] == [{"dense", "sharing=topk"}] * 3 and solid[0] == solid[1] == solid[2]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["dense", "sharing=topk", MERGED]
+    with pytest.raises(UsageError, match=r"a key in which the runs differ \(graph.name, sharing.name\)"):
+        lines(paths, panel="graph.degree_")
+    with pytest.raises(UsageError, match="--label must be given 2 times at most"):
+        lines(paths, ["a", "b", "c"], seeds_once=True, panel="graph.name")
+    for count, shape in {4: (2, 2), 8: (2, 4), 11: (3, 4)}.items():
+        many = [replace(drawn[0], panel=f"p{place}") for place in range(count)]
+        figure = draw_side_by_side(many, "accuracy", "rounds")
+        grid = figure.axes[0].get_subplotspec().get_gridspec()  # type: ignore[union-attr]
+        assert (grid.nrows, grid.ncols, len(figure.axes)) == (*shape, count)

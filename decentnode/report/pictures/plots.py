@@ -35,6 +35,10 @@ FAR_APART = 5.0
 PAPER_SUFFIXES = (".pdf", ".svg")
 PAPER_WIDTH, PAPER_HEIGHT = 3.3, 2.3
 """Inches: one column of a two-column page."""
+PAGE_WIDTH = 7.0
+"""Inches: both columns."""
+NARROW = 24
+"""Characters of a line below a panel that is one of four side by side."""
 PAPER: dict[str, Any] = {
     "font.family": "sans-serif", "font.sans-serif": ["Arial", "Helvetica", "DejaVu Sans"], "font.size": 8,
     "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 7, "axes.linewidth": 0.6,
@@ -139,6 +143,46 @@ def draw(
     return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
+def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool = False) -> Figure:
+    """Returns a figure with a panel for each value of the lines' `panel`, all of one scale: lines of one label have one
+    color. paper: as wide as a page. Raises UsageError for an unknown metric or nothing to draw."""
+    curve = chosen_curves(lines, [metric])[metric]
+    titles = [*dict.fromkeys(line.panel for line in lines)]
+    columns = len(titles) if len(titles) <= 3 else min(4, -(-len(titles) // 2))
+    shape = (-(-len(titles) // columns), columns)
+    size = (PAGE_WIDTH, 0.4 + 1.7 * shape[0]) if paper else (1.2 + 3.1 * columns, 0.9 + 2.5 * shape[0])
+    figure = empty(*size)
+    panels = [*figure.subplots(*shape, squeeze=False, sharex=True, sharey=True).flat]
+    ends = [max(x) for line in lines if (x := line.series(metric, axis).x)]
+    unit, name = _unit(ends) if axis == "bytes" else (1.0, "")
+    most = max(ends, default=0.0) / unit
+    apart = axis == "bytes" and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
+    drawn: set[int] = set()
+    for place, (panel, only) in enumerate(zip(panels, titles, strict=False)):
+        drawn |= _panel(panel, lines, (metric, curve), axis, unit, apart, only)
+        panel.set_title(only, fontsize="medium")
+        if place % columns == 0:
+            panel.set_ylabel(curve.label)
+        if place + columns >= len(titles):
+            panel.set_xlabel(textwrap.fill(EVERY_AXIS[axis] + (f" ({name})" if name else ""), NARROW))
+            panel.tick_params(labelbottom=True)
+    for panel in panels[len(titles) :]:
+        panel.remove()
+    if not drawn:
+        raise UsageError(f"nothing to draw: no record of {metric} in {', '.join(line.label for line in lines)}")
+    panels[0].set_xlim(0, 1.02 * most if most else 1)
+    if apart:
+        _log_bytes(panels[0], 1.1 * most)
+    merged = [line for panel in panels for line in panel.get_lines() if line.get_label() == MERGED]
+    if not paper:
+        _title(figure, lines)
+    first = {line.label: line for line in reversed(lines)}
+    handles, labels = _handles([first[label] for label in dict.fromkeys(line.label for line in lines)], drawn, merged)
+    if len(labels) > 1:
+        legend(figure, handles, labels)
+    return figure
+
+
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
     """Draw all panels. Returns the numbers of the lines that appear in some panel."""
     drawn: set[int] = set()
@@ -190,20 +234,25 @@ def _positive(values: Any) -> list[float]:
 
 
 def _panel(
-    panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float, positive: bool = False
+    panel: Axes, lines: Sequence[Line], shown: tuple[str, Curve], axis: str, unit: float, positive: bool = False,
+    only: str | None = None,
 ) -> set[int]:
     """Draw all lines into one panel. unit: of the horizontal axis. positive: leave out what stands at 0 of it, where a
-    logarithmic axis has no place. Returns the numbers of those that have values."""
+    logarithmic axis has no place. only: draw the lines of this `panel`, of one scale with those of the others. Returns
+    the numbers of those that have values, which choose their colors."""
     metric, curve = shown
+    labels = [*dict.fromkeys(line.label for line in lines)]
+    numbers = [*range(len(lines))] if only is None else [labels.index(line.label) for line in lines]
 
     def of(line: Line, merged: bool = False) -> tuple[Series, int]:
         """The points that are drawn, and of how many: a line joins them in all panels of a figure or in none."""
         series = line.series(metric, axis, merged)
         return (series.above(0.0) if positive else series), len(series.x)
 
-    drawn = [(index, line, series) for index, line in enumerate(lines) if (series := of(line)[0]).x]
+    drawn = [(index, line, series) for index, line in zip(numbers, lines, strict=True) if (series := of(line)[0]).x]
     floor = _floor([values for _, _, series in drawn for values in (series.low, series.mean)])
     floor = floor if curve.logarithmic else None
+    drawn = [each for each in drawn if only is None or each[1].panel == only]
     for index, line, series in drawn:
         series = series.reaching(floor) if floor else series
         color, x = _color(index), [value / unit for value in series.x]

@@ -8,7 +8,7 @@ import itertools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,8 @@ class Line:
 
     label: str
     runs: tuple[RecordedRun, ...]
+    panel: str = ""
+    """The panel that it is drawn in, of a figure with a panel for each value of a key."""
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Of one run its own. Of several, means and standard deviations of the runs' means, over the rounds that all
@@ -261,12 +263,13 @@ def overview(drawn: Sequence[Line]) -> list[str]:
 
 
 def lines(
-    paths: Sequence[Path], names: Sequence[str] = (), seeds_once: bool = False
+    paths: Sequence[Path], names: Sequence[str] = (), seeds_once: bool = False, panel: str | None = None
 ) -> tuple[list[Line], list[str]]:
     """Returns (a line per experiment, reasons for the runs that are left out). Runs that did not finish have lines of
     their own, which say so, as have earlier runs of one seed, unless `seeds_once` leaves these out.
 
-    names: of the first lines, instead of those that they would have. Raises UsageError for more names than lines.
+    names: of the first lines, instead of those that they would have. panel: a key; lines that differ in its value alone
+    have one label. Raises UsageError for more names than lines, and for a panel's key in which runs do not differ.
     """
     found = [_ran(path) for path in dict.fromkeys(paths)]
     groups, said = repeats.pooled([each for each in found if each.finished])
@@ -277,11 +280,38 @@ def lines(
     groups += [[each] for each in found if not each.finished]
     place = {each.path: index for index, each in enumerate(found)}
     groups.sort(key=lambda group: min(place[each.path] for each in group))
-    if len(names) > len(groups):
-        raise UsageError(f"--label must be given {len(groups)} times at most, got {len(names)}")
-    labels = [*names, *_labels(groups)[len(names) :]]
-    made = [Line(label, tuple(load(each.path) for each in group)) for label, group in zip(labels, groups, strict=True)]
+    placed = [("", label) for label in _labels(groups)] if panel is None else _placed(groups, panel)
+    told = dict.fromkeys(label for _, label in placed)
+    if len(names) > len(told):
+        raise UsageError(f"--label must be given {len(told)} times at most, got {len(names)}")
+    renamed = dict(zip(told, [*names, *[*told][len(names) :]], strict=True))
+    made = [Line(renamed[label], tuple(load(each.path) for each in group), where)
+            for (where, label), group in zip(placed, groups, strict=True)]  # fmt: skip
     return made, said
+
+
+def _placed(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]]:
+    """Returns for each group (the panel's title, what tells it from the others in its panel). Raises UsageError."""
+    configs = [{"name": group[0].name, **group[0].config} for group in groups]
+    differing = repeats.telling(configs)
+    inside = [key for key in differing if key == panel or key.startswith(f"{panel}.")]
+    if not inside:
+        raise UsageError(f"--panel must be a key in which the runs differ ({', '.join(differing) or 'there is none'}), "
+                         f"got {panel!r}" + did_you_mean(panel, differing))  # fmt: skip
+    derived = {key for group in groups for key in group[0].follows}
+    others = [key for key in differing if key not in inside]
+
+    def text(config: Mapping[str, str], keys: Sequence[str]) -> str:
+        return " ".join(f"{key.removesuffix('.name')}={config[key]}" for key in keys if key in config)
+
+    titles = [text(each, inside) for each in configs]
+    for keys in ([key for key in others if key not in derived], others):
+        ends = ["" if group[0].finished else f" ({group[0].ended})" for group in groups]
+        found = [(title, (text(each, keys) or each["name"]) + end)
+                 for title, each, end in zip(titles, configs, ends, strict=True)]  # fmt: skip
+        if len({*found}) == len(found):
+            return found
+    return [(title, f"{label} {group[0].path.name}") for (title, label), group in zip(found, groups, strict=True)]
 
 
 def _ran(path: Path) -> Ran:
