@@ -41,19 +41,19 @@ def test_round_trip(message: Message) -> None:
 
 
 GOLDEN = [
-    (Welcome(b"12345678", 0, 3), f"97cc dc 0d 02 c4083132333435363738 00 03 c40c{'00' * 12}"),
+    (Welcome(b"12345678", 0, 3), f"97cc dc 0e 02 c4083132333435363738 00 03 c40c{'00' * 12}"),
     (Stop(b"12345678", 2, 300, origin=b"who and then"),
-     "97cc dc 0d 0c c4083132333435363738 02 cd012c c40c77686f20616e64207468656e"),
+     "97cc dc 0e 0c c4083132333435363738 02 cd012c c40c77686f20616e64207468656e"),
     (Chunk(b"12345678", 1, 5, 7, 0, 0, 2, 300000, {"k": 2}),
-     f"9dcc dc 0d 08 c4083132333435363738 01 05 c40c{'00' * 12} 07 00 00 02 ce000493e0 81a16b02"),
+     f"9dcc dc 0e 08 c4083132333435363738 01 05 c40c{'00' * 12} 07 00 00 02 ce000493e0 81a16b02"),
     (Ack(b"12345678", 0, 4, 1, 17, b"\x05", 0, 3),
-     f"9ccc dc 0d 11 c4083132333435363738 00 04 c40c{'00' * 12} 01 11 c40105 00 03"),
+     f"9ccc dc 0e 11 c4083132333435363738 00 04 c40c{'00' * 12} 01 11 c40105 00 03"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "golden"), GOLDEN)
 def test_golden_bytes(message: Message, golden: str) -> None:
-    """The header of protocol version 12: a change here needs a new version."""
+    """The header of protocol version 14: a change here needs a new version."""
     assert codec.encode(message) == bytes.fromhex(golden.replace(" ", ""))
 
 
@@ -92,15 +92,15 @@ RUN, ORIGIN = b"12345678", bytes(12)
     "value",
     [
         {1: 2}, [], [220], [220, 6], [True, 6, 2, RUN, 0, 3, ORIGIN], [220, True, 2, RUN, 0, 3, ORIGIN],
-        [220, 13, 2, RUN[1:], 0, 3, ORIGIN], [220, 13, 2, RUN, True, 3, ORIGIN], [220, 13, 2, RUN, -1, 3, ORIGIN],
-        [220, 13, 2, RUN, 0, 1 << 40, ORIGIN], [220, 13, 2, "12345678", 0, 3, ORIGIN],
-        [220, 13, 2, RUN, 0, 3, ORIGIN, 4], [220, 13, 2, RUN, 0, 3],
-        [220, 13, 2, RUN, 0, 3, ORIGIN[1:]], [220, 13, 2, RUN, 0, 3, 0],
-        [220, 13, 2, RUN, 0.0, 3, ORIGIN], [220, 13, 99, RUN, 0, 3, ORIGIN], [220, 14, 2, RUN, 0, 3, ORIGIN],
-        [220, 13, 15, RUN, 0, 3, ORIGIN, 1, {"k": [1]}], [220, 13, 15, RUN, 0, 3, ORIGIN, 1, {"k": True}],
-        [220, 13, 15, RUN, 0, 3, ORIGIN, 1, {str(i): i for i in range(65)}],
-        [220, 13, 15, RUN, 0, 3, ORIGIN, 1, {"k": "x" * 300}], msgpack.ExtType(1, b"x"),
-        [220, 13, 2, RUN, 0, [[[[[[]]]]]], ORIGIN],
+        [220, 14, 2, RUN[1:], 0, 3, ORIGIN], [220, 14, 2, RUN, True, 3, ORIGIN], [220, 14, 2, RUN, -1, 3, ORIGIN],
+        [220, 14, 2, RUN, 0, 1 << 40, ORIGIN], [220, 14, 2, "12345678", 0, 3, ORIGIN],
+        [220, 14, 2, RUN, 0, 3, ORIGIN, 4], [220, 14, 2, RUN, 0, 3],
+        [220, 14, 2, RUN, 0, 3, ORIGIN[1:]], [220, 14, 2, RUN, 0, 3, 0],
+        [220, 14, 2, RUN, 0.0, 3, ORIGIN], [220, 14, 99, RUN, 0, 3, ORIGIN], [220, 15, 2, RUN, 0, 3, ORIGIN],
+        [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": [1]}], [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": True}],
+        [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {str(i): i for i in range(65)}],
+        [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": "x" * 300}], msgpack.ExtType(1, b"x"),
+        [220, 14, 2, RUN, 0, [[[[[[]]]]]], ORIGIN],
     ],
 )  # fmt: skip
 def test_wrong_values_are_faults(value: object) -> None:
@@ -109,8 +109,8 @@ def test_wrong_values_are_faults(value: object) -> None:
 
 
 def test_the_wrong_values_are_wrong_in_one_place() -> None:
-    assert codec.decode(msgpack.packb([220, 13, 2, RUN, 0, 3, ORIGIN])) == Welcome(RUN, 0, 3)
-    assert codec.decode(msgpack.packb([220, 13, 15, RUN, 0, 3, ORIGIN, 1, {"k": 1}])) == Report(RUN, 0, 3, 1, {"k": 1})
+    assert codec.decode(msgpack.packb([220, 14, 2, RUN, 0, 3, ORIGIN])) == Welcome(RUN, 0, 3)
+    assert codec.decode(msgpack.packb([220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": 1}])) == Report(RUN, 0, 3, 1, {"k": 1})
 
 
 def test_huge_counts_allocate_nothing() -> None:

@@ -106,7 +106,7 @@ def test_scalars_that_are_none_are_refused(named: dict[str, object]) -> None:
 def test_golden_bytes() -> None:
     made = ends(2).make(300, 1, 1, 5, (90_000).to_bytes(8, "little"), {"k": 2})
     assert made.hex(" ") == (
-        "db 0d 00 00 72 75 6e 20 31 32 33 34 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 "
+        "db 0e 00 00 72 75 6e 20 31 32 33 34 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 00 "
         "02 00 00 00 2c 01 00 00 00 00 00 00 05 00 00 00 00 00 00 00 "
         "01 00 04 00 01 01 90 5f 01 00 00 00 00 00 81 a1 6b 02"
     )
