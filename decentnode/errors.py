@@ -121,10 +121,15 @@ _OTHERS = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.
 """Folders of code that is not the user's own."""
 
 
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Returns the frames of an exception's traceback that are the user's own code, the innermost last."""
+    return [frame for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((*_OTHERS, "<"))]  # fmt: skip
+
+
 def told(error: BaseException) -> str:
     """Returns the type and text of an exception out of the user's own code, and the line of that code: "ValueError: no
     such file (net.py:12)". On one line."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
-    own = [frame for frame in traceback.extract_tb(error.__traceback__)
-           if not frame.filename.startswith((*_OTHERS, "<"))]  # fmt: skip
+    own = own_frames(error)
     return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

@@ -39,7 +39,7 @@ from decentnode.parallel.participants.wrapper import WrapperParticipant
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import SharingRule, sharing_named
 from decentnode.parallel.planning.topologies import TopologyLike, make_topology
-from decentnode.parallel.process_group.agreement import together
+from decentnode.parallel.process_group.agreement import by_all_ranks, together
 from decentnode.parallel.process_group.collectives import broadcast_all
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
 from decentnode.parallel.process_group.machines import ranks_per_machine
@@ -233,8 +233,10 @@ class DecentralizedDataParallel(Module, Joinable):
             rank = dist.get_rank() if dist.is_initialized() else 0
             plan = Plan(graph, sharing_named(sharing), rank, delayed)
         if dist.is_initialized():
-            check_all_alike(model, plan, options, device_of_group())
-            broadcast_all([*model.parameters(), *model.buffers()])
+            with by_all_ranks("compare what they wrap"):
+                check_all_alike(model, plan, options, device_of_group())
+            with by_all_ranks("take the values of rank 0"):
+                broadcast_all([*model.parameters(), *model.buffers()])
         tag_parameters(model)
         return plan
 

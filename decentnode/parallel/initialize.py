@@ -17,6 +17,7 @@ from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.process_group.default_group import local_device
 from decentnode.parallel.process_group.shutdown import leave_at_exit
+from decentnode.parallel.process_group.traces import shorten_traces
 
 
 def initialize_dist(
@@ -46,6 +47,7 @@ def initialize_dist(
         raise ValueError(f'missing="regroup" needs the backend gloo, got {backend}')
     settings = JobSettings(listen, timeout_seconds, min_ranks, newcomers, keys)
     if not dist.is_initialized():
+        shorten_traces()
         for key, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
             os.environ.setdefault(key, value)
         if elastic:

@@ -26,6 +26,18 @@ def test_ranks_that_differ_are_named(what: str, says: str) -> None:
         assert not ok and re.search(says, text), text
 
 
+@pytest.mark.sampled(one=["module", "function", "what"])
+@pytest.mark.parametrize(("module", "function", "what"), [
+    ("process_group.machines", "_host", "count themselves by machine"), ("ddp", "check_all_alike", "compare what they"),
+    ("ddp", "broadcast_all", "take the values of rank 0"), ("transports.choice", "usable", "look for shared memory"),
+    ("transports.shared_memory", "remove_stale", "name their shared memory"),
+])  # fmt: skip
+def test_a_rank_that_dies_while_it_wraps_is_told_in_words_of_ours(module: str, function: str, what: str) -> None:
+    ok, text = run_ranks_raw(2, leaving.dies_while_it_wraps, module, function)[0]
+    said = rf"rank 0: PeerLost: ranks cannot {what}.* together, as where one has ended: [A-Z]"
+    assert not ok and re.match(said, text) and "gloo" not in text.splitlines()[0], text
+
+
 @pytest.mark.parametrize("transport", ["collective", "auto"])
 @pytest.mark.slow
 def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:

@@ -7,11 +7,24 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from decentnode.errors import AssemblyError
+from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 MAX_REASON = 2000
+
+
+@contextlib.contextmanager
+def by_all_ranks(what: str) -> Iterator[None]:
+    """A context for operations of all ranks and nothing else. Raises PeerLost where one fails, in words of ours: torch
+    says which address is gone, not which rank.
+
+    what: their purpose, a verb and its object.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"ranks cannot {what} together, as where one has ended: {reason_of(error)}") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 import socket
 
 from decentnode.errors import AssemblyError
+from decentnode.parallel.process_group.agreement import by_all_ranks
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.system import boot_id
@@ -30,7 +31,8 @@ def agreed_per_machine(given: int | None = None) -> int | None:
     """
     own = f"{given or os.environ.get(TOLD, '')} {int(bool(given))}"
     alone = num_ranks() == 1
-    said = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
+    with by_all_ranks("count themselves by machine"):
+        said = [f"{own} ?"] if alone else gather_texts(f"{own} {_host()}", device_of_group(), "name of the host")
     told, explicit, hosts = zip(*(each.split(" ", 2) for each in said), strict=True)
     for rank, each in enumerate(told):
         if each and not (each.isdecimal() and int(each)):

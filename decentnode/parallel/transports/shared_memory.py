@@ -34,7 +34,7 @@ from decentnode.communication.shared_memory.segment import (
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import device_of_group
 from decentnode.parallel.transports.base import BucketExchange, Flight
@@ -71,9 +71,10 @@ def usable(buckets: Sequence[Bucket], plan: Plan) -> bool:
     there = device_of_group()
     own = torch.frombuffer(bytearray(host.encode()[:128].ljust(128)), dtype=torch.uint8).to(there)
     hosts = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-    wait(dist.all_gather(hosts, own, async_op=True))
-    everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=there)
-    wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
+    with by_all_ranks("look for shared memory"):
+        wait(dist.all_gather(hosts, own, async_op=True))
+        everybody = torch.tensor([int(fits and all(torch.equal(own, each) for each in hosts))], device=there)
+        wait(dist.all_reduce(everybody, op=dist.ReduceOp.MIN, async_op=True))
     return bool(everybody)
 
 
@@ -119,7 +120,8 @@ class SharedMemoryExchange(BucketExchange):
         """Blocking: [rank] its segment, which has no name any more. All ranks go on, or none (see `together`)."""
         remove_stale(NAMES)
         token = torch.tensor([int.from_bytes(entropy.draw(8), "little") >> 2], device="cpu")
-        wait(dist.broadcast(token, 0, async_op=True))
+        with by_all_ranks("name their shared memory"):
+            wait(dist.broadcast(token, 0, async_op=True))
         paths = [FOLDER / f"decentnode-ddp-{int(token):016x}-{rank}" for rank in range(self.graph.num_nodes)]
         own, segments = None, []
         try:

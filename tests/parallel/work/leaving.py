@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import importlib
 import mmap
 import os
 import signal
@@ -33,6 +34,13 @@ def differing(rank: int, n: int, what: str) -> None:
     topology = "ring" if rank == 1 and what == "topology" else "complete"
     options: dict[str, Any] = {"bucket": {"bucket_size_in_mb": 1.5}, "transport": {"transport": "collective"}}
     DecentralizedDataParallel(module, optimizer=SGD, topology=topology, **options.get(what, {}) if rank == 1 else {})
+
+
+def dies_while_it_wraps(rank: int, n: int, module: str, function: str) -> None:
+    """The last rank is gone before the first operation of all ranks that this function makes."""
+    if rank == n - 1:
+        setattr(importlib.import_module(f"decentnode.parallel.{module}"), function, lambda *_: os._exit(1))
+    DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", transport="auto")
 
 
 def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
