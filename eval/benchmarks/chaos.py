@@ -414,6 +414,7 @@ def main() -> int:
     unknown = sorted({*wanted} - {*QUICK, *LONG})
     if unknown:
         parser.error(f"there is no scenario {unknown[0]}; there are {', '.join((*QUICK, *LONG))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else its run, in a session of its own, goes on for ever
     about = [machine(), "torchft: 82.3 % of steps with a kill per 60 s on 30 groups (its own figure); decentralizepy "
              "stops for ever with the first kill", ""]  # fmt: skip
     print("\n".join(about))
