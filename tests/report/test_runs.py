@@ -331,3 +331,20 @@ def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
     with open(run / "nodes" / "000" / "metrics.jsonl", "ab") as file:
         file.write(b'\xff\n[1]\n{"kind": 3}\n{"kind": "round"}\n{"kind": "evaluation", "round": "x"}\n')
     assert load(run).series("accuracy", "bytes") == before
+
+
+def records(*told: tuple[str, int, float]) -> list[dict[str, Any]]:
+    return [{"kind": kind, "round": round, "time": time, "seconds": 1.0, "accuracy": 0.5} for kind, round, time in told]
+
+
+def test_seconds_are_those_in_which_the_run_ran() -> None:
+    """Resumed a day later, when node 3 had come and node 2 had left; node 1 came back once while the others ran."""
+    day = 86400.0
+    before = [("round", 0, 1.0), ("evaluation", 1, 1.1), ("round", 1, 2.0), ("evaluation", 2, 2.1)]
+    after = [("resumed", 2, day), ("evaluation", 2, day + 0.1), ("round", 2, day + 1.0), ("evaluation", 3, day + 1.1)]
+    late = [("round", 0, 1.0), ("evaluation", 1, 1.1), ("resumed", 1, 1.5), ("round", 1, 2.2), ("evaluation", 2, 2.3)]
+    run = RecordedRun(Path(), {0: records(*before, *after), 1: records(*late, *after), 2: records(*before),
+                               3: records(("round", 2, day + 1.0), ("evaluation", 3, day + 1.2))})  # fmt: skip
+    assert run.series("accuracy", "seconds").x == pytest.approx([1.1, 2.4, 3.5])
+    alone = RecordedRun(Path(), {0: records(*before), 1: records(*late)})
+    assert alone.series("accuracy", "seconds").x == pytest.approx([1.1, 2.3])

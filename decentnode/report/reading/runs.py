@@ -6,6 +6,7 @@ import bisect
 import functools
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,23 +97,23 @@ class RecordedRun:
         found = self.by_node(metric, merged)
         if self._apart and found:
             return self._by_furthest(found, axis)
-        grown, began = (self._grown(axis) if axis in SUMMED else {}), self._began()
+        grown = self._grown(axis) if axis in SUMMED else {}
         if axis == VIRTUAL:
             virtual = self.virtual_seconds()
             return {r: (virtual[r], [value for value, _ in found[r].values()]) for r in found if r in virtual}
 
         def position(rounds: int) -> float:
             if axis == "seconds":
-                return max(0.0, max(time for _, time in found[rounds].values()) - began)
+                return self._seconds(max(time for _, time in found[rounds].values()))
             return float(rounds) if axis == "rounds" else grown.get(rounds, 0.0)
 
         return {r: (position(r), [value for value, _ in found[r].values()]) for r in found}
 
     def _by_furthest(self, found: Found, axis: str) -> dict[int, tuple[float, list[float]]]:
-        at, began = by_furthest(found, self.nodes), self._began()
+        at = by_furthest(found, self.nodes)
         positions: dict[int, float] = {r: float(r) for r in at}
         if axis == "seconds":
-            positions = {r: max(0.0, each.time - began) for r, each in at.items()}
+            positions = {r: self._seconds(each.time) for r, each in at.items()}
         elif axis in SUMMED:
             grown = sorted((time, more) for _, time, more in self._more(axis))
             times, totals = [time for time, _ in grown], [0.0, *itertools.accumulate(more for _, more in grown)]
@@ -138,7 +139,8 @@ class RecordedRun:
         return found
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
-        """Joined over nodes by round. seconds count from the first record of any node; bytes are those of payloads
+        """Joined over nodes by round. seconds count from the first record of any node, without those between a run and
+        the one that resumed it; bytes are those of payloads
         that all nodes had sent."""
         found = self.by_round(metric, axis, merged).values()
         return Series(
@@ -146,10 +148,30 @@ class RecordedRun:
             [min(v) for _, v in found], [max(v) for _, v in found],
         )  # fmt: skip
 
+    def _seconds(self, time: float) -> float:
+        """Returns how long the run had run by a time of its records."""
+        stood = sum(min(until, time) - since for since, until in self._pauses if since < time)
+        return max(0.0, time - self._began - stood)
+
+    @functools.cached_property
     def _began(self) -> float:
-        """Returns the time of the first evaluation, or of the begin of the first round."""
+        """The time of the first evaluation, or of the begin of the first round."""
         first = [r[0] for r in self.nodes.values() if r]
         return min((r["time"] - r.get("seconds", 0.0) for r in first if "time" in r), default=0.0)
+
+    @functools.cached_property
+    def _pauses(self) -> list[tuple[float, float]]:
+        """(since, until) of the times in which no node ran, as each went on from a checkpoint after them, or had not
+        begun, or had ended. A node that comes back to the others leaves none."""
+        shared = [(-math.inf, math.inf)]
+        for records in self.nodes.values():
+            told = [each for each in records if "time" in each]
+            if told:
+                own = [(last["time"], each["time"]) for last, each in itertools.pairwise(told)
+                       if each.get("kind") == "resumed"]  # fmt: skip
+                own += [(-math.inf, told[0]["time"]), (told[-1]["time"], math.inf)]
+                shared = [(max(a, c), min(b, d)) for a, b in shared for c, d in own if max(a, c) < min(b, d)]
+        return [each for each in shared if math.isfinite(each[0]) and math.isfinite(each[1])]
 
     def _grown(self, axis: str) -> dict[int, float]:
         """Returns the bytes of payloads that all nodes had sent after so many rounds, or the samples or epochs that
