@@ -155,7 +155,8 @@ class Open(Kept):
         return made
 
 
-@pytest.mark.parametrize("way", ["push_sum", pytest.param("gossip", marks=pytest.mark.slow), "pairs", "sequential"])
+@pytest.mark.sampled(one=["way"])
+@pytest.mark.parametrize("way", ["push_sum", "gossip", "pairs", "sequential"])
 def test_a_run_that_admitted_a_node_is_resumed_without_it(tmp_path: Path, way: str) -> None:
     """As after a death; it may ask again. Without what rules keep of edges that there are not: as in a new generation
     of members."""

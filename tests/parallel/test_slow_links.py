@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused(topology: Any, sharing: Any, options: dict[st
         assert re.search(says, told), told
 
 
-@pytest.mark.sampled(one=["transport", "sharing"])
+@pytest.mark.sampled(one=["transport", "sharing", "delayed"])
 @pytest.mark.parametrize(("transport", "sharing", "delayed"), [
     ("collective", choco("int8"), False), ("sockets", choco("int8"), False), ("sockets", full("bfloat16"), False),
     ("collective", {"name": "local_sgd", "every": 3}, True), ("shared_memory", {"name": "local_sgd", "every": 3}, True),
