@@ -59,7 +59,7 @@ def test_a_figure_shows_itself_and_leaves_the_programs_backend(run: decentnode.R
     assert len(run.plot().axes) == 9 and matplotlib.get_backend() == before
     with pytest.raises(UsageError, match="did you mean 'accuracy'"):
         run.plot("acuracy")
-    with pytest.raises(UsageError, match="one of rounds, seconds, bytes, virtual_seconds, epochs, samples, all, got 'minutes'"):
+    with pytest.raises(UsageError, match=r"one of rounds, .*, epochs, samples, all, got 'minutes'"):
         run.plot(x="minutes")
 
 
