@@ -120,7 +120,7 @@ def test_a_run_that_was_killed_goes_on_from_rounds_of_each_nodes_own(tmp_path: P
         assert mass(third)[1] == pytest.approx(NODES, abs=1e-9)
 
 
-@pytest.mark.parametrize("holds", [True, False])
+@pytest.mark.parametrize("holds", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_checkpoint_has_received_what_another_one_has_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: bool
 ) -> None:
@@ -153,6 +153,7 @@ def test_no_checkpoint_has_received_what_another_one_has_not_sent(
     assert all(fits) == holds
 
 
+@pytest.mark.sampled(one=["way"])
 @pytest.mark.parametrize("way", ["push_sum", "pairs"])
 def test_a_node_without_its_file_goes_on_from_the_mean_of_the_others(tmp_path: Path, way: str) -> None:
     """Nothing of what it has said before counts: it begins anew, and the others forget its sums and offers."""
