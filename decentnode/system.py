@@ -8,7 +8,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,13 @@ def replacing(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def remove_temporaries(folder: Path, pid: int) -> None:
-    """Remove what `replacing` has left below `folder` of a process that was killed. Raises nothing."""
+def remove_temporaries(folder: Path, pids: Collection[int]) -> None:
+    """Remove what `replacing` has left below `folder` of processes that were killed. Raises nothing."""
+    killed = {*map(str, pids)}
     with contextlib.suppress(OSError):
-        for each in list(folder.rglob(f".*.{pid}.??????")):
-            each.unlink(missing_ok=True)
+        for each in list(folder.rglob(".*.*.??????")) if killed else ():
+            if each.name.split(".")[-2] in killed:
+                each.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:

@@ -61,19 +61,17 @@ def command(
     if panel is not None and (preset != "curves" or (output is not None and output.suffix == ".csv")):
         raise click.UsageError("--panel is for pictures of curves")
     drawn, said = lines(paths, labels, seeds_once=all_runs, panel=panel)
-    if panel is not None:
-        metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
-        suffix = "paper.pdf" if paper else "png"
-        name = f"{metric}_by_{axes}_per_{panel.replace('.', '_')}{'_' if paper else '.'}{suffix}"
-        target = output or paths[0] / "plots" / name
-        write(lambda: draw_side_by_side(drawn, metric, axes, paper), target, paper)
-        _tell(said, target)
-        return
     if preset != "curves":
         _tell(said, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
         return
-    if paper:
+    ending = "_paper.pdf" if paper else ".png"
+    if paper or panel is not None:
         metric, axes = overview(drawn)[0] if metric == "all" else metric, "rounds" if axes == "all" else axes
+    if panel is not None:
+        target = output or paths[0] / "plots" / f"{metric}_by_{axes}_per_{panel.replace('.', '_')}{ending}"
+        write(lambda: draw_side_by_side(drawn, metric, axes, paper), target, paper)
+        _tell(said, target)
+        return
     metrics = overview(drawn) if metric == "all" else [metric]
     if output is not None and output.suffix == ".csv":
         from decentnode.report.series_table import csv_of
@@ -87,7 +85,7 @@ def command(
     name = "_".join(["overview" if metric == "all" else metric, *([] if axes == "all" else ["by", axes])])
     if len(paths) > 1:
         name += f"_{len(paths)}_runs"
-    target = output or paths[0] / "plots" / (f"{name}_paper.pdf" if paper else f"{name}.png")
+    target = output or paths[0] / "plots" / f"{name}{ending}"
     said += [f"nothing to draw of {label}" for label in
              plot(drawn, metrics, axes_of(drawn) if axes == "all" else [axes], target, paper)]  # fmt: skip
     _tell(said, target)

@@ -50,11 +50,11 @@ class OuterOptimizer(Optimizer):
         with torch.enable_grad():
             return closure()
 
-    def infinite(self) -> float:
-        """How many gradients a GradScaler has found inf or NaN in, as far as it says; 0 without one. Waits for a
+    def infinite(self) -> float | None:
+        """More than 0 where a GradScaler has found an inf or NaN among the gradients; None without one. Waits for a
         GPU."""
         found = getattr(self, "found_inf", None)
-        return 0.0 if found is None else float(found)
+        return None if found is None else float(found)
 
     @torch.no_grad()
     def unscale(self, params: Iterable[Tensor]) -> None:

@@ -127,10 +127,9 @@ class CommOptimizer(OuterOptimizer):
     def _take_step(self, loss: Any) -> None:
         method = self.dist_optimizer
         method.check_params()
-        if getattr(self, "found_inf", None) is not None:
-            infinite = self.infinite()
-            if self._met(lambda: method.largest(infinite), infinite) > 0:
-                return
+        infinite = self.infinite()
+        if infinite is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
+            return
         self.unscale(method.params)
         self._met(method.before_step, None)
         if method.alike and self._member is not None and self._member.over:

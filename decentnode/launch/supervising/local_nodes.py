@@ -62,17 +62,17 @@ class LocalNodes:
             if worker.alive and not worker.over:
                 worker.send(message)
 
-    def reaped(self, worker: Worker) -> None:
-        """A process is gone: what it was about to write when it was killed is removed."""
-        if self._directory is not None and worker.exit_code and worker.process.pid:
-            remove_temporaries(self._directory, worker.process.pid)
+    def reaped(self, *workers: Worker) -> None:
+        """Processes are gone: what they were about to write when they were killed is removed."""
+        if self._directory is not None:
+            pids = [pid for each in workers if each.exit_code and (pid := each.process.pid)]
+            remove_temporaries(self._directory, pids)
 
     def close(self) -> None:
         """Kill and reap every process, and remove the socket folder. Idempotent."""
         alive = [worker for worker in self.workers if worker.alive]
         end_all(alive)
-        for worker in alive:
-            self.reaped(worker)
+        self.reaped(*alive)
         self._sockets.remove()
 
     def _task(self, uids: list[int], join: bool, began: float | None) -> Task:

@@ -48,4 +48,3 @@ class Differences(Full):
 
     def plan(self, view: RoundView) -> RoundView:
         return view if self.step_size is None else view.part_way(self.step_size)
-

@@ -37,10 +37,10 @@ class ScriptOptimizer(OuterOptimizer):
         take = self._take()
         if take is None:
             raise RuntimeError("the wrapper of this optimizer is gone: keep it as long as its model is trained")
-        infinite = self.infinite() > 0
-        if not infinite:
+        update = not self.infinite()
+        if update:
             self.unscale(p for group in self.param_groups for p in group["params"])
-        take(not infinite)
+        take(update)
         return result
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

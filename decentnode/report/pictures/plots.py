@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from decentnode.words import plural
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito (2008), told apart by color-blind readers too."""
@@ -134,12 +134,9 @@ def draw(
     if not drawn:
         names = ", ".join(line.label for line in lines)
         raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
-    merged = [line for panel in panels.flat for line in panel.get_lines() if line.get_label() == MERGED]
     if not paper:
         _title(figure, lines)
-    handles, labels = _handles(lines, drawn, merged)
-    if len(labels) > 1:
-        legend(figure, handles, labels)
+    _name_lines(figure, lines, drawn)
     return figure, [line.label for index, line in enumerate(lines) if index not in drawn]
 
 
@@ -153,54 +150,66 @@ def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool
     size = (PAGE_WIDTH, 0.4 + 1.7 * shape[0]) if paper else (1.2 + 3.1 * columns, 0.9 + 2.5 * shape[0])
     figure = empty(*size)
     panels = [*figure.subplots(*shape, squeeze=False, sharex=True, sharey=True).flat]
-    ends = [max(x) for line in lines if (x := line.series(metric, axis).x)]
-    unit, name = _unit(ends) if axis == "bytes" else (1.0, "")
-    most = max(ends, default=0.0) / unit
-    apart = axis == "bytes" and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
+    across = _across(lines, [metric], axis)
     drawn: set[int] = set()
     for place, (panel, only) in enumerate(zip(panels, titles, strict=False)):
-        drawn |= _panel(panel, lines, (metric, curve), axis, unit, apart, only)
+        drawn |= _panel(panel, lines, (metric, curve), axis, across.unit, across.apart, only)
         panel.set_title(only, fontsize="medium")
         if place % columns == 0:
             panel.set_ylabel(curve.label)
         if place + columns >= len(titles):
-            panel.set_xlabel(textwrap.fill(EVERY_AXIS[axis] + (f" ({name})" if name else ""), NARROW))
+            panel.set_xlabel(textwrap.fill(across.label, NARROW))
             panel.tick_params(labelbottom=True)
     for panel in panels[len(titles) :]:
         panel.remove()
     if not drawn:
         raise UsageError(f"nothing to draw: no record of {metric} in {', '.join(line.label for line in lines)}")
-    panels[0].set_xlim(0, 1.02 * most if most else 1)
-    if apart:
-        _log_bytes(panels[0], 1.1 * most)
-    merged = [line for panel in panels for line in panel.get_lines() if line.get_label() == MERGED]
+    across.limit(panels[0])
     if not paper:
         _title(figure, lines)
     first = {line.label: line for line in reversed(lines)}
-    handles, labels = _handles([first[label] for label in dict.fromkeys(line.label for line in lines)], drawn, merged)
-    if len(labels) > 1:
-        legend(figure, handles, labels)
+    _name_lines(figure, [first[label] for label in dict.fromkeys(line.label for line in lines)], drawn)
     return figure
+
+
+@dataclass(frozen=True)
+class _Across:
+    """What panels that share a horizontal axis have in common: one unit and one range, as one label stands below."""
+
+    unit: float
+    most: float
+    """Where the longest line ends, in this unit."""
+    apart: bool
+    """Whether the axis is logarithmic."""
+    label: str
+
+    def limit(self, panel: Axes) -> None:
+        panel.set_xlim(0, 1.02 * self.most if self.most else 1)
+        if self.apart:
+            _log_bytes(panel, 1.1 * self.most)
+
+
+def _across(lines: Sequence[Line], metrics: Iterable[str], axis: str) -> _Across:
+    ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
+    if axis != "bytes":
+        return _Across(1.0, max(ends, default=0.0), False, EVERY_AXIS[axis])
+    unit, name = _unit(ends)
+    apart = len(lines) > 1 and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
+    partial = any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
+    label = "payloads sent by the nodes here" if partial else EVERY_AXIS[axis]
+    return _Across(unit, max(ends, default=0.0) / unit, apart, label + (f" ({name})" if name else ""))
 
 
 def _panels(panels: Any, lines: Sequence[Line], metrics: Mapping[str, Curve], axes: Sequence[str]) -> set[int]:
     """Draw all panels. Returns the numbers of the lines that appear in some panel."""
     drawn: set[int] = set()
     for column, axis in enumerate(axes):
-        # One label stands below a column: its panels have one unit and one range
-        ends = [max(x) for line in lines for metric in metrics if (x := line.series(metric, axis).x)]
-        unit, name = _unit(ends) if axis == "bytes" else (1.0, "")
-        most = max(ends, default=0.0) / unit
-        apart = axis == "bytes" and len(lines) > 1 and 0 < FAR_APART * min(ends, default=0.0) < max(ends, default=0.0)
+        across = _across(lines, metrics, axis)
         for row, (metric, curve) in enumerate(metrics.items()):
             panel = panels[row][column]
-            drawn |= _panel(panel, lines, (metric, curve), axis, unit, apart)
-            panel.set_xlim(0, 1.02 * most if most else 1)
-            if apart:
-                _log_bytes(panel, 1.1 * most)
-        partial = axis == "bytes" and any(run.num_nodes > len(run.nodes) for line in lines for run in line.runs)
-        label = "payloads sent by the nodes here" if partial else EVERY_AXIS[axis]
-        panels[-1][column].set_xlabel(label + (f" ({name})" if name else ""))
+            drawn |= _panel(panel, lines, (metric, curve), axis, across.unit, across.apart)
+            across.limit(panel)
+        panels[-1][column].set_xlabel(across.label)
     for row, curve in enumerate(metrics.values()):
         panels[row][0].set_ylabel(curve.label)
     return drawn
@@ -352,10 +361,11 @@ def legend(figure: Figure, handles: Sequence[Any], labels: list[str]) -> None:
     figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 
-def _handles(lines: Sequence[Line], drawn: set[int], merged: Sequence[Line2D]) -> tuple[list[Any], list[str]]:
-    """Returns the entries of the legend: every line that appears in a panel, and the meaning of dashes."""
+def _name_lines(figure: Figure, lines: Sequence[Line], drawn: set[int]) -> None:
+    """Write the legend: every line that appears in a panel, and the meaning of dashes. drawn: numbers of `lines`."""
     from matplotlib.lines import Line2D
 
+    merged = [line for panel in figure.axes for line in panel.get_lines() if line.get_label() == MERGED]
     ends = any(each.get_marker() == "D" for each in merged)
     handles = [Line2D([], [], color=_color(index), linestyle=_dashes(index)) for index in sorted(drawn)]
     labels = [lines[index].label if len(lines) > 1 else "local models" for index in sorted(drawn)]
@@ -363,7 +373,8 @@ def _handles(lines: Sequence[Line], drawn: set[int], merged: Sequence[Line2D]) -
         handles.append(Line2D([], [], color="#606060" if len(lines) > 1 else _color(0), linestyle="--",
                               marker="D" if ends else None, markersize=4))  # fmt: skip
         labels.append(MERGED)
-    return handles, labels
+    if len(labels) > 1:
+        legend(figure, handles, labels)
 
 
 def _color(index: int) -> str:

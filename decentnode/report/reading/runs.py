@@ -140,8 +140,7 @@ class RecordedRun:
 
     def series(self, metric: str, axis: str, merged: bool = False) -> Series:
         """Joined over nodes by round. seconds count from the first record of any node, without those between a run and
-        the one that resumed it; bytes are those of payloads
-        that all nodes had sent."""
+        the one that resumed it; bytes are those of payloads that all nodes had sent."""
         found = self.by_round(metric, axis, merged).values()
         return Series(
             [x for x, _ in found], [statistics.fmean(v) for _, v in found],
