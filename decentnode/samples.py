@@ -11,6 +11,10 @@ import numpy as np
 
 PADDING = -100
 """The target of places in a row that are not there; no loss counts it (torch's `ignore_index`)."""
+UNKNOWN, BEGIN, END = 1, 2, 3
+"""Tokens of pairs of sequences: what is not in the vocabulary, before the target, behind it."""
+FIRST_WORD = 4
+"""The first token of pairs that is part of a text."""
 
 
 FACTS = frozenset({"input_shape", "num_classes", "vocabulary", "users", "items"})
@@ -41,6 +45,11 @@ class DataSpec:
     padding: int | None = None
     """Of rows of unequal length: the token behind the end of shorter ones, which no other place has; models that know
     of it do not look there."""
+    pairs: bool = False
+    """Whether inputs [T, 2] are the tokens of a source, and of a target from BEGIN on; targets [T] are then the tokens
+    that follow in the target, END behind the last."""
+    pieces: int = 0
+    """Of pairs: so many tokens from FIRST_WORD on are pieces that the token behind them goes on, as parts of a word."""
 
     def facts(self) -> dict[str, Any]:
         """Returns what is known of `FACTS`, by name."""

@@ -158,7 +158,7 @@ def figures_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-EXAMPLE = DataSpec((2,), num_classes=10, vocabulary=100, users=10, items=10)
+EXAMPLE = DataSpec((2,), num_classes=10, vocabulary=100, users=10, items=10, pairs=True)
 """Data that any task takes."""
 
 

@@ -20,6 +20,8 @@ DATASETS = Table({
     "movielens": "decentnode.data.movielens:Movielens",
     "amazon_reviews": "decentnode.data.amazon_reviews:AmazonReviews",
     "text": "decentnode.data.text:Text",
+    "token_file": "decentnode.data.token_file:TokenFile",
+    "parallel_text": "decentnode.data.parallel_text:ParallelText",
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
     "npz": "decentnode.data.npz:Npz",
     "synthetic": "decentnode.data.synthetic:Synthetic",

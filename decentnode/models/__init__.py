@@ -16,6 +16,8 @@ MODELS = Table({
     "femnist_cnn": "decentnode.models.femnist_cnn:FemnistCnn",
     "rnet": "decentnode.models.rnet:Rnet",
     "celeba_cnn": "decentnode.models.celeba_cnn:CelebaCnn",
+    "gpt": "decentnode.models.gpt:Gpt",
+    "transformer": "decentnode.models.transformer:Transformer",
     "lstm": "decentnode.models.lstm:Lstm",
     "shakespeare_lstm": "decentnode.models.shakespeare_lstm:ShakespeareLstm",
     "reddit_rnn": "decentnode.models.reddit_rnn:RedditRnn",

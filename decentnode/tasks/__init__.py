@@ -7,4 +7,5 @@ TASKS: dict[str, str] = {
     "next_token": "decentnode.tasks.next_token:NextToken",
     "rating": "decentnode.tasks.rating:Rating",
     "regression": "decentnode.tasks.regression:Regression",
+    "translation": "decentnode.tasks.translation:Translation",
 }

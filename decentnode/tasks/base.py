@@ -13,7 +13,7 @@ from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
 from decentnode.samples import DataSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 
@@ -55,6 +55,8 @@ class Task(Component, abc.ABC):
     """What is measured. The first is the main metric."""
     sums: tuple[str, ...] = ()
     """Names of the sums that `measure` gives."""
+    generated_sums: tuple[str, ...] = ()
+    """Names of the sums that `measure_generated` gives."""
 
     def __init__(self, config: Config, data: DataSpec) -> None:
         """Raises UsageError where the data is not for this task."""
@@ -78,6 +80,11 @@ class Task(Component, abc.ABC):
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Returns by name the sums of one batch, as `align` returns it: scalars on its device. Not differentiated."""
 
+    def measure_generated(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Returns by name the sums of what the module makes of one batch by more than one forward pass; called where
+        `generated_sums` has names. inputs, targets: as they come."""
+        raise NotImplementedError(f"task {self.config.name} generates nothing")
+
     @abc.abstractmethod
     def values(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Returns the metrics by name. sums: those of `sums`, "loss" and "count", over all that is to be judged; count
@@ -85,7 +92,7 @@ class Task(Component, abc.ABC):
 
     @property
     def all_sums(self) -> tuple[str, ...]:
-        return (*LOSS_SUMS, *self.sums)
+        return (*LOSS_SUMS, *self.sums, *self.generated_sums)
 
     def evaluated(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Returns all metrics, the loss among them; empty where nothing was counted."""

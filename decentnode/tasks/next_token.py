@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from decentnode.config import component
 from decentnode.config.component import Config
 from decentnode.errors import UsageError
 from decentnode.metrics.figures import LOSS, Metric
@@ -48,15 +49,13 @@ class NextToken(Task):
 
     Config: ClassVar[type[Config]] = NextTokenConfig
     loss = "cross_entropy"
-    metrics = (PERPLEXITY, BITS, ACCURACY, LOSS)
+    metrics: tuple[Metric, ...] = (PERPLEXITY, BITS, ACCURACY, LOSS)
     sums = ("surprise", "correct")
 
-    config: NextTokenConfig
-
-    def __init__(self, config: NextTokenConfig, data: DataSpec) -> None:
+    def __init__(self, config: component.Config, data: DataSpec) -> None:
         super().__init__(config, data)
         if data.vocabulary is None:
-            raise UsageError("task next_token needs data of tokens; name the task that the data is for")
+            raise UsageError(f"task {config.name} needs data of tokens; name the task that the data is for")
 
     def align(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
@@ -64,8 +63,8 @@ class NextToken(Task):
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         vocabulary = self.data.vocabulary
         if targets.is_floating_point() or len(outputs) != len(targets) or outputs.shape[1] != vocabulary:
-            raise needs("next_token", f"a value for each of {vocabulary} tokens, and one whole number as target for "
-                        "every such row", outputs, targets)  # fmt: skip
+            raise needs(self.config.name, f"a value for each of {vocabulary} tokens, and one whole number as target "
+                        "for every such row", outputs, targets)  # fmt: skip
 
     def units(self, targets: Tensor) -> int | Tensor:
         return (targets != PADDING).sum()
@@ -80,9 +79,14 @@ class NextToken(Task):
         }
 
     def values(self, sums: Mapping[str, float]) -> dict[str, float]:
+        bits = sums["surprise"] / sums["count"] / math.log(2)
+        characters: float = self.config.characters_per_token  # type: ignore[attr-defined]
+        return {**self.of_next(sums), "bits_per_character": bits / characters}
+
+    def of_next(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Returns what holds of tokens of any kind."""
         surprise = sums["surprise"] / sums["count"]
         return {
             "perplexity": math.exp(surprise) if surprise < LARGEST_EXPONENT else math.inf,
-            "bits_per_character": surprise / math.log(2) / self.config.characters_per_token,
             "accuracy": sums["correct"] / sums["count"],
         }

@@ -17,8 +17,10 @@ from decentnode.tensors import moved
 CONVERT_ONCE_BYTES = 1 << 20
 """Inputs that take up to this as float32 are converted at once; larger 8-bit ones stay as they are (a quarter of the
 memory, or a mapped file that all nodes share) and a batch costs a few microseconds more."""
-NARROW = {np.dtype(np.uint16): np.int32, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
-"""Whole numbers that torch cannot index, and those that hold them."""
+SIGNED = {np.dtype(np.uint16): np.int16, np.dtype(np.uint32): np.int32, np.dtype(np.uint64): np.int64}
+"""Whole numbers that torch cannot index, and those whose bits they are taken for: a mapped file is not copied."""
+MASK = {np.dtype(np.uint16): (1 << 16) - 1, np.dtype(np.uint32): (1 << 32) - 1}
+"""What of these numbers' bits, as int64, is the value; values of 64 bits are below 2^63."""
 
 
 _sources: weakref.WeakValueDictionary[tuple[object, ...], Source] = weakref.WeakValueDictionary()
@@ -61,7 +63,7 @@ class Source:
         self._scale, self._offset, self._ids = samples.scale, samples.offset, samples.ids
         self.zero = samples.offset
         if not self._ids and isinstance(samples.inputs, np.ndarray) and samples.inputs.size * 4 <= CONVERT_ONCE_BYTES:
-            self._inputs.tensor = self._normalize(self._inputs.tensor)
+            self._inputs = self._inputs.holding(self._normalize(self._inputs.read(self._inputs.tensor)))
             self._scale, self._offset = 1.0, 0.0
 
     @classmethod
@@ -91,7 +93,7 @@ class Source:
     @property
     def _way(self) -> tuple[object, ...]:
         """What must be alike of samples that are taken together."""
-        shapes = [(each.tensor.dtype, each.tensor.shape[1:]) for each in (self._inputs, self._targets)]
+        shapes = [(each.tensor.dtype, each.mask, each.tensor.shape[1:]) for each in (self._inputs, self._targets)]
         return self._scale, self._offset, self._ids, *shapes
 
     def __len__(self) -> int:
@@ -127,6 +129,27 @@ class Source:
         return ready
 
 
+class _Sequence:
+    """A sequence on a device, and the array that it was made from, whose address nothing else gets meanwhile."""
+
+    def __init__(self, array: np.ndarray, tensor: Tensor) -> None:
+        self._array, self.tensor = array, tensor
+
+
+_sequences: weakref.WeakValueDictionary[tuple[object, ...], _Sequence] = weakref.WeakValueDictionary()
+
+
+def _sequence_of(
+    array: np.ndarray, device: torch.device, move: Callable[[Tensor, torch.device], Tensor]
+) -> _Sequence:
+    """Returns what rows are taken from: the same for the same array, so that all nodes of a process hold it once."""
+    key = (array.ctypes.data, array.shape, array.dtype.str, str(device))
+    found = _sequences.get(key)
+    if found is None:
+        found = _sequences[key] = _Sequence(array, move(torch.from_numpy(array), device))
+    return found
+
+
 class _Array:
     """An array or rows, of which a batch is taken."""
 
@@ -134,11 +157,14 @@ class _Array:
         self, values: np.ndarray | Rows, device: torch.device, move: Callable[[Tensor, torch.device], Tensor]
     ) -> None:
         array = values.values if isinstance(values, Rows) else values
-        array = array.astype(NARROW.get(array.dtype, array.dtype), copy=False)
+        self.mask = MASK.get(array.dtype)
+        """Where it is set, `tensor` holds the bits of numbers without a sign."""
+        array = array.view(SIGNED.get(array.dtype, array.dtype))
         self._device = device
-        self.tensor = move(torch.from_numpy(array), device)
         self.elements = math.prod(values.shape[1:])
         self._rows = values if isinstance(values, Rows) else None
+        self._sequence = _sequence_of(array, device, move) if self._rows is not None else None
+        self.tensor = move(torch.from_numpy(array), device) if self._sequence is None else self._sequence.tensor
         if self._rows is not None:
             self._starts = torch.from_numpy(np.asarray(self._rows.starts, np.int64))
             fixed = isinstance(self._rows.lengths, int)
@@ -153,19 +179,25 @@ class _Array:
         """Returns another array with the values of `tensor`."""
         found = copy.copy(self)
         found.tensor = tensor
+        if tensor.dtype != self.tensor.dtype:
+            found.mask = None
         return found
+
+    def read(self, taken: Tensor) -> Tensor:
+        """Returns the values of what was taken of `tensor`."""
+        return taken if self.mask is None else taken.to(torch.int64) & self.mask
 
     def take(self, indices: Tensor) -> Tensor:
         """As `Source.take`, of this array or these rows as they are."""
         if self._rows is None:
-            return self.tensor.index_select(0, moved(indices, self._device))
+            return self.read(self.tensor.index_select(0, moved(indices, self._device)))
         starts = moved(self._starts.index_select(0, indices), self._device)
         if self._lengths is None:
-            return self.tensor[starts[:, None] + torch.arange(self._rows.longest, device=self._device)]
+            return self.read(self.tensor[starts[:, None] + torch.arange(self._rows.longest, device=self._device)])
         lengths = self._lengths.index_select(0, indices)
         width = torch.arange(int(lengths.max()) if len(lengths) else 0, device=self._device)
         there = width < moved(lengths, self._device)[:, None]
-        found = self.tensor[torch.where(there, starts[:, None] + width, 0)]
+        found = self.read(self.tensor[torch.where(there, starts[:, None] + width, 0)])
         if not found.is_floating_point():
             found = found.to(torch.int64)  # the padding of targets is negative
         return found.where(there.reshape(*there.shape, *[1] * (found.ndim - 2)), self._rows.padding)

@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 EVALUATION_ELEMENTS = 1 << 17
 """Input elements of one evaluation batch (42 images of 3x32x32): a convolution's activations are ten times as many.
 GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller."""
+OUTPUT_ELEMENTS = 1 << 24
+"""Elements of the outputs for one evaluation batch: a value per token of a vocabulary for every place of a text takes
+more memory than all else."""
 
 KEPT_DEALT = 64
 """Generations whose samples are accounted for; metrics.jsonl has all."""
@@ -203,7 +206,7 @@ class Supervised(Training):
         if split == "train" and isinstance(most, int):
             members = members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
         members = members[part[0] :: part[1]]
-        size = max(1, min(1024, EVALUATION_ELEMENTS // source.sample_elements)) if len(members) else 1
+        size = evaluation_batch(EVALUATION_ELEMENTS, source, self.task) if len(members) else 1
         names = self.task.all_sums
         total = torch.zeros(len(names), dtype=torch.float64, device=self.model.device)
         with evaluating(self.model.module), torch.inference_mode():
@@ -218,6 +221,8 @@ class Supervised(Training):
         outputs, wanted = self._gradients.aligned("test", self.model.module, inputs, targets)
         units = self.task.units(targets)
         found = self.task.measure(outputs, wanted)
+        if self.task.generated_sums:
+            found |= self.task.measure_generated(self.model.module, inputs, targets)
         every = dict(zip(LOSS_SUMS, (self._loss.summed(outputs, wanted, units), units), strict=True)) | found
         return torch.stack([as_scalar(every[name], self.model.device) for name in self.task.all_sums])
 
@@ -225,7 +230,7 @@ class Supervised(Training):
         """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
         source, members = self.share.splits["train"]
         members = members[:: max(1, -(-len(members) // MEASURED_SAMPLES))]
-        size = max(2, min(1024, EVALUATION_ELEMENTS // source.sample_elements))
+        size = max(2, evaluation_batch(EVALUATION_ELEMENTS, source, self.task))
         if not len(members):
             return statistics.measure(self.model.module, ())
         batches = members.tensor_split(max(1, len(members) // size))  # none of one sample where there are more
@@ -273,6 +278,13 @@ class Supervised(Training):
                 self.share.go_to(int(state["epoch"]), int(state["cursor"]))
         except (KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
+
+
+def evaluation_batch(elements: int, source: Source, task: Task) -> int:
+    """Returns how many samples are evaluated together: their inputs have at most so many elements, and what a model
+    gives for them at most OUTPUT_ELEMENTS."""
+    outputs = math.prod(task.data.target_shape) * (task.data.vocabulary or 1)
+    return max(1, min(1024, elements // source.sample_elements, OUTPUT_ELEMENTS // max(1, outputs)))
 
 
 def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:

@@ -226,6 +226,16 @@ def write_movielens(folder: Path, users: int = 6, films: int = 12) -> None:
     (folder / "ratings.csv").write_text("\n".join(lines) + "\n")
 
 
+def write_pairs(
+    folder: Path, source: list[str], target: list[str], tested: tuple[list[str], list[str]] | None = None
+) -> None:
+    """train.de, train.en, and the first lines of them, or `tested`, packed as test.de.gz and test.en.gz."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines, test in zip(("de", "en"), (source, target), tested or (source[:2], target[:2]), strict=True):
+        (folder / f"train.{name}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        (folder / f"test.{name}.gz").write_bytes(gzip.compress("".join(f"{line}\n" for line in test).encode()))
+
+
 LINES = ("the cat sat on the mat and slept", "a dog ran after the red ball", "we all like old ships")
 
 

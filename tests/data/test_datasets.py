@@ -37,6 +37,15 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name == "text":
         (tmp_path / "d.txt").write_text(PLAY)
         section |= {"file": "d.txt", "window": 16, "predict": "last" if packed else "each"}
+    elif name == "token_file":
+        for part in ("train.bin", "val.bin"):
+            (np.arange(200, dtype="uint32" if packed else "uint16") % 50).tofile(tmp_path / part)
+        section |= {"file": "train.bin", "test_file": "val.bin", "window": 16}
+        section |= {"dtype": "uint32"} if packed else {}
+    elif name == "parallel_text":
+        files.write_pairs(tmp_path / "d", ["ein Haus", "ein Hund laeuft"], ["a house", "dogs"])
+        section |= {"source": "d/train.de", "target": "d/train.en", "test_source": "d/test.de.gz",
+                    "test_target": "d/test.en.gz"}
     elif name in ("shakespeare", "movielens"):
         (files.write_shakespeare if name == "shakespeare" else files.write_movielens)(tmp_path / "d")
         section["folder"] = "d"

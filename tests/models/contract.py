@@ -26,7 +26,8 @@ def check_model(model: Model, data: DataSpec) -> None:
     kept = inputs.clone()
     outputs = module(inputs)
     classes = data.num_classes or data.vocabulary
-    assert outputs.shape == ((3,) if classes is None else (3, classes)) and outputs.dtype == torch.float32
+    shape = (3,) if classes is None else (3, *data.target_shape, classes)
+    assert outputs.shape == shape and outputs.dtype == torch.float32
     assert torch.equal(inputs, kept)
     if any(isinstance(part, nn.BatchNorm2d | nn.Dropout) for part in module.modules()):
         module.eval()  # where a sample's outputs are its own matter, too

@@ -30,6 +30,8 @@ def make(name: str, **keys: Any) -> Model:
 
 
 OF_IDS = {
+    "gpt": DataSpec((6,), "ids", "next_token", vocabulary=9),
+    "transformer": DataSpec((6, 2), "ids", "translation", vocabulary=9, target_shape=(6,), padding=0, pairs=True),
     "lstm": DataSpec((6,), "ids", "next_token", vocabulary=9),
     "shakespeare_lstm": DataSpec((7,), "ids", "next_token", vocabulary=9),
     "reddit_rnn": DataSpec((5,), "ids", "next_token", vocabulary=30),

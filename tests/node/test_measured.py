@@ -17,6 +17,7 @@ from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.metrics import summary
 from decentnode.node.node import Node
+from tests.data.files import write_pairs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -145,3 +146,30 @@ def test_a_text_is_learned_character_by_character(tmp_path: Path) -> None:
     assert experiment.measured().main.name == "perplexity"
     assert found["bits_per_character_merged"] < 0.6 * entropy and found["own_accuracy_mean"] > 0.4
     assert found["perplexity_merged"] == pytest.approx(2 ** found["bits_per_character_merged"], rel=1e-6)
+
+
+NUMBERS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four", "sechs": "six", "sieben": "seven"}
+
+
+@pytest.mark.slow
+def test_a_language_is_learned_from_pairs_of_texts(tmp_path: Path) -> None:
+    draw = np.random.default_rng(2)
+    german = [[*draw.choice([*NUMBERS], draw.integers(4, 8))] for _ in range(600)]
+    english = [" ".join(NUMBERS[word] for word in text) for text in german]
+    lines = [" ".join(text) for text in german]
+    write_pairs(tmp_path, lines[60:], english[60:], (lines[:60], english[:60]))
+    (tmp_path / "a.yaml").write_text(
+        "graph: {name: ring, nodes: 2}\nmodel: {name: transformer, layers: 1, width: 32, dropout: 0}\n"
+        "data: {name: parallel_text, source: train.de, target: train.en, test_source: test.de.gz, "
+        "test_target: test.en.gz, length: 8}\n"
+        "training: {batch_size: 32, local_steps: 10, optimizer: {name: adam, lr: 0.01}}\n"
+        "node: {rounds: 20, evaluate_every: 0}\n"
+    )
+    experiment, nodes, found = ran(tmp_path / "a.yaml")
+    assert experiment.measured().main.name == "bleu"
+    assert found["bleu_mean"] > 0.8 and found["bleu_merged"] > 0.8 and found["perplexity_merged"] < 2
+    # Of the merged model each node measures a part; BLEU is that of all texts together.
+    assert nodes[0].merged is not None
+    model = nodes[0].training.model
+    model.parameters.copy_(nodes[0].merged[: model.num_parameters])
+    assert nodes[0].training.evaluate("test").metrics["bleu"] == pytest.approx(found["bleu_merged"])

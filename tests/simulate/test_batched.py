@@ -30,6 +30,7 @@ from decentnode.simulate.engines.forward import Layers, Unsuitable, Vmap
 from decentnode.simulate.engines.population import Population
 from decentnode.tensors import FlatModel
 from tests.conftest import scale
+from tests.data.files import write_pairs
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 ROUNDS = scale(6, 200)
@@ -207,6 +208,25 @@ def test_ways_to_make_the_steps(way: str, model: str) -> None:
     config = experiment(f"model={model}", *images, "node.rounds=3")
     engine = compare(config, way, workers=2 if way == "rows" else 1, atol=1e-5)
     assert engine.steps.name == way
+
+
+TRANSFORMERS = {
+    "gpt": "{name: gpt, layers: 1, width: 8, heads: 2}",
+    "transformer": "{name: transformer, layers: 1, width: 8, heads: 2, dropout: 0}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", TRANSFORMERS)
+def test_transformers_row_by_row(model: str, tmp_path: Path) -> None:
+    np.random.default_rng(0).integers(0, 50, 600).astype(np.uint16).tofile(tmp_path / "t.bin")
+    write_pairs(tmp_path, ["ein Haus und noch eins", "ein Hund", "kein Hund"] * 9, ["a house", "dogs", "no dog"] * 9)
+    tokens = "{name: token_file, file: %s/t.bin, test_file: %s/t.bin, window: 12, vocabulary: 50}"
+    pairs = ("{name: parallel_text, source: %s/train.de, target: %s/train.en, test_source: %s/test.de.gz, "
+             "test_target: %s/test.en.gz, length: 8}")  # fmt: skip
+    data = (tokens if model == "gpt" else pairs).replace("%s", str(tmp_path))
+    engine = compare(experiment(f"data={data}", f"model={TRANSFORMERS[model]}", "node.rounds=3"), "rows")
+    assert engine.steps.name == "rows"
 
 
 @pytest.mark.slow

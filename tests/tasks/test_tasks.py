@@ -21,6 +21,7 @@ SPECS = {
     "next_token": DataSpec((5,), "ids", "next_token", vocabulary=11, target_shape=(5,)),
     "rating": DataSpec((2,), "ids", "rating", users=3, items=4),
     "regression": DataSpec((3,), task="regression", target_shape=(2,)),
+    "translation": DataSpec((5, 2), "ids", "translation", vocabulary=11, target_shape=(5,), padding=0, pairs=True),
 }
 
 
@@ -50,6 +51,11 @@ CASES = {
     "rating": lambda: Case(
         make("rating"), lambda n: (randn(n, 1), randn(n) + 3), lambda t: t,
         ((randn(4, 2), randn(4)), (randn(4), whole(5, 4)), (randn(3), randn(4))),
+    ),
+    "translation": lambda: Case(
+        make("translation", bleu=False), lambda n: (randn(n, 5, 11), padded(n)),
+        lambda t: 20 * functional.one_hot(t.clamp(min=0), 11).float(),
+        ((randn(4, 5, 10), whole(11, 4, 5)), (randn(4, 4, 11), whole(11, 4, 5)), (randn(4, 5, 11), randn(4, 5))),
     ),
     "regression": lambda: Case(
         make("regression"), lambda n: (randn(n, 2), 3 * randn(n, 2) + 100), lambda t: t,
@@ -108,7 +114,8 @@ def test_errors_of_ratings_and_regressions() -> None:
     assert mean["r2"] == pytest.approx(0, abs=1e-5), "outputs [B, 1] go with targets [B]"
 
 
-@pytest.mark.parametrize(("name", "data"), [("classification", SPECS["rating"]), ("next_token", SPECS["rating"])])
+@pytest.mark.parametrize(("name", "data"), [("classification", SPECS["rating"]), ("next_token", SPECS["rating"]),
+                                            ("translation", SPECS["next_token"])])
 def test_data_that_is_not_for_a_task(name: str, data: DataSpec) -> None:
     found = load_class(name, TASKS, "task")
     with pytest.raises(UsageError, match=f"task {name} needs data"):

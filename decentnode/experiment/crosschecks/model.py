@@ -104,6 +104,8 @@ def _try(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) 
         outputs, wanted = _aligned(task, module, inputs, targets, "forward in evaluation mode")
         with _blame(("task",), f"measuring outputs {shape_of(outputs)} raised", "model"):
             task.measure(outputs, wanted)
+            if task.generated_sums:
+                task.measure_generated(module, inputs, targets)
         if loss is not None:
             with _blame(("training", "loss"), "the sum over a batch raised", "task"):
                 loss.summed(outputs, wanted, task.units(targets))

@@ -18,6 +18,7 @@ from decentnode.simulate.engines.steps import saved_bytes
 from decentnode.tasks.base import LOSS_SUMS
 from decentnode.training.base import EvaluatedSplit, Evaluation
 from decentnode.training.losses import Loss
+from decentnode.training.supervised import evaluation_batch
 
 CHUNK_ELEMENTS = 1 << 17
 """Input elements of the test samples that are evaluated at once."""
@@ -91,7 +92,7 @@ class Evaluator:
 
     def _local(self, split: EvaluatedSplit) -> list[Evaluation]:
         """Returns every node's evaluation of its own model."""
-        if split.shared and self._forward is not None:
+        if split.shared and self._forward is not None and not self._population.task.generated_sums:
             return self._stacked(split, self._forward)
         return [*map(evaluation_of, self._population.ask("evaluate", split.name))]
 
@@ -99,7 +100,7 @@ class Evaluator:
         population, task = self._population, self._population.task
         training: Any = population.trainings[0]
         source, members = training.samples_of(split.name)
-        size = max(1, min(1024, CHUNK_ELEMENTS // source.sample_elements))
+        size = evaluation_batch(CHUNK_ELEMENTS, source, task)
         names = task.all_sums
         totals = torch.zeros(population.num_nodes, len(names), dtype=torch.float64, device=population.device)
         with torch.no_grad(), _evaluating(training):

@@ -1,0 +1,182 @@
+"""Texts and their translations, line by line, as words or as the pieces of words that another program has made."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import logging
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from decentnode.config.component import Config
+from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
+from decentnode.data.cache import Writer, indexed
+from decentnode.data.tokens import words_of
+from decentnode.data.vocabulary import MOST_WORDS, count_words
+from decentnode.errors import DataError
+from decentnode.samples import BEGIN, END, FIRST_WORD, PADDING, UNKNOWN, DataSpec, Rows, Samples
+
+logger = logging.getLogger(__name__)
+
+PAD = 0
+"""Behind the end of the shorter text of a pair."""
+GOES_ON = "@@"
+"""At the end of a piece that the next one goes on, as subword-nmt writes it."""
+BLOCK = 1024
+"""Pairs that are in memory at once while they are converted."""
+
+Pair = tuple[list[str], list[str]]
+
+
+class ParallelTextConfig(CachedConfig):
+    name: str = "parallel_text"
+    source: Path
+    """Training texts in UTF-8, one in each line; a name that ends in .gz is unpacked."""
+    target: Path
+    """Their translations, in the same lines."""
+    test_source: Path
+    """Texts to test on."""
+    test_target: Path
+    """Their translations."""
+    words: Literal["marked", "spaced"] = "marked"
+    """marked: words and single marks, in small letters. spaced: what stands between blanks, as it is, for texts that
+    another program has divided; one that ends in @@ is a piece of a word that the next one goes on."""
+    vocabulary_size: int = Field(10_000, ge=FIRST_WORD + 1, le=MOST_WORDS)
+    """How many numbers there are, of both languages together: those of the most frequent words of the training texts,
+    of padding, the unknown, and the beginning and end of a text."""
+    length: int = Field(64, ge=1, le=1 << 16)
+    """Most words of a text, or pieces. Longer pairs are not trained on, and cut in tests."""
+
+
+class ParallelText(Dataset):
+    """Inputs [T, 2] are the tokens of a text and, from BEGIN on, those of its translation; targets [T] are the
+    translation's, and END. Pairs of which one text is empty are left out."""
+
+    Config: ClassVar[type[Config]] = ParallelTextConfig
+    config: ParallelTextConfig
+
+    def __init__(self, config: ParallelTextConfig, base_dir: Path) -> None:
+        self.config = config
+        self._files = {
+            split: (existing(base_dir / source, f"texts, one in each line (data.{key}source)"),
+                    existing(base_dir / target, f"their translations (data.{key}target)"))
+            for split, key, source, target in (("train", "", config.source, config.target),
+                                               ("test", "test_", config.test_source, config.test_target))
+        }  # fmt: skip
+        options: dict[str, Any] = {"words": config.words, "size": config.vocabulary_size, "length": config.length}
+        sources = [path for both in self._files.values() for path in both]
+        self.index = indexed("parallel_text", sources, options, self._build, config.cache_folder(base_dir))
+        self._places = {split: np.array(self.index[f"{split}_length"]) for split in self._files}
+
+    @property
+    def spec(self) -> DataSpec:
+        notes, places = self.index.notes, self.config.length + 1
+        return DataSpec((places, 2), "ids", "translation", vocabulary=notes["vocabulary"], target_shape=(places,),
+                        padding=PAD, pairs=True, pieces=notes["pieces"])  # fmt: skip
+
+    def check_private(self) -> None:
+        raise DataError("data.source and data.target must be one for all nodes: words are numbered by them")
+
+    def num_train(self) -> int:
+        return len(self._places["train"])
+
+    def num_test(self) -> int:
+        return len(self._places["test"])
+
+    def train_targets(self) -> None:
+        return None
+
+    def train(self, indices: np.ndarray) -> Samples:
+        return self._samples("train", checked_indices(indices, self.num_train()))
+
+    def test(self) -> Samples:
+        return self._samples("test", np.arange(self.num_test()))
+
+    def vocabulary(self) -> list[str]:
+        """Returns the words, the first with number FIRST_WORD."""
+        words: list[str] = bytes(self.index["words"]).decode().split("\n")
+        return words
+
+    def _samples(self, split: str, indices: np.ndarray) -> Samples:
+        places = self._places[split]
+        lengths, starts = places[indices], (np.cumsum(places) - places)[indices]
+        return Samples(Rows(self.index[f"{split}_tokens"], starts, lengths, PAD),
+                       Rows(self.index[f"{split}_y"], starts, lengths, PADDING), ids=True)  # fmt: skip
+
+    # -- conversion -------------------------------------------------------------------------------------------
+
+    def _build(self, writer: Writer) -> None:
+        size = self.config.vocabulary_size
+        counted = count_words((word for pair in self._pairs("train") for word in pair), size - FIRST_WORD + 2)
+        words = [word for word in counted.numbers if counted.numbers[word] >= 2]
+        unfinished = [word for word in words if self.config.words == "spaced" and word.endswith(GOES_ON)]
+        words = [*unfinished, *(word for word in words if word not in set(unfinished))]
+        numbers = {word: number for number, word in enumerate(words, FIRST_WORD)}
+        for split in self._files:
+            self._write(writer, split, numbers)
+        writer.append("words", np.frombuffer("\n".join(words).encode(), np.uint8))
+        writer.notes |= {"vocabulary": FIRST_WORD + len(words), "pieces": len(unfinished)}
+
+    def _write(self, writer: Writer, split: str, numbers: dict[str, int]) -> None:
+        most, count, longer = self.config.length, 0, 0
+        held: list[tuple[np.ndarray, np.ndarray]] = []
+        for source, target in self._pairs(split):
+            if max(len(source), len(target)) > most:
+                longer += 1
+                if split == "train":
+                    continue
+            count += 1
+            held.append(_row(*([numbers.get(word, UNKNOWN) for word in text[:most]] for text in (source, target))))
+            if len(held) == BLOCK:
+                _append(writer, split, held)
+        _append(writer, split, held)
+        if not count:
+            raise DataError(f"{self._files[split][0]}: no pair of at most {most} words (data.length)")
+        if longer:
+            logger.info("%s: %d of %d pairs are longer than %d words, and %s", self._files[split][0], longer,
+                        count + longer * (split == "train"), most, "left out" if split == "train" else "cut")
+
+    def _pairs(self, split: str) -> Iterator[Pair]:
+        """Yields both texts of each line. Raises DataError where one file has more lines than the other."""
+        paths = self._files[split]
+        divided = words_of if self.config.words == "marked" else str.split
+        source, target = map(_lines, paths)
+        with contextlib.closing(source), contextlib.closing(target):
+            for number, line in enumerate(source, 1):
+                other = next(target, None)
+                if other is None:
+                    raise DataError(f"{paths[1]}: has {number - 1} lines, fewer than {paths[0]}")
+                pair = divided(line), divided(other)
+                if all(pair):
+                    yield pair
+            if next(target, None) is not None:
+                raise DataError(f"{paths[1]}: has more lines than {paths[0]}")
+
+
+def _lines(path: Path) -> Generator[str]:
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="\n") as file:
+            yield from file
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as UTF-8: {error}") from error
+
+
+def _row(source: list[int], target: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs [T, 2] and targets [T] of a pair."""
+    places = max(len(source), len(target) + 1)
+    inputs, wanted = np.full((places, 2), PAD, np.int32), np.full(places, PADDING, np.int32)
+    inputs[: len(source), 0], inputs[: len(target) + 1, 1] = source, [BEGIN, *target]
+    wanted[: len(target) + 1] = [*target, END]
+    return inputs, wanted
+
+
+def _append(writer: Writer, split: str, held: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    if held:
+        writer.append(f"{split}_tokens", np.concatenate([inputs for inputs, _ in held]))
+        writer.append(f"{split}_y", np.concatenate([wanted for _, wanted in held]))
+        writer.append(f"{split}_length", np.array([len(wanted) for _, wanted in held], np.int64))
+        held.clear()

@@ -1,0 +1,117 @@
+"""A decoder-only transformer, as GPT-2 is (Radford et al. 2019): which token follows at every place of a sequence."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import pydantic
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from decentnode.config.component import Config
+from decentnode.errors import UsageError
+from decentnode.models.attention import Activation, Attention, FeedForward, check_heads, sequences_of
+from decentnode.models.base import Model, ModelConfig
+from decentnode.samples import DataSpec
+
+SPREAD = 0.02
+"""Standard deviation of what weights begin with."""
+
+
+class GptConfig(ModelConfig):
+    name: str = "gpt"
+    layers: int = Field(4, ge=1)
+    """Layers, one above the other; 12 in GPT-2 small, whose 124,439,808 parameters are those of width 768 and 12 heads
+    with 1024 places and 50257 tokens."""
+    width: int = Field(128, ge=1)
+    """Numbers that stand for a token; a multiple of `heads`."""
+    heads: int = Field(4, ge=1)
+    """Attentions beside each other in a layer."""
+    inner: int | None = Field(None, ge=1)
+    """Units between the two linear layers behind an attention. Default: four times the width."""
+    activation: Activation = "gelu"
+    """Between these; gelu in GPT-2."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the embeddings, of what attention looks at and of the sums behind each layer."""
+    places: int | None = Field(None, ge=1)
+    """How many places have an embedding of their own; the longest sequence. Default: that of the data."""
+    tied: bool = True
+    """Whether the last layer has the weights of the embedding (Press and Wolf 2017, arXiv 1608.05859)."""
+
+    @pydantic.model_validator(mode="after")
+    def _divides(self) -> GptConfig:
+        check_heads("gpt", self)
+        return self
+
+
+class Gpt(Model):
+    """Normalization before every attention and every pair of linear layers, learned embeddings of places, and layers
+    that add to the sum begin smaller by the root of their number. Where the target is one token behind the row alone,
+    the last place tells it; rows of unequal length may then not be."""
+
+    Config: ClassVar[type[Config]] = GptConfig
+
+    def __init__(self, config: GptConfig) -> None:
+        self.config = config
+
+    def make(self, data: DataSpec) -> nn.Module:
+        if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1:
+            raise sequences_of("gpt", data.input_shape, data.task)
+        longest, places = data.input_shape[0], self.config.places
+        if places is not None and places < longest:
+            raise UsageError(f"model gpt has {places} places (model.places), the data has sequences of {longest}")
+        return GptModule(self.config, data.vocabulary, places or longest, last=data.target_shape == ())
+
+
+class GptModule(nn.Module):
+    """Maps tokens [B, T] to a value per token of the vocabulary: [B, V], or [B, T, V]."""
+
+    def __init__(self, config: GptConfig, vocabulary: int, places: int, last: bool) -> None:
+        """last: whether the last place alone is asked."""
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, config.width)
+        self.places = nn.Embedding(places, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(GptLayer(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.output = None if config.tied else nn.Linear(config.width, vocabulary, bias=False)
+        self._last = last
+        self.apply(_begin)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("attention.output.weight", "linear.3.weight")):
+                nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * config.layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.embedding(tokens) + self.places(places))
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x[:, -1] if self._last else x)
+        values: Tensor = functional.linear(x, self.embedding.weight) if self.output is None else self.output(x)
+        return values
+
+
+class GptLayer(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, config.heads, config.dropout)
+        self.linear = FeedForward(width, config.inner or 4 * width, config.activation, 0.0)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = self.first_norm(x)
+        x = x + self.dropout(self.attention(normal, normal, causal=True))
+        added: Tensor = x + self.dropout(self.linear(self.second_norm(x)))
+        return added
+
+
+def _begin(part: nn.Module) -> None:
+    if isinstance(part, nn.Linear | nn.Embedding):
+        nn.init.normal_(part.weight, std=SPREAD)
+    if isinstance(part, nn.Linear) and part.bias is not None:
+        nn.init.zeros_(part.bias)

@@ -1,0 +1,122 @@
+"""Texts in another language, token by token."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from decentnode.config.component import Config
+from decentnode.errors import UsageError
+from decentnode.metrics.figures import LOSS, Metric
+from decentnode.samples import BEGIN, END, FIRST_WORD, PADDING, UNKNOWN, DataSpec
+from decentnode.tasks.next_token import ACCURACY, PERPLEXITY, NextToken
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+NOTHING = -1
+"""What no translation has."""
+ORDERS = (1, 2, 3, 4)
+"""Of the runs of words that BLEU compares."""
+BLEU = Metric(
+    "bleu", "fraction", "BLEU-4 of the test texts' likeliest translations, over all of them, without smoothing",
+    "higher", word="BLEU", scale=100, digits=2,
+)  # fmt: skip
+
+
+class TranslationConfig(Config):
+    name: str = "translation"
+    bleu: bool = True
+    """Whether each evaluation translates the test texts, always taking the likeliest token, and compares. It takes a
+    pass of the decoder for each token of a text: `data.sample_test` keeps it short."""
+    longest: int | None = Field(None, ge=1)
+    """Tokens of a translation at most. Default: those of the longest target."""
+
+
+class Translation(NextToken):
+    """Outputs [B, T, V] are a value per token of the vocabulary for every place of the target, targets [B, T] the
+    tokens there.
+
+    BLEU (Papineni et al. 2002, section 2.3) is that of the data's words in their letter case; words that the vocabulary
+    does not have never match. It is not that of sacreBLEU, whose words are others.
+    """
+
+    Config: ClassVar[type[Config]] = TranslationConfig
+    metrics: tuple[Metric, ...] = (PERPLEXITY, ACCURACY, LOSS)
+    config: TranslationConfig
+
+    def __init__(self, config: TranslationConfig, data: DataSpec) -> None:
+        super().__init__(config, data)
+        if not data.pairs:
+            raise UsageError("task translation needs data of pairs of texts, such as parallel_text")
+        if config.bleu:
+            self.metrics = (BLEU, *self.metrics)
+            self.generated_sums = (*(f"bleu_{what}_{n}" for what in ("matches", "runs") for n in ORDERS), "bleu_words",
+                                   "bleu_wanted")  # fmt: skip
+
+    def measure_generated(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """A module that has `translate(source [B, S], most)` is asked for the tokens [B, at most `most`]; another is
+        called once for each place of the target."""
+        most = self.config.longest or self.data.target_shape[0]
+        translate = getattr(module, "translate", None)
+        found = translate(inputs[..., 0], most) if translate is not None else _likeliest(module, inputs, most)
+        sums = [0] * len(self.generated_sums)
+        for given, wanted in zip(found.tolist(), targets.tolist(), strict=True):
+            sums = [*map(sum, zip(sums, self.compare(given, wanted), strict=True))]
+        return {name: targets.new_full((), value) for name, value in zip(self.generated_sums, sums, strict=True)}
+
+    def compare(self, given: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        """Returns what one translation adds to `generated_sums`."""
+        words = self.words(given)
+        reference = [(NOTHING,) if UNKNOWN in word else word for word in self.words(wanted)]
+        matches, runs = [], []
+        for order in ORDERS:
+            mine, theirs = _runs(words, order), _runs(reference, order)
+            matches.append(sum((mine & theirs).values()))
+            runs.append(mine.total())
+        return [*matches, *runs, len(words), len(reference)]
+
+    def words(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """The words up to END, each the tokens of its pieces."""
+        found, pieces, last = list[tuple[int, ...]](), list[int](), FIRST_WORD + self.data.pieces
+        for token in itertools.takewhile(lambda token: token not in (END, PADDING), tokens):
+            pieces.append(token)
+            if not FIRST_WORD <= token < last:
+                found.append(tuple(pieces))
+                pieces = []
+        return [*found, tuple(pieces)] if pieces else found
+
+    def values(self, sums: Mapping[str, float]) -> dict[str, float]:
+        bleu = {"bleu": bleu_of(sums)} if self.config.bleu else {}
+        return {**bleu, **self.of_next(sums)}
+
+
+def bleu_of(sums: Mapping[str, float]) -> float:
+    """The geometric mean of the parts of runs that match, less what too short translations gain by it."""
+    parts = [(sums[f"bleu_matches_{n}"], sums[f"bleu_runs_{n}"]) for n in ORDERS]
+    if not all(matches for matches, _ in parts):
+        return 0.0
+    short = min(0.0, 1 - sums["bleu_wanted"] / sums["bleu_words"])
+    return math.exp(short + sum(math.log(matches / runs) for matches, runs in parts) / len(ORDERS))
+
+
+def _runs(words: Sequence[tuple[int, ...]], order: int) -> Counter[tuple[tuple[int, ...], ...]]:
+    """How often each run of so many words occurs."""
+    return Counter(zip(*(words[start:] for start in range(order)), strict=False))
+
+
+def _likeliest(module: nn.Module, inputs: Tensor, most: int) -> Tensor:
+    """The likeliest tokens [B, `most`], by a forward pass for each."""
+    pairs = inputs.new_zeros(len(inputs), max(most + 1, inputs.shape[1]), 2)
+    pairs[:, : inputs.shape[1], 0] = inputs[..., 0]
+    pairs[:, 0, 1] = BEGIN
+    for place in range(most):
+        pairs[:, place + 1, 1] = module(pairs)[:, place].argmax(1)
+        if (pairs[..., 1] == END).any(1).all():
+            break
+    return pairs[:, 1 : most + 1, 1]

@@ -1,0 +1,110 @@
+"""Pairs of texts: words and pieces, lines that do not fit, and what is padding."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decentnode.data.parallel_text import ParallelText
+from decentnode.errors import DataError
+from decentnode.samples import BEGIN, END, FIRST_WORD, PADDING, UNKNOWN, Samples
+from decentnode.training.source import Source
+
+from .files import open_dataset, write_pairs
+
+GERMAN = ["Ein Hund, ein Haus.", "Ein Haus!", "", "Zwei Hunde laufen weit ueber das Feld zum Haus ."]
+ENGLISH = ["A dog, a house.", "a House!", "nothing", "Two dogs run ."]
+
+
+def opened(folder: Path, german: list[str] = GERMAN, english: list[str] = ENGLISH, **keys: Any) -> ParallelText:
+    write_pairs(folder / "d", german, english, keys.pop("tested", None))
+    names = {"source": "train.de", "target": "train.en", "test_source": "test.de.gz", "test_target": "test.en.gz"}
+    section = {"name": "parallel_text", **{key: f"d/{name}" for key, name in names.items()}, "length": 6, **keys}
+    found = open_dataset(section, folder)
+    assert isinstance(found, ParallelText)
+    return found
+
+
+def texts(data: ParallelText, samples: Samples) -> list[tuple[list[str], list[str], list[str]]]:
+    """(source, target so far, target) of each sample; padding left out."""
+    names = ["", "?", "<", ">", *data.vocabulary()]
+    inputs, targets = Source(samples, torch.device("cpu")).take(torch.arange(len(samples)))
+    return [
+        ([names[token] for token in x[:, 0].tolist() if token], [names[token] for token in x[:, 1].tolist() if token],
+         [names[token] for token in y.tolist() if token != PADDING])
+        for x, y in zip(inputs, targets, strict=True)
+    ]
+
+
+def test_words_and_marks_of_both_sides_in_one_vocabulary(tmp_path: Path) -> None:
+    data = opened(tmp_path)
+    assert data.num_train() == 2, "an empty text and one that is longer than data.length are left out"
+    first, second = texts(data, data.train(np.arange(2)))
+    assert first == (["ein", "hund", ",", "ein", "haus", "."], ["<", "a", "dog", ",", "a", "house", "."],
+                     ["a", "dog", ",", "a", "house", ".", ">"])  # fmt: skip
+    assert second == (["ein", "haus", "!"], ["<", "a", "house", "!"], ["a", "house", "!", ">"])
+    spec = data.spec
+    assert spec.pairs and spec.task == "translation" and spec.input_shape == (7, 2) and spec.target_shape == (7,)
+    assert spec.vocabulary == FIRST_WORD + len(data.vocabulary()) and spec.pieces == 0 and spec.padding == 0
+    inputs, targets = Source(data.train(np.array([1])), torch.device("cpu")).take(torch.arange(1))
+    assert inputs.shape == (1, 4, 2) and inputs[0, 0, 1] == BEGIN and inputs[0, 3, 0] == 0 and targets[0, 3] == END
+
+
+def test_long_texts_are_cut_in_tests_and_rare_words_are_unknown(tmp_path: Path) -> None:
+    data = opened(tmp_path, tested=(GERMAN, ENGLISH), vocabulary_size=FIRST_WORD + 2)
+    assert data.spec.vocabulary == FIRST_WORD + 2 and data.num_test() == 3
+    assert data.vocabulary() == [".", "a"], "the most frequent of all training texts, the alphabet among equals"
+    tested = texts(data, data.test())
+    assert tested[2] == (["?"] * 6, ["<", "?", "?", "?", "."], ["?", "?", "?", ".", ">"])
+    inputs, _ = Source(data.test(), torch.device("cpu")).take(torch.arange(3))
+    assert int(inputs[2, 0, 0]) == UNKNOWN
+
+
+def test_pieces_of_words_have_the_first_numbers(tmp_path: Path) -> None:
+    german, english = ["ein Hun@@ d", "Hau@@ s Hun@@ d"], ["a dog", "The hou@@ se"]
+    data = opened(tmp_path, german, english, words="spaced")
+    assert data.spec.pieces == 3 and data.vocabulary()[:3] == ["Hun@@", "Hau@@", "hou@@"]
+    assert texts(data, data.train(np.array([1])))[0][0] == ["Hau@@", "s", "Hun@@", "d"]
+    assert "The" in data.vocabulary(), "letters as they are"
+    assert opened(tmp_path, german, english, words="marked").spec.pieces == 0
+
+
+@pytest.mark.parametrize("german, english, message", [
+    (["a", "b"], ["a"], r"train\.en: has 1 lines, fewer than .*train\.de"),
+    (["a"], ["a", "b"], r"train\.en: has more lines than .*train\.de"),
+    (["a b c d e f g"], ["a"], r"train\.de: no pair of at most 6 words \(data\.length\)"),
+    ([""], ["a"], r"train\.de: no pair of at most 6 words"),
+])
+def test_lines_that_are_no_pairs(german: list[str], english: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path, german, english)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    opened(tmp_path)
+    whole = (tmp_path / "d" / "test.de.gz").read_bytes()
+    for damaged in (whole[:-9], b"no gzip"):
+        (tmp_path / "d" / "test.de.gz").write_bytes(damaged)
+        with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read as UTF-8"):
+            reopened(tmp_path)
+    (tmp_path / "d" / "test.de.gz").write_bytes(gzip.compress(b"\xff\n"))
+    with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read as UTF-8"):
+        reopened(tmp_path)
+    (tmp_path / "d" / "test.de.gz").unlink()
+    with pytest.raises(DataError, match=r"test\.de\.gz: no such file; expected .* \(data\.test_source\)"):
+        reopened(tmp_path)
+
+
+def reopened(folder: Path) -> None:
+    open_dataset({"name": "parallel_text", "source": "d/train.de", "target": "d/train.en",
+                  "test_source": "d/test.de.gz", "test_target": "d/test.en.gz"}, folder)  # fmt: skip
+
+
+def test_nodes_with_files_of_their_own_would_number_words_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be one for all nodes"):
+        opened(tmp_path).check_private()
