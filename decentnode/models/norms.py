@@ -12,15 +12,17 @@ Norm = Literal["batch", "group", "none"]
 """What follows a convolution. Batch normalization has running statistics, which `node.buffers` says how to treat."""
 
 
-def make_norm(norm: Norm, channels: int, groups: int) -> nn.Module:
-    """Returns the layer for [B, channels, H, W]. Raises UsageError when groups do not divide the channels."""
-    if norm == "batch":
-        return nn.BatchNorm2d(channels)
+def make_norm(norm: Norm, channels: int, groups: int, *, zero: bool = False) -> nn.Module:
+    """Returns the layer for [B, channels, H, W]. zero: its scale starts at zero, and its outputs with it. Raises
+    UsageError when groups do not divide the channels."""
     if norm == "none":
         return nn.Identity()
-    if channels % groups:
+    if norm == "group" and channels % groups:
         raise UsageError(f"model.groups must divide the widths of the layers, got {groups} for {channels} channels")
-    return nn.GroupNorm(groups, channels)
+    made = nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(groups, channels)
+    if zero:
+        nn.init.zeros_(made.weight)
+    return made
 
 
 def he_normal(module: nn.Module) -> nn.Module:

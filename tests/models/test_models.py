@@ -14,7 +14,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment import load
 from decentnode.models import MODELS
 from decentnode.models.base import Model
-from decentnode.models.resnet import PaddedShortcut
+from decentnode.models.resnet import BasicBlock, Bottleneck, PaddedShortcut
 from decentnode.samples import DataSpec
 
 from .contract import check_model
@@ -46,6 +46,8 @@ CHECKED: list[tuple[str, dict[str, Any]]] = [
     *(("resnet", {"widths": [4, 6, 8], "norm": norm, "shortcut": shortcut})
       for norm in ("batch", "group") for shortcut in ("auto", "projection")),
     ("resnet", {"depth": 8, "widths": [4, 6, 8]}), ("resnet", {"depth": 18, "widths": [4, 4, 6, 6], "stem": "large"}),
+    *(("resnet", {"depth": 50, "widths": [2, 2, 4, 4], "norm": norm}) for norm in ("batch", "group")),
+    ("resnet", {"depth": 50, "widths": [2, 2, 4, 4], "stem": "small", "shortcut": "pad", "norm": "none"}),
     ("vgg", {"depth": 11}), ("vgg", {"depth": 11, "norm": "group", "dropout": 0}),
 ]  # fmt: skip
 """Every model, its variants in a small size."""
@@ -133,6 +135,10 @@ def test_parameters_on_cifar10(name: str, keys: dict[str, Any], parameters: int)
     ("lenet", {"variant": "caffe"}, (1, 28, 28), 10, 431_080),
     ("resnet", {"depth": 18, "stem": "large"}, (3, 224, 224), 1000, 11_689_512),
     ("resnet", {"depth": 34, "stem": "large"}, (3, 224, 224), 1000, 21_797_672),
+    ("resnet", {"depth": 50}, (3, 224, 224), 1000, 25_557_032),
+    ("resnet", {"depth": 50, "norm": "group", "groups": 32}, (3, 224, 224), 1000, 25_557_032),
+    ("resnet", {"depth": 101}, (3, 224, 224), 1000, 44_549_160),
+    ("resnet", {"depth": 152}, (3, 224, 224), 1000, 60_192_808),
 ])
 def test_parameters_on_the_data_of_the_sources(
     name: str, keys: dict[str, Any], shape: tuple[int, ...], classes: int, parameters: int
@@ -160,6 +166,35 @@ def test_rnet_is_the_resnet_that_it_says() -> None:
         torch.manual_seed(3)
         outputs.append(model.make(DataSpec((1, 28, 28), num_classes=62))(torch.ones(2, 1, 28, 28)))
     assert torch.equal(*outputs)
+
+
+def test_a_bottleneck_halves_the_image_in_its_middle_convolution() -> None:
+    module: Any = make("resnet", depth=50, widths=[2, 2, 4, 4]).make(DataSpec((3, 64, 64), num_classes=5))
+    blocks = [part for part in module if isinstance(part, Bottleneck)]
+    assert [tuple(block.conv2.stride) for block in blocks].count((2, 2)) == 3
+    assert all(block.conv1.stride == block.conv3.stride == (1, 1) for block in blocks)
+    assert module[0].stride == (2, 2) and isinstance(module[3], nn.MaxPool2d), "the large stem"
+    images = nn.Sequential(*list(module)[:-3])(torch.zeros(2, 3, 64, 64))
+    assert images.shape == (2, 16, 2, 2), "a 32nd of each side, four times the width"
+
+
+def test_the_stem_is_that_of_the_depth_unless_it_is_given() -> None:
+    stems = [make("resnet", depth=depth, **keys).config.stem  # type: ignore[attr-defined]
+             for depth, keys in ((50, {}), (50, {"stem": "small"}), (18, {}), (20, {"stem": "large"}))]  # fmt: skip
+    assert stems == ["large", "small", "small", "large"]
+
+
+@pytest.mark.parametrize("keys", [{"depth": 50, "widths": [2, 2, 4, 4], "norm": "group"}, {"depth": 20}])
+def test_blocks_that_start_as_their_shortcuts(keys: dict[str, Any]) -> None:
+    data = DataSpec(CIFAR, num_classes=5)
+    module: Any = make("resnet", zero_init=True, **keys).make(data)
+    block = next(part for part in module if isinstance(part, Bottleneck | BasicBlock))
+    x = torch.rand(2, next(block.parameters()).shape[1], 8, 8)
+    assert torch.equal(block(x), functional.relu(block.shortcut(x)))
+    plain: Any = make("resnet", **keys).make(data)
+    assert not torch.equal(plain[3 + (keys["depth"] == 50)](x), functional.relu(block.shortcut(x)))
+    with pytest.raises(pydantic.ValidationError, match="must have a norm with zero_init"):
+        make("resnet", zero_init=True, **{**keys, "norm": "none"})
 
 
 def test_residual_nets_start_with_signals_of_one_size() -> None:

@@ -202,9 +202,11 @@ def test_ways_are_checked_in_full_precision() -> None:
 @pytest.mark.parametrize(("way", "model"), [
     ("vmap", "{name: mlp, hidden: [6]}"), ("vmap", "{name: lenet}"), ("rows", "{name: gn_lenet}"),
     ("rows", "{name: gn_lenet, norm: batch}"), ("layers", "logistic"),
+    pytest.param("vmap", "{name: resnet, depth: 50, widths: [2, 2, 2, 2], norm: none, stem: small}",
+                 marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_ways_to_make_the_steps(way: str, model: str) -> None:
-    images = [IMAGES] if "lenet" in model else []
+    images = [IMAGES] if "net" in model else []
     config = experiment(f"model={model}", *images, "node.rounds=3")
     engine = compare(config, way, workers=2 if way == "rows" else 1, atol=1e-5)
     assert engine.steps.name == way
