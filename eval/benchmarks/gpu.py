@@ -287,7 +287,7 @@ def environment() -> list[str]:
         found.insert(0, machine())
     except Exception as error:  # one line less
         found.append(f"machine not found out: {error}")
-    for name in ("triton", "numpy", "torchvision", "transformers"):
+    for name in ("triton", "numpy"):
         there = importlib.util.find_spec(name) is not None
         found.append(f"{name} {importlib.metadata.version(name) if there else 'absent'}")
     carried = [Path(each) / "Python.h" for each in os.environ.get("C_INCLUDE_PATH", "").split(os.pathsep) if each]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,12 +10,13 @@ from typing import Any
 from gpu_profiles import Profile, told, trace_of
 from gpu_rows import Row, failure, milliseconds, on_gpu
 
+VOCABULARY, PLACES = 50257, 1024
+"""Of GPT-2."""
 PRECISIONS = ("bfloat16 autocast", "float32", "float16, GradScaler")
 
 
 def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tuple[Any, Any, Any]]]]:
-    """(name, what makes (module, inputs, loss of an output)): torchvision's and transformers' where they are there."""
-    import gpu_models
+    """(name, what makes (module, inputs, loss of an output))."""
     import torch
     from torch.nn import functional
 
@@ -24,11 +24,12 @@ def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tupl
 
     def resnet() -> tuple[Any, Any, Any]:
         y, images = torch.randint(0, 1000, (64,), device=device), torch.randn(64, 3, 224, 224, device=device)
-        return _resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
+        return resnet50().to(device), images, lambda out: functional.cross_entropy(out, y)
 
     def gpt2() -> tuple[Any, Any, Any]:
-        tokens = gpu_models.tokens_of(8, 1024, device)
-        return _gpt2().to(device), tokens, lambda out: gpu_models.gpt2_loss(getattr(out, "logits", out), tokens)
+        tokens = torch.randint(0, VOCABULARY, (8, PLACES), device=device)
+        following = tokens.roll(-1, 1).flatten()
+        return gpt2_small().to(device), tokens, lambda out: functional.cross_entropy(out.flatten(0, 1), following)
 
     def mlp() -> tuple[Any, Any, Any]:
         y = torch.randint(0, 10, (8,), device=device)
@@ -38,30 +39,24 @@ def _make_models(tiny: bool, gpu: bool) -> Iterator[tuple[str, Callable[[], tupl
     if tiny:
         yield "MLP of 4,810", mlp
         return
-    for name, package, make in (("ResNet-50", "torchvision", resnet), ("GPT-2 small", "transformers", gpt2)):
-        yield (name if _there(package) else f"{name} of plain torch"), make
+    yield from (("ResNet-50", resnet), ("GPT-2 small", gpt2))
 
 
-def _there(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def resnet50() -> Any:
+    """[N, 3, 224, 224] to [N, 1000]."""
+    from decentnode.models.resnet import Resnet, ResnetConfig
+    from decentnode.samples import DataSpec
+
+    return Resnet(ResnetConfig(depth=50)).make(DataSpec((3, 224, 224), num_classes=1000))
 
 
-def _resnet50() -> Any:
-    if _there("torchvision"):
-        from torchvision.models import resnet50
-    else:
-        from gpu_models import resnet50
-    return resnet50()
+def gpt2_small() -> Any:
+    """Tokens [N, PLACES] to [N, PLACES, VOCABULARY]."""
+    from decentnode.models.gpt import Gpt, GptConfig
+    from decentnode.samples import DataSpec
 
-
-def _gpt2() -> Any:
-    if _there("transformers"):
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        return GPT2LMHeadModel(GPT2Config())
-    from gpu_models import GPT2
-
-    return GPT2()
+    config = GptConfig(layers=12, width=768, heads=12, dropout=0.1)
+    return Gpt(config).make(DataSpec((PLACES,), "ids", "next_token", vocabulary=VOCABULARY, target_shape=(PLACES,)))
 
 
 def wrapper(tiny: bool) -> Iterator[Row]:
