@@ -244,14 +244,24 @@ class OpenedData:
             return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False, deal_again=deal_again,
                                deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
         if self.sharded:
-            sampled = self.tested()
-            mine = (sampled if sampled is not None else np.arange(dataset.num_test()))[uid :: len(self._machines)]
-            test, shared = dataset.test_part(mine), False
+            test, shared = dataset.test_part(self._tested_by(uid)), False
         else:
             test, shared = self._global_test(dataset), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
         return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again,
                            deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
+
+    def num_test(self, uid: int) -> int:
+        """How many test samples a node has. Raises DataError."""
+        if self.test == "own":
+            return len(self._own_test(self.dataset(uid), self._shares_of(self._by_group[self._group(uid)]), uid))
+        sampled = self._tested_by(uid) if self.sharded else self.tested()
+        return self.dataset().num_test() if sampled is None else len(sampled)
+
+    def _tested_by(self, uid: int) -> np.ndarray:
+        """The indices of the global test samples that are a node's with `shard_test`."""
+        sampled = self.tested()
+        return (sampled if sampled is not None else np.arange(self.dataset().num_test()))[uid :: len(self._machines)]
 
     def label_shares(self, uid: int) -> np.ndarray | None:
         """[num_classes] float32: the shares of a node's training samples that have each label; None of data without

@@ -36,12 +36,14 @@ def is_described(experiment: Experiment) -> bool:
 
 
 def measured_step_seconds(experiment: Experiment) -> float:
-    """Returns the seconds of one local step of node 0 on this machine, with the threads that the mapping gives it.
-    Blocking for about MEASURED_SECONDS at most, beside the time that a model takes to be made."""
-    hub = Hub(experiment.make_graph().num_nodes)
+    """Returns the seconds of one local step of the first node that trains on this machine, with the threads that the
+    mapping gives it. Blocking for about MEASURED_SECONDS at most, beside the time that a model takes to be made."""
+    num_nodes, servers = experiment.make_graph().num_nodes, experiment.servers()
+    uid = next(uid for uid in range(num_nodes) if uid not in servers)
+    hub = Hub(num_nodes)
     config = InprocConfig.model_validate({"name": "inproc"})
-    node = build(experiment, 0, lambda schemas: Inproc(config, uid=0, hub=hub, schemas=schemas))
-    with native.torch_threads(threads_of(experiment, 0)):
+    node = build(experiment, uid, lambda schemas: Inproc(config, uid=uid, hub=hub, schemas=schemas))
+    with native.torch_threads(threads_of(experiment, uid)):
         node.training.local_update(0)
         found: list[float] = []
         started = clock.now()

@@ -55,12 +55,9 @@ class NodeShare:
         if wanted is not None and (data.trains or wanted.source == "test"):
             owner = self._uid if wanted.source == "train" else rng.GLOBAL
             order = rng.stream(self._seed, owner, "validation").permutation(len(kept[wanted.source]))
+            if problem := self._config.problem_of_aside(len(order)):
+                raise DataError(f"node {self._uid}: training.validation.fraction {problem}")
             aside = wanted.aside(len(order))
-            if aside >= len(order):
-                raise DataError(
-                    f"node {self._uid}: training.validation.fraction must leave samples of the {len(order)} "
-                    f"{wanted.source} samples, got {wanted.fraction:g}; choose another partition or a smaller fraction"
-                )
             kept["validation"], kept[wanted.source] = np.sort(order[:aside]), np.sort(order[aside:])
             sources["validation"] = sources[wanted.source]
         return {name: (sources[name], torch.from_numpy(kept[name])) for name in kept}
@@ -91,13 +88,8 @@ class NodeShare:
     def _make_sampler(self, purpose: str = "order of samples") -> Sampler:
         """purpose: of the random streams of the orders."""
         config, step = self._config, self._config.batch_size * self._config.accumulate
-        if self.num_samples == 0:
-            raise DataError(f"node {self._uid} has no training sample; choose another partition")
-        if config.drop_last and self.num_samples < step:
-            raise DataError(
-                f"node {self._uid} has {self.num_samples} training samples, fewer than one step of {step}, which "
-                "training.drop_last leaves out; choose another partition or a smaller batch_size"
-            )
+        if problem := config.problem_of_steps(self.num_samples):
+            raise DataError(f"node {self._uid} has {problem}")
         return Sampler(
             self.num_samples, step, seed=self._seed, uid=self._uid, shuffle=config.shuffle,
             drop_last=config.drop_last, leave_out=self._left_out(), purpose=purpose,

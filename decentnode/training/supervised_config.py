@@ -165,6 +165,23 @@ class SupervisedConfig(Config):
             return f"the number of training samples {why}, got 1; choose another partition"
         return ""
 
+    def problem_of_aside(self, samples: int) -> str:
+        """Why validation leaves nothing of a node's samples of its source, so many; empty where it does leave some."""
+        if self.validation is None or self.validation.aside(samples) < samples:
+            return ""
+        return (f"must leave samples of the {samples} {self.validation.source} samples, got "
+                f"{self.validation.fraction:g}; choose another partition or a smaller fraction")  # fmt: skip
+
+    def problem_of_steps(self, samples: int) -> str:
+        """Why a node cannot train on so many samples; empty where it can."""
+        step = self.batch_size * self.accumulate
+        if samples == 0:
+            return "no training sample; choose another partition"
+        if self.drop_last and samples < step:
+            return (f"{samples} training samples, fewer than one step of {step}, which training.drop_last leaves out; "
+                    "choose another partition or a smaller batch_size")  # fmt: skip
+        return ""
+
     def most_ticks(self, rounds: int, samples: int, *, needs_two: bool = False) -> int:
         """Returns how often the learning-rate schedule ticks in so many rounds of a node with a share of so many
         samples. needs_two: whether the model cannot train on a batch of one sample, so that epochs leave it out."""

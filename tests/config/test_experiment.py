@@ -241,6 +241,10 @@ def test_parts_that_do_not_fit_together(write, change, part):
             "a.yaml:3:34: weights.step must be at most 1 / 2, the degree of node 0, got 0.9",
         ),
         (
+            "{name: ring, nodes: 4}\nsharing: exact_diffusion\nweights: {name: laplacian, step: 0.9}",
+            "a.yaml:4:34: weights.step must be at most 1 / 2, the degree of node 0, got 0.9",
+        ),
+        (
             "{name: directed_one_peer_exponential, nodes: 4}\nweights: laplacian",
             "a.yaml:3:10: weights: laplacian need an undirected graph; use weights uniform, or leave weights out",
         ),
@@ -248,6 +252,21 @@ def test_parts_that_do_not_fit_together(write, change, part):
 )
 def test_a_graph_that_cannot_be_made(write, graph, said_first):
     assert said_first in said(write(BASE.replace("{name: ring, nodes: 4}", graph)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said_first"),
+    [
+        ("validation: {fraction: 0.999}", "a.yaml:5:68: training.validation.fraction of node 0 must leave samples of "
+         "the 360 train samples, got 0.999; choose another partition or a smaller fraction"),
+        ("validation: {fraction: 0.9, source: test}", "of node 0 must leave samples of the 1 test samples, got 0.9"),
+        ("validation: {fraction: 0.9}, drop_last: true, accumulate: 5", "training.drop_last: node 0 has 36 training "
+         "samples, fewer than one step of 40, which training.drop_last leaves out"),
+    ],
+)  # fmt: skip
+def test_what_validation_and_whole_steps_leave_is_enough(write, keys, said_first):
+    text = BASE.replace("digits}", "digits, sample_test: 4, shard_test: true}")
+    assert said_first in said(write(text.replace("batch_size: 8", "batch_size: 8, " + keys)))
 
 
 def test_ports_must_not_collide(write):

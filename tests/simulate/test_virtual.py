@@ -119,6 +119,11 @@ def test_steps_are_measured_where_nobody_says() -> None:
     assert virtual.finished(1, uid=2) == pytest.approx(2.5)
 
 
+def test_a_server_makes_no_steps_to_measure() -> None:
+    served = load(QUICKSTART, [*SMALL, "graph={name: star, nodes: 4}", "sharing=fedavg"])
+    assert served.servers() == (0,) and 0 < measured_step_seconds(served) < 5
+
+
 def test_rounds_that_go_on_with_a_quorum_have_no_virtual_time() -> None:
     with pytest.raises(ConfigError, match="not known of rounds that go on with a quorum"):
         load(QUICKSTART, ["node.missing=return_weight", "simulate.links={node_mbit_per_second: 100}",

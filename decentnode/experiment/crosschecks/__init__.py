@@ -60,6 +60,7 @@ from decentnode.experiment.crosschecks.training import (
     orphans_can_be_adopted,
     own_tests_suit_the_sampling,
     patterns_match_the_model,
+    samples_are_left,
     schedule_lasts,
     task_suits_the_data,
 )
@@ -75,6 +76,7 @@ CHECKS: tuple[Check, ...] = (
     mapping_holds_the_graph,
     data_can_be_opened,
     every_node_gets_data,
+    samples_are_left,
     images_can_be_augmented,
     task_suits_the_data,
     model_can_be_trained,

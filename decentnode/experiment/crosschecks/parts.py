@@ -20,8 +20,14 @@ Check = Callable[[Experiment], Iterator[Problem]]
 
 def graph_of(experiment: Experiment) -> Graph | None:
     with contextlib.suppress(UsageError):
-        return experiment.make_graph()
+        return _weighed(experiment.make_graph())
     return None
+
+
+def _weighed(graph: Graph) -> Graph:
+    """The graph, whose weights can be made, too. Raises GraphError."""
+    graph.weights(0, 0)
+    return graph
 
 
 def mapping_of(experiment: Experiment) -> Mapping | None:
@@ -39,7 +45,7 @@ def spec_of(experiment: Experiment) -> DataSpec | None:
 def graphs_of(experiment: Experiment) -> list[tuple[int, Graph]]:
     """The graphs that the rule mixes over, with the first fragment that uses each; empty where any cannot be made."""
     try:
-        graphs = experiment.make_fragment_graphs()
+        graphs = [_weighed(graph) for graph in experiment.make_fragment_graphs()]
     except UsageError:
         return []
     if len({graph.num_nodes for graph in graphs}) > 1:

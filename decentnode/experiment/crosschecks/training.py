@@ -60,6 +60,32 @@ def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
         yield dataclasses.replace(raised("data.partition", error), other=("graph",))
 
 
+def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
+    """What validation and drop_last leave: samples to train and to test on, for every node."""
+    training = experiment.training
+    if not isinstance(training, SupervisedConfig) or not (training.validation or training.drop_last):
+        return
+    if graph_of(experiment) is None or spec_of(experiment) is None:
+        return
+    opened, servers, partition = experiment.open_data(), experiment.servers(), ("data", "partition")
+    source = training.validation.source if training.validation is not None else None
+    try:
+        parts = opened.shares()
+        tests = {uid: opened.num_test(uid) for uid in parts} if source == "test" else {}
+    except UsageError:  # every_node_gets_data says so
+        return
+    sizes = {uid: len(part) for uid, part in parts.items() if uid not in servers}
+    for uid, size in (tests or sizes).items():
+        if problem := training.problem_of_aside(size):
+            yield Problem(("training", "validation", "fraction"), f"of node {uid} {problem}", other=partition)
+            return
+    for uid, size in sizes.items():
+        left = size - (training.validation.aside(size) if training.validation and source == "train" else 0)
+        if problem := training.problem_of_steps(left):
+            yield Problem(("training", "drop_last"), f": node {uid} has {problem}", other=partition)
+            return
+
+
 def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
     """And the loss suits the task."""
     if spec_of(experiment) is None:
