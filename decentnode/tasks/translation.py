@@ -24,8 +24,8 @@ NOTHING = -1
 ORDERS = (1, 2, 3, 4)
 """Of the runs of words that BLEU compares."""
 BLEU = Metric(
-    "bleu", "fraction", "BLEU-4 of the test texts' likeliest translations, over all of them, without smoothing",
-    "higher", word="BLEU", scale=100, digits=2,
+    "bleu", "points", "BLEU-4, 0 to 100, of the test texts' likeliest translations, all together, without smoothing",
+    "higher", word="BLEU", digits=2,
 )  # fmt: skip
 
 
@@ -97,12 +97,13 @@ class Translation(NextToken):
 
 
 def bleu_of(sums: Mapping[str, float]) -> float:
-    """The geometric mean of the parts of runs that match, less what too short translations gain by it."""
+    """Returns points of 100: the geometric mean of the parts of runs that match, less what too short translations gain
+    by it."""
     parts = [(sums[f"bleu_matches_{n}"], sums[f"bleu_runs_{n}"]) for n in ORDERS]
     if not all(matches for matches, _ in parts):
         return 0.0
     short = min(0.0, 1 - sums["bleu_wanted"] / sums["bleu_words"])
-    return math.exp(short + sum(math.log(matches / runs) for matches, runs in parts) / len(ORDERS))
+    return 100 * math.exp(short + sum(math.log(matches / runs) for matches, runs in parts) / len(ORDERS))
 
 
 def _runs(words: Sequence[tuple[int, ...]], order: int) -> Counter[tuple[tuple[int, ...], ...]]:

@@ -47,11 +47,11 @@ def test_a_word_counts_as_often_as_the_reference_has_it() -> None:
 
 def test_bleu_is_that_of_all_texts_together() -> None:
     wanted = [[4, 5, 6, 7, 8, END], [9, 10, 11, 12, END]]
-    assert bleu(task(), wanted, wanted) == pytest.approx(1)
+    assert bleu(task(), wanted, wanted) == pytest.approx(100)
     given = [[4, 5, 6, 7, END], [9, 10, 11, 13, 12, END]]  # runs that match: 8 of 9, 5 of 7, 3 of 5, 1 of 3
-    assert bleu(task(), given, wanted) == pytest.approx((8 / 9 * 5 / 7 * 3 / 5 * 1 / 3) ** 0.25)
+    assert bleu(task(), given, wanted) == pytest.approx(100 * (8 / 9 * 5 / 7 * 3 / 5 * 1 / 3) ** 0.25)
     short = [[4, 5, 6, 7, END], [END]]
-    assert bleu(task(), short, wanted) == pytest.approx(math.exp(1 - 9 / 4)), "too short a translation"
+    assert bleu(task(), short, wanted) == pytest.approx(100 * math.exp(1 - 9 / 4)), "too short a translation"
     assert bleu(task(), [[END], [END]], wanted) == 0 and bleu(task(), [[4, 9, END], [5, END]], wanted) == 0
 
 
