@@ -12,6 +12,8 @@ MODELS = Table({
     "lenet": "decentnode.models.lenet:Lenet",
     "resnet": "decentnode.models.resnet:Resnet",
     "wide_resnet": "decentnode.models.wide_resnet:WideResnet",
+    "densenet": "decentnode.models.densenet:Densenet",
+    "pyramidnet": "decentnode.models.pyramidnet:Pyramidnet",
     "vgg": "decentnode.models.vgg:Vgg",
     "femnist_cnn": "decentnode.models.femnist_cnn:FemnistCnn",
     "rnet": "decentnode.models.rnet:Rnet",

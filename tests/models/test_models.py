@@ -39,10 +39,13 @@ OF_IDS = {
 }
 """Models whose inputs are no numbers, and such data."""
 CHECKED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in MODELS if name not in ("resnet", "wide_resnet", "vgg", *OF_IDS)),
+    *((name, {}) for name in MODELS if name not in ("resnet", "wide_resnet", "densenet", "pyramidnet", "vgg", *OF_IDS)),
     ("gn_lenet", {"norm": "batch"}), ("gn_lenet", {"norm": "none"}), ("lenet", {"variant": "caffe"}),
     ("rnet", {"norm": "group", "groups": 4}), ("wide_resnet", {"depth": 10, "widen": 1, "dropout": 0.1}),
     ("wide_resnet", {"depth": 10, "widen": 1, "norm": "group"}),
+    ("densenet", {"depth": 10, "growth": 3}), ("densenet", {"depth": 16, "growth": 4, "norm": "group", "dropout": 0.1}),
+    ("pyramidnet", {"depth": 14, "alpha": 7}), ("pyramidnet", {"depth": 11, "alpha": 6, "bottleneck": True}),
+    ("pyramidnet", {"depth": 8, "alpha": 9, "norm": "group"}), ("pyramidnet", {"depth": 8, "norm": "none"}),
     *(("resnet", {"widths": [4, 6, 8], "norm": norm, "shortcut": shortcut})
       for norm in ("batch", "group") for shortcut in ("auto", "projection")),
     ("resnet", {"depth": 8, "widths": [4, 6, 8]}), ("resnet", {"depth": 18, "widths": [4, 4, 6, 6], "stem": "large"}),
@@ -118,6 +121,13 @@ def test_contract(name: str, keys: dict[str, Any], shape: tuple[int, ...]) -> No
     ("vgg", {"depth": 11}, 9_756_426),
     ("vgg", {"depth": 16}, 15_253_578),
     ("vgg", {"depth": 16, "norm": "none"}, 15_245_130),
+    ("densenet", {}, 769_162),
+    ("densenet", {"depth": 190, "growth": 40}, 25_624_430),
+    ("densenet", {"depth": 250, "growth": 24}, 15_324_406),
+    ("pyramidnet", {}, 1_772_706),
+    ("pyramidnet", {"alpha": 84}, 3_904_446),
+    ("pyramidnet", {"alpha": 270}, 28_485_477),
+    ("pyramidnet", {"depth": 200, "alpha": 240, "bottleneck": True}, 26_752_702),
     ("wide_resnet", {}, 36_479_194),
     ("wide_resnet", {"depth": 16, "widen": 4}, 2_748_890),
 ])
