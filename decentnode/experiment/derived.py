@@ -47,6 +47,16 @@ def _nodes_per_machine(experiment: Experiment) -> Config | None:
     return found
 
 
+STEP_SIZE = "sharing.step_size"
+"""The key whose value takes a search of seconds; to find any other one takes milliseconds."""
+
+
+def searched(experiment: Experiment) -> dict[str, float]:
+    """Derived values that were searched for, by key: `load` takes them as `found`, and searches no more."""
+    config: Any = experiment.sharing
+    return {STEP_SIZE: config.step_size} if STEP_SIZE in experiment.derived else {}
+
+
 def _sharing(experiment: Experiment) -> Config | None:
     """The rule's section with the step of an error-feedback rule."""
     config: Any = experiment.sharing
@@ -79,18 +89,22 @@ def _task(experiment: Experiment) -> Config | None:
 
 
 FINDERS: Mapping[str, Callable[[Experiment], Config | None]] = {
-    "mapping": _mapping, "mapping.nodes_per_machine": _nodes_per_machine, "task": _task, "sharing.step_size": _sharing,
+    "mapping": _mapping, "mapping.nodes_per_machine": _nodes_per_machine, "task": _task, STEP_SIZE: _sharing,
 }  # fmt: skip
 """Key -> what finds the section that has its value; None where it was given, or has no value to be found."""
 
 
-def derive(experiment: Experiment) -> tuple[Experiment, tuple[str, ...]]:
+def derive(experiment: Experiment, found: Mapping[str, float]) -> tuple[Experiment, tuple[str, ...]]:
     """(the experiment with its derived values, their keys). Without those of a graph that cannot be made, which is the
-    checks' to tell."""
+    checks' to tell. found: what `searched` says of this experiment, where it was derived before."""
     keys = []
     for key, find in FINDERS.items():
         try:
-            chosen = find(experiment)
+            if key in found:
+                section_name, last = key.split(".")
+                chosen = getattr(experiment, section_name).model_copy(update={last: found[key]})
+            else:
+                chosen = find(experiment)
         except UsageError:
             continue
         if chosen is not None:

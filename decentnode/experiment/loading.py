@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pydantic
@@ -45,7 +46,8 @@ KEYWORD = "keyword"
 
 def load(
     path: str | Path | None, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ,
-    check: bool = True, layers: Sequence[Mapping[str, Any]] = (), connected: bool = True,
+    check: bool = True, layers: Sequence[Mapping[str, Any]] = (), connected: bool = True, *,
+    found: Mapping[str, float] = MappingProxyType({}),
 ) -> Experiment:
     """Read and check an experiment file.
 
@@ -53,8 +55,8 @@ def load(
     `overrides`. check: also make the graph and the mapping and open the data, to find what only shows together. layers:
     sections as plain data, laid over the rest one after the other, as a file over what it extends; paths in them are
     relative to the current directory. Without a `path` they are the whole experiment. connected: whether its machines
-    are to connect; what is simulated, planned or timed needs none of their addresses. Raises ConfigError with all
-    problems.
+    are to connect; what is simulated, planned or timed needs none of their addresses. found: `derived.searched` of
+    the same experiment, where another process has loaded it. Raises ConfigError with all problems.
     """
     source = NO_FILE if path is None else os.fspath(path)
     files: list[str] = []
@@ -76,7 +78,7 @@ def load(
         tree, experiment = rebased, _validated(rebased, source)
     experiment._source, experiment._base_dir, experiment._tree = source, base_dir, tree
     experiment._files = tuple(files)
-    experiment, experiment._derived = derived.derive(experiment)
+    experiment, experiment._derived = derived.derive(experiment, found)
     if check:
         # with torch, which commands that explain keys do without
         from decentnode.experiment.crosschecks import CHECKS
@@ -84,10 +86,10 @@ def load(
 
         derived.tell_changes(experiment, seen)
         checks = [one for one in CHECKS if connected or one is not machines_have_addresses]
-        found = [problem for one in checks for problem in one(experiment)]
-        if problems := [each.render(tree, source) for each in found if not each.doubt]:
+        doubted = [problem for one in checks for problem in one(experiment)]
+        if problems := [each.render(tree, source) for each in doubted if not each.doubt]:
             raise ConfigError(problems, source)
-        experiment._doubts = tuple(each.line(tree, source) for each in found)
+        experiment._doubts = tuple(each.line(tree, source) for each in doubted)
     return experiment
 
 

@@ -10,9 +10,10 @@ def load_request(request: Request, check: bool = True) -> Experiment:
     """Returns the experiment of a request. Raises as `load` does. With `one_round` what is checked is the experiment
     with all its rounds: with one alone, what is to happen in a later one would be refused."""
     file, environ, layers = request.config or None, request.environ, request.layers
-    whole = load(file, request.overrides, environ, check, layers, connected=not request.simulate)
+    whole = load(file, request.overrides, environ, check, layers, connected=not request.simulate,
+                 found=request.found)
     if not request.one_round:
         return whole
-    found = load(file, [*request.overrides, "node.rounds=1"], environ, False, layers)
+    found = load(file, [*request.overrides, "node.rounds=1"], environ, False, layers, found=request.found)
     found.take_doubts(whole)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from decentnode.config.file_digest import content_digest
 from decentnode.experiment import Experiment, load
+from decentnode.experiment.derived import searched
 from decentnode.experiment.tree import portable_text
 from decentnode.launch.children.messages import Request
 from decentnode.sweeps.space import Settings, short_names
@@ -77,6 +78,7 @@ def prepare(base: Request, point: Point, by: str, more: Sequence[str] = ()) -> P
     experiment = load(request.config or None, request.overrides, request.environ, layers=request.layers,
                       connected=by == "processes")  # fmt: skip
     experiment.make_mapping()
+    request = replace(request, found=searched(experiment))
     return Prepared(point, request, digest_of(experiment, by), experiment.name, experiment.node.rounds)
 
 

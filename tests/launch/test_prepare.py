@@ -13,8 +13,11 @@ from decentnode.cli.validate import check_machine
 from decentnode.errors import ConfigError, EnvironmentFault, NodeFailed, UsageError
 from decentnode.experiment import load
 from decentnode.launch.children.messages import ChildMessage, Facts, Failed, Header, Request
+from decentnode.launch.loading import load_request
 from decentnode.launch.supervising import prepare
+from decentnode.launch.supervising.local_nodes import LocalNodes
 from decentnode.launch.supervising.prepare import answer, facts, keep
+from decentnode.sharing import step_size
 from tests.launch.faults import experiment
 
 
@@ -50,6 +53,27 @@ def first_copy(folder: Path, found: Facts) -> str:
     path = folder / "copy.yaml"
     path.write_text(found.resolved_text)
     return str(path)
+
+
+def test_a_step_is_searched_for_once_on_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes take what the process that loads the experiment has found, and are told no other experiment by it."""
+    asked, started = Request(written(tmp_path, sharing={"name": "stc", "fraction": 0.3})), []
+    found = facts(load_request(asked), asked)
+    assert 0 < found.found["sharing.step_size"] < 1
+    monkeypatch.setattr("decentnode.launch.supervising.local_nodes.start_node", lambda _, task: started.append(task))
+    monkeypatch.setattr(step_size, "largest_step", lambda *_: pytest.fail("searched again"))
+    LocalNodes(asked, found, None).start(None)  # type: ignore[arg-type]
+    assert len(started) == len(found.processes) > 1
+    for task in started:
+        experiment = load_request(task.request, check=False)
+        assert experiment.digest() == found.digest and experiment.origin("sharing.step_size") == "derived"
+    assert load_request(started[0].request).digest() == found.digest, "the checks need no search either"
+
+
+def test_nothing_is_told_where_nothing_was_searched_for(tmp_path: Path) -> None:
+    for sharing in ({"name": "full"}, {"name": "stc", "fraction": 0.3, "step_size": 0.25}):
+        asked = Request(written(tmp_path, sharing=sharing))
+        assert facts(load_request(asked), asked).found == {}
 
 
 def test_a_wrong_config_is_one_message_with_its_exit_code(tmp_path: Path) -> None:

@@ -65,3 +65,8 @@ def test_a_rung_has_its_rounds_and_a_checkpoint(base: Request) -> None:
 def test_labels() -> None:
     assert label_of((("training.optimizer.lr", ".1"), ("graph.name", "ring"))) == "lr=.1 graph=ring"
     assert Point((("seed", "1"),), 2).label == "seed=1 seed=2" and Point(()).label == "the experiment as it is"
+
+
+def test_a_point_is_told_the_step_that_was_searched_for_as_it_was_checked(base: Request) -> None:
+    found = prepare(base, Point((("sharing", "{name: stc, fraction: 0.3}"),)), "simulate")
+    assert 0 < found.request.found["sharing.step_size"] < 1

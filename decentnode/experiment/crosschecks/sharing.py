@@ -13,7 +13,7 @@ from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, graphs_of, mapping_of
-from decentnode.experiment.derived import least_step
+from decentnode.experiment.derived import STEP_SIZE, least_step
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -180,7 +180,7 @@ def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
     """Warns of a step of an error-feedback rule with which nodes do not come together without gradients."""
     config: Any = experiment.sharing
     step = getattr(config, "step_size", None)
-    if step is None or graph_of(experiment) is None:
+    if step is None or STEP_SIZE in experiment.derived or graph_of(experiment) is None:
         return
     rule = _rule_class(experiment)
     with contextlib.suppress(UsageError):

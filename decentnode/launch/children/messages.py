@@ -33,6 +33,8 @@ class Request:
     """The current directory of children; "" where they have it from the fork server."""
     variables: dict[str, str | None] = field(default_factory=dict)
     """Environment variables that were changed (None: removed) since the fork server took them."""
+    found: dict[str, float] = field(default_factory=dict)
+    """Values that were searched for when the experiment was loaded before (experiment/derived.py)."""
 
     @property
     def shown(self) -> str:
@@ -65,6 +67,8 @@ class Facts:
     """uid -> threads, where the mapping says so."""
     processes: list[list[int]] = field(default_factory=list)
     """The uids of this machine by process."""
+    found: dict[str, float] = field(default_factory=dict)
+    """As `Request.found`, for the nodes: one process of a machine searches, not each."""
     regroup: bool = False
     """Whether the others go on when a node dies."""
     own_rounds: bool = False

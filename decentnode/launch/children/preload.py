@@ -63,6 +63,7 @@ with contextlib.suppress(Exception):  # only warms up: what the first load makes
 
     _example = load(files("decentnode").joinpath("quickstart.yaml"), environ={}, check=False)  # type: ignore[arg-type]
     _example.open_data().shares()
+    _example.make_fragment_graphs()
 
 cpu.library()  # compiled here the first time, rather than by every child
 

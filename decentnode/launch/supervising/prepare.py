@@ -13,6 +13,7 @@ import yaml
 from decentnode.build import devices_of, limits_of, processes_of, threads_of
 from decentnode.errors import CheckpointError, DecentnodeError, EnvironmentFault, MappingError, NodeFailed, UsageError
 from decentnode.experiment import Experiment
+from decentnode.experiment.derived import searched
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.file import format_edges
 from decentnode.launch.children.messages import Facts, Failed, Header, Request
@@ -166,6 +167,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),
         processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],
+        found=searched(experiment),
         inputs=inputs,
         faults=[fault.model_dump(mode="json", exclude_none=True) for fault in experiment.make_faults()],
         checked=bool(experiment.faults) and experiment.run.record is not False,
