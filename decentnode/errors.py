@@ -9,6 +9,7 @@ DecentnodeError                 exit code
   AssemblyError                 4    nodes that did not join before the deadline
   PeerLost                      5    a neighbor that stopped answering during the run
     Regrouping                       the generation of members ended; a node then takes part in the next one
+    NoGeneration                     none followed it in time, and the node gave up
   Diverged                      6    NaN or infinity in a model
   CheckpointError               7    a checkpoint that cannot be used
   NodeFailed                    8    a node's own code raised
@@ -89,6 +90,10 @@ class PeerLost(DecentnodeError):
 
 
 class Regrouping(PeerLost):
+    pass
+
+
+class NoGeneration(PeerLost):
     pass
 
 

@@ -98,7 +98,8 @@ class NodeConfig(Settings):
     go both ways and take their weight from their own ends' weights for themselves. Which are added follows from the
     members alone, and they are gone once the graph joins the members by itself."""
     restarts: int = Field(0, ge=0)
-    """With regroup: how many times each node that died is started again by its machine."""
+    """With regroup: how many times each node that died is started again by its machine. One that gave up waiting for
+    the others is only where other nodes of its machine go on."""
     newcomers: Annotated[int, ADDED] = Field(0, ge=0, le=MAX_SEATS)
     """With regroup: how many nodes that are not in the mapping the run admits (`decentnode join`). The graph must be
     one that can be made with so many nodes more. They do not count toward `min_nodes`."""

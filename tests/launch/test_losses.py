@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decentnode.errors import Diverged, Interrupted, PeerLost
+from decentnode.errors import Diverged, Interrupted, NoGeneration, PeerLost
 from decentnode.launch.children.messages import Failed
+from decentnode.launch.nodes.node_process import describe_failure
 from decentnode.launch.supervising.early_end import EarlyEnd
 from decentnode.launch.supervising.losses import Losses
 from tests.launch.stand_ins import local_run
@@ -65,6 +66,27 @@ def test_nobody_is_started_again_where_none_is_left_to_let_them_in_or_the_run_en
     assert run.nodes.workers == workers
 
 
+GENERATION = {"kind": "generation", "origin": "ab", "joined": [], "round": 7}
+
+
+@pytest.mark.parametrize(("members", "present", "again"), [
+    ([0, 2, 3], True, True), ([0, 1, 2], True, False), (None, True, False), ([0, 2, 3], False, False),
+])  # fmt: skip
+def test_who_gave_up_is_started_again_where_others_of_the_machine_are_known_to_go_on(
+    members: list[int] | None, present: bool, again: bool
+) -> None:
+    run, heard = local_run(regroup=True, restarts=2)
+    losses, first = Losses(run, EarlyEnd(run)), run.nodes.workers[1]
+    if members is not None:
+        run.ledger.progress(0, {**GENERATION, "generation": 2, "members": members, "left": []})
+    if not present:
+        losses.died(Failed(0, 8, "node 0 was killed", ""))
+    losses.died(Failed(1, PeerLost.exit_code, "node 1: no new generation", "", follower=True, gave_up=True))
+    losses.replace(first)
+    assert (run.nodes.workers[1] is not first) is again and run.ledger.restarts == ({1: 1} if again else {})
+    assert any("node 1 is not started again" in text for text in heard.notices) is not again
+
+
 def test_a_stop_on_the_way_back_keeps_why_the_node_was_lost() -> None:
     run, _ = local_run(regroup=True)
     losses = Losses(run, EarlyEnd(run))
@@ -82,3 +104,9 @@ def test_the_user_hears_of_each_generation_once_and_who_is_in_it_is_not_lost() -
     losses.generation(record)
     assert heard.notices[1:] == ["generation 2: 2 of 2 nodes go on from round 7, with node 1 again"]
     assert run.ledger.lost == {}
+
+
+def test_a_report_says_that_a_node_gave_up() -> None:
+    for error, gave_up in ((NoGeneration("node 1: no new generation"), True), (PeerLost("node 2 is gone"), False)):
+        failed = describe_failure(1, error)
+        assert (failed.gave_up, failed.follower, failed.exit_code) == (gave_up, True, 5)

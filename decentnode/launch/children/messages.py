@@ -218,6 +218,8 @@ class Failed:
     """The whole message of a DecentnodeError, the whole traceback of anything else."""
     follower: bool = False
     """Whether the node failed only because another did."""
+    gave_up: bool = False
+    """Whether it had waited in vain for a generation with enough of the others."""
 
 
 @dataclass(frozen=True)

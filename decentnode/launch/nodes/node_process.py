@@ -26,7 +26,15 @@ from decentnode.communication.base import Communication
 from decentnode.communication.parts import BindPlan, Growth, LinkFaults, Schema, TransportParts
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.config.component import load_class
-from decentnode.errors import DecentnodeError, EnvironmentFault, Interrupted, NodeFailed, PeerLost, UsageError
+from decentnode.errors import (
+    DecentnodeError,
+    EnvironmentFault,
+    Interrupted,
+    NodeFailed,
+    NoGeneration,
+    PeerLost,
+    UsageError,
+)
 from decentnode.experiment import Digests, Experiment
 from decentnode.faults import OnLinks
 from decentnode.launch.children.messages import (
@@ -392,7 +400,8 @@ def let_go(failed: Failed, error: BaseException, node: Node | None, reporter: Re
 def describe_failure(uid: int, error: BaseException) -> Failed:
     """Returns the report of an exception: its message if it was written for users, else the whole traceback."""
     if isinstance(error, DecentnodeError):
-        return Failed(uid, error.exit_code, str(error).partition("\n")[0], str(error), isinstance(error, PeerLost))
+        return Failed(uid, error.exit_code, str(error).partition("\n")[0], str(error), isinstance(error, PeerLost),
+                      gave_up=isinstance(error, NoGeneration))  # fmt: skip
     if isinstance(error, OSError) and error.filename is not None:
         fault = EnvironmentFault(f"node {uid}: {error.filename}: {error.strerror}")
         return Failed(uid, fault.exit_code, str(fault), str(fault))

@@ -79,7 +79,13 @@ class Losses:
         """Start those of `uids` again that the others go on without, as often as the config says, in one process."""
         restarts, lost, most = self._ledger.restarts, self._ledger.lost, self._run.facts.restarts
         again = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < most]
-        if not again or self._run_ends:
+        if self._run_ends:
+            return None
+        for uid in [uid for uid in again if lost[uid].gave_up and not self._others_go_on_without(uid)]:
+            again.remove(uid)
+            self._observer.notice(f"node {uid} is not started again: it would wait as long once more, without its "
+                                  "model, for others of which nobody here knows that they go on")  # fmt: skip
+        if not again:
             return None
         if self.nobody_is_left and not any(worker.alive for worker in self._nodes.workers):
             self._observer.notice("all nodes have died: none is left that could let them in again")
@@ -93,6 +99,12 @@ class Losses:
     @property
     def _run_ends(self) -> bool:
         return bool(self._run.command.signals.received or self._ledger.finished)
+
+    def _others_go_on_without(self, uid: int) -> bool:
+        """Whether a node of this machine told last of a generation without this one, and such a node is there."""
+        ledger, workers = self._ledger, self._nodes.workers
+        present = {other for each in workers if each.alive for other in each.left} - ledger.lost.keys()
+        return bool(present) and bool(ledger.members) and uid not in ledger.members
 
     @property
     def nobody_is_left(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
-from decentnode.errors import Interrupted, PeerLost, Regrouping
+from decentnode.errors import Interrupted, NoGeneration, PeerLost, Regrouping
 from decentnode.wire.codec import bitmap
 from decentnode.wire.generation import Generation, Limits, new_origin
 from decentnode.wire.membership import Membership
@@ -88,7 +88,7 @@ def test_who_is_alone_gives_up_after_its_time() -> None:
     made[0] = Node(0, made)
     made[0].reconfiguration.suspect([1, 2], "they are dead", 100.0, dead=True)
     now = 100.0
-    with pytest.raises(PeerLost, match="no new generation of members within 60 s"):
+    with pytest.raises(NoGeneration, match="no new generation of members within 60 s"):
         while now < 300:
             now += STEP_SECONDS
             made[0].step(now)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import STOPPING_TIMEOUT_SECONDS, RunFacts
 from decentnode.communication.zeromq.protocol.link_sender import LinkSender
-from decentnode.errors import AssemblyError, Interrupted, PeerFault, PeerLost
+from decentnode.errors import AssemblyError, Interrupted, NoGeneration, PeerFault
 from decentnode.wire.bounds import fitting
 from decentnode.wire.generation import (
     Broken,
@@ -317,8 +317,8 @@ class GenerationWait:
     def step(self, now: float) -> bool:
         """Whether a generation is in force.
 
-        Raises PeerLost, naming nobody in `missing`, when none can be had: after alone_seconds without enough others, or
-        together_seconds in all. Raises Interrupted when the run is to stop and this node is outside, or hears nobody
+        Raises NoGeneration when none can be had: after alone_seconds without enough others, or together_seconds in all.
+        Raises Interrupted when the run is to stop and this node is outside, or hears nobody
         who would close with it for STOPPING_TIMEOUT_SECONDS; AssemblyError when it is refused.
         """
         of, membership = self._reconfiguration, self._reconfiguration.membership
@@ -357,7 +357,7 @@ class GenerationWait:
             reason += f"; {membership.not_let_in()}"
         if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
-        raise PeerLost(
+        raise NoGeneration(
             f"node {membership.uid}: no new generation of members within {now - self._began:.0f} s; {reason}"
             f"{of.counters.refused_handshakes()}"
         )
