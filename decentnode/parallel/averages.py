@@ -22,6 +22,10 @@ class GlobalAverage:
         self.local: list[Tensor] | None = None
         """The values that the local model had, while the module has the mean and may be brought back."""
 
+    def exchange(self, params: Sequence[Tensor]) -> None:
+        """From now on these are averaged. Only while no local model is remembered."""
+        self._params = list(params)
+
     @torch.no_grad()
     def take(self, keep: bool, measure: bool, mean_of: Callable[[Tensor], Tensor] = mean_over_ranks) -> float:
         """Blocking, on all ranks: replaces the values by their means over the ranks; keep: remembers those of this one.

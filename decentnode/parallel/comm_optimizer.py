@@ -159,7 +159,8 @@ class CommOptimizer(OuterOptimizer):
         return 0 if self._member is None else self._member.job.control.generation.number
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        raise ValueError("parameters must be there when the CommOptimizer is made: the center covers them all")
+        raise ValueError("parameters must be there when the CommOptimizer is made, those too that are frozen at first: "
+                         "the center covers them all")  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         return {"local": self.local_optimizer.state_dict(), "dist": self.dist_optimizer.state_dict(),

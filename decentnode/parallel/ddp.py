@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from decentnode.graph.base import Graph
@@ -25,7 +26,6 @@ from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.buckets.bucket import Bucket, make_buckets
 from decentnode.parallel.checks.alike import check_all_alike
 from decentnode.parallel.checks.refusals import (
-    check_frozen,
     check_makers,
     check_model,
     check_optimizer,
@@ -33,24 +33,26 @@ from decentnode.parallel.checks.refusals import (
     check_scaler,
     refuse_averaged_gradients,
     refuse_compiled_autograd,
+    refuse_unfrozen,
 )
 from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.participants.wrapper import WrapperParticipant
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import SharingRule, sharing_named
 from decentnode.parallel.planning.topologies import TopologyLike, make_topology
-from decentnode.parallel.process_group.agreement import by_all_ranks, together
+from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import broadcast_all
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
 from decentnode.parallel.process_group.machines import ranks_per_machine
 from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep
 from decentnode.parallel.states.detached import DetachedModel
-from decentnode.parallel.states.entry_names import plain_name, renamed_entries
-from decentnode.parallel.states.loading import load_together, restart
+from decentnode.parallel.states.entry_names import EXTRA, plain_name, renamed_entries
+from decentnode.parallel.states.loading import all_or_none, load_together, restart
 from decentnode.parallel.states.wrapper_state import kept_of, take_up
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
 from decentnode.parallel.steps.script_optimizer import OtherUpdates, ScriptOptimizer
+from decentnode.parallel.steps.unfrozen import Unfrozen
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import exchange_for
 
@@ -81,9 +83,10 @@ class DecentralizedDataParallel(Module, Joinable):
     For torch's fused Adam and AdamW on float32 parameters one compiled pass does all of it, with the same bits
     (advance.py).
 
-    Trained are the parameters that require gradients when they are wrapped. One that is frozen later is mixed on; one
-    that is trained only later, or converted, raises at the next step. A backward pass through a graph of before a step
-    raises as after a step of torch's: add up the losses of one forward pass, or use `no_sync` for all but the last.
+    Exchanged are the parameters that require gradients when they are wrapped. One that is frozen later is mixed on; one
+    that was frozen and is trained later is exchanged from the next step on, which all ranks then take together. One
+    that is converted raises at the next step. A backward pass through a graph of before a step raises as after a step
+    of torch's: add up the losses of one forward pass, or use `no_sync` for all but the last.
 
     A script may change parameters between steps (load_state_dict, clamping, swapping in an average): the next exchange
     carries the change; `buckets.Bucket` says which changes are noticed. When a backward pass raises, no step is taken
@@ -100,6 +103,9 @@ class DecentralizedDataParallel(Module, Joinable):
 
     _to_load: Any = None
     """States that wait for the order of gradients (compat/decent_dp); until then there is no state to save."""
+
+    _takes_in: ClassVar[bool] = True
+    """Whether parameters can be exchanged that were frozen when the model was wrapped."""
 
     def __init__(
         self,
@@ -163,18 +169,24 @@ class DecentralizedDataParallel(Module, Joinable):
         options = [f"bucket_size_in_mb={bucket_size_in_mb:g}", f"transport={transport!r}"]
         plan = self._agree(topology, local, sharing, delayed, options)
         params = [p for _, p in self._named]
-        buckets = make_buckets(params, int(bucket_size_in_mb * (1 << 20)), param_as_bucket_view, plan.rules())
-        exchange = exchange_for(transport, plan, buckets, timeout_seconds, job)
+        self._views = param_as_bucket_view
+        self._buckets_for = functools.partial(
+            make_buckets, bytes_per_bucket=int(bucket_size_in_mb * (1 << 20)), views=param_as_bucket_view)
+        self._exchange_for = functools.partial(exchange_for, transport, timeout_seconds=timeout_seconds, job=job)
+        buckets = self._buckets_for(params, rules=plan.rules())
+        exchange = self._exchange_for(plan=plan, buckets=buckets)
         if self._member is not None:
             exchange = self._member.wrap(exchange, buckets)
         with together("make the optimizer"):
-            made = optim_fn(list(self._named)) if optim_fn is not None else optimizer(params)  # type: ignore[misc]
+            make: Any = optim_fn or (lambda named: optimizer([p for _, p in named]))  # type: ignore[misc]
+            made = make(list(self._named))
             schedule = lr_scheduler_fn(made) if lr_scheduler_fn is not None else None
             check_optimizer(made, schedule)
             local_step = OptimizerStep(params, made, schedule, scaler, grad_clip_norm)
         self._gossip = self._make_steps(plan, buckets, exchange, local_step)
         self._script_optimizer = None if step_in_backward else ScriptOptimizer(made, self._step_of_script)
         self._other_updates = OtherUpdates(params)
+        self._unfrozen = Unfrozen(list(model.named_parameters()), made, make)
         self._average = GlobalAverage(model, params, sync_buffer_in_global_avg)
         self._told_revert = self._told_no_step = False
         self._accumulated_from = -1
@@ -222,7 +234,6 @@ class DecentralizedDataParallel(Module, Joinable):
         model = self.module
         with together("wrap the model"):
             self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
             if not self._named:
                 raise ValueError("model must have parameters that require gradients")
             for name, p in model.named_parameters():
@@ -243,10 +254,8 @@ class DecentralizedDataParallel(Module, Joinable):
     def _begin(self) -> None:
         """Watches backward passes from now on, and starts the exchange of the initial parameters."""
         params = [p for _, p in self._named]
-        if close_others(self, params):
-            logger.warning("the model was wrapped before: that wrapper takes no steps any more")
         self._watch = BackwardWatch(params if self._script_optimizer is None else [], self._step)
-        close_at_exit(self, params)
+        self._own_alone()
         if self._member is not None:
             self._member.attach(self.module, self._gossip, self._average)
         self._gossip.begin()  # a rank may be lost in the first launch already
@@ -254,6 +263,13 @@ class DecentralizedDataParallel(Module, Joinable):
             self._member.come()
         for bucket in self._gossip.buckets:
             bucket.moved_bytes = 0  # from now on a step is one mixing and one snapshot
+
+    def _own_alone(self) -> None:
+        """No other wrapper steps the parameters that this one exchanges."""
+        params = [p for _, p in self._named]
+        if close_others(self, params):
+            logger.warning("the model was wrapped before: that wrapper takes no steps any more")
+        close_at_exit(self, params)
 
     def _make_steps(
         self, plan: Plan, buckets: Sequence[Bucket], exchange: BucketExchange, local: OptimizerStep
@@ -283,6 +299,7 @@ class DecentralizedDataParallel(Module, Joinable):
         looks = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if looks:
             refuse_averaged_gradients(self)
+            self._look_for_unfrozen()
             if self._script_optimizer is not None and self.training and self.steps == 0:
                 self._other_updates.look()
         output = self.module(*args, **kwargs)
@@ -313,6 +330,8 @@ class DecentralizedDataParallel(Module, Joinable):
         if self._watch.stopped:
             raise RuntimeError("this wrapper is closed, or its model was wrapped again: step the optimizer of the one "
                                "that trains")  # fmt: skip
+        for p in self._look_for_unfrozen():  # a GradScaler has not looked at what the optimizer had not
+            p.grad = None
         with self._whole_step():
             self._take_step(update)
 
@@ -335,10 +354,59 @@ class DecentralizedDataParallel(Module, Joinable):
             raise RuntimeError("a training step must not begin at the average of global_avg, which it would change: "
                                "revert_global_avg() first, or global_avg(will_revert=False) to go on from the "
                                "average")  # fmt: skip
-        check_frozen(self._frozen)
-        self._gossip.local.apart.look()
+        self._look_for_unfrozen()
         if self._gossip.must_restart:
             restart(self._gossip)
+        if self._unfrozen.waiting:
+            self._gossip.exchange.drain()
+            self._take_in(("the exchange of more parameters", "exchange more parameters"), lambda: None)
+        self._gossip.local.apart.look()
+
+    # -- parameters that were frozen --------------------------------------------------------------------------
+
+    def _look_for_unfrozen(self) -> list[Parameter]:
+        """Notices parameters that are trained now and were frozen before; returns them. Raises RuntimeError where they
+        cannot be exchanged, ValueError where they share memory."""
+        found = self._unfrozen.found()
+        if not found:
+            return []
+        if self._member is not None or not self._takes_in:
+            refuse_unfrozen(found[0][0])
+        check_model(self.module, DecentralizedDataParallel, self._views)
+        self._unfrozen.admit({name for name, _ in found})
+        if self._script_optimizer is None:
+            self._watch.add([p for _, p in found])
+        return [p for _, p in found]
+
+    def _take_in(self, what: tuple[str, str], admit: Callable[[], None]) -> None:
+        """Blocking, on all ranks, with nothing in flight: exchanges the parameters that wait for it from now on, if any
+        do after `admit`. what: as of `all_or_none`. Raises what `admit` raised, AssemblyError naming a rank that trains
+        others."""
+        steps = self._gossip
+
+        def named() -> list[tuple[str, Parameter]]:
+            known = {name for name, _ in [*self._named, *self._unfrozen.waiting]}
+            return [(name, p) for name, p in self.module.named_parameters() if name in known]
+
+        def check() -> None:
+            check_alike("list of trained parameters", [name for name, _ in named()], device_of_group())
+
+        all_or_none(steps, what, admit, check, self._unfrozen.withdraw)
+        fresh = [p for _, p in self._unfrozen.waiting]
+        if fresh:
+            buckets = self._buckets_for(fresh, rules=steps.plan.rules(), first=len(steps.buckets))
+            steps.take_in(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
+            self._named = named()
+            params = [p for _, p in self._named]
+            steps.local.exchange(params)
+            self._average.exchange(params)
+            self._unfrozen.waiting.clear()
+            self._own_alone()
+
+    def _admit_trained_in(self, state_dict: Mapping[str, Any]) -> None:
+        """Lets parameters wait that were exchanged in the run of a state."""
+        layout = self._known_names(state_dict)[EXTRA].get("layout") or []
+        self._unfrozen.admit({name for bucket in layout for name, _ in bucket})
 
     @torch.no_grad()
     def _idle_step(self) -> None:
@@ -481,12 +549,16 @@ class DecentralizedDataParallel(Module, Joinable):
         DistributedDataParallel and of the module alone, compiled or not; where a state has no optimizer, it stays as it
         is. If a rank cannot load its state, or has one of another step, all raise (AssemblyError), with what they have
         loaded by then; if one does not load at all, PeerLost names it, or it is named by the ranks that do not.
+        Parameters that are frozen here and were exchanged in the saved run are exchanged from now on, frozen or not.
         """
         if assign:
             raise ValueError("assign=True would take the parameters out of their buckets")
         self._gossip.exchange.drain()
         if self._average.local is not None:  # else Decent-DP's face refuses
             self.revert_global_avg()
+        if self._takes_in and self._member is None:
+            self._take_in(("load_state_dict", "load the state"), lambda: self._admit_trained_in(state_dict))
+            self._gossip.exchange.drain()
         return load_together(
             self._gossip, lambda: super(DecentralizedDataParallel, self).load_state_dict(
                 self._known_names(state_dict), strict=strict, assign=assign)

@@ -50,6 +50,8 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
 
     FLOAT_DTYPES: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32, torch.float64]
 
+    _takes_in: ClassVar[bool] = False
+
     _gossip: DecentDPSteps
 
     def __init__(

@@ -276,10 +276,14 @@ class Bucket:
 
         step: -1 before the first exchange. lr: of the optimizer's last step, whose result was mixed.
         """
+        if self.rule.requirements.sequential and step >= 0:
+            self.rule.finish(self.flat, replace(plan.view(step), lr=lr))
+        self.begin_round(plan, step + 1, lr)
+
+    def begin_round(self, plan: Plan, step: int, lr: float) -> None:
+        """Begins the round of a step, for rules that need it."""
         if self.rule.requirements.sequential:
-            if step >= 0:
-                self.rule.finish(self.flat, replace(plan.view(step), lr=lr))
-            self.rule.begin(self.flat, replace(plan.view(step + 1), lr=lr))
+            self.rule.begin(self.flat, replace(plan.view(step), lr=lr))
 
     def _mix_linearly(
         self, flat: Tensor, sent: Tensor | None, arrived: Mapping[int, Tensor], weights: Mapping[int, float], uid: int
@@ -326,16 +330,20 @@ class Bucket:
 
 
 def make_buckets(
-    params: Sequence[Parameter], bytes_per_bucket: int, views: bool, rules: Iterator[Sharing]
+    params: Sequence[Parameter], bytes_per_bucket: int, views: bool, rules: Iterator[Sharing], first: int = 0
 ) -> list[Bucket]:
     """Fills buckets with parameters in reverse order, in which gradients come, split by dtype, device and size.
 
-    rules: yields the rule of every bucket.
+    rules: yields the rule of every bucket. first: the number of the first one.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
     for p in reversed(params):
         groups.setdefault((p.dtype, p.device), []).append(p)
     buckets: list[Bucket] = []
+
+    def make(filled: list[Parameter]) -> None:
+        buckets.append(Bucket(first + len(buckets), filled, views, next(rules)))
+
     for group in groups.values():
         filled: list[Parameter] = []
         size = 0
@@ -343,8 +351,8 @@ def make_buckets(
             filled.append(p)
             size += p.numel() * p.element_size()
             if size >= bytes_per_bucket:
-                buckets.append(Bucket(len(buckets), filled, views, next(rules)))
+                make(filled)
                 filled, size = [], 0
         if filled:
-            buckets.append(Bucket(len(buckets), filled, views, next(rules)))
+            make(filled)
     return buckets

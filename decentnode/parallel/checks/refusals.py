@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -126,12 +125,10 @@ def check_steps_alone(optimizer: Optimizer) -> None:
                          "several times in a step, between which ranks cannot exchange")  # fmt: skip
 
 
-def check_frozen(frozen: Sequence[tuple[str, Tensor]]) -> None:
-    """Raises RuntimeError for a parameter that was frozen when its module was wrapped and is trained now."""
-    for name, p in frozen:
-        if p.requires_grad:
-            raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, and its ranks would train it "
-                               "apart: wrap the model anew after requires_grad_(True)")  # fmt: skip
+def refuse_unfrozen(name: str) -> None:
+    """Raises RuntimeError for a parameter that is trained now and cannot be exchanged. name: of it."""
+    raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, and its ranks would train it apart: "
+                       "wrap the model with all parameters trained that will be, and freeze them afterwards")
 
 
 def refuse_averaged_gradients(wrapper: Module) -> None:

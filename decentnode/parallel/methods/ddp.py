@@ -7,41 +7,62 @@ from typing import Any
 import torch
 
 from decentnode.parallel.methods.base import DistOptimizer
+from decentnode.parallel.process_group.agreement import check_alike
+from decentnode.parallel.process_group.default_group import device_of_group
 
 
 class GradientAveraging(DistOptimizer):
     """Gradients are averaged over all ranks in every step, parameters never.
 
-    Where a rank has no gradient of a parameter, it counts as zero; where none has one, there is none.
+    Where a rank has no gradient of a parameter, it counts as zero; where none has one, there is none. Gradients of
+    parameters that were frozen at construction are averaged, too, from the step on in which all ranks train them.
     """
 
     alike = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._trained = [p.requires_grad for p in self.params]
+        self._at_first = [p.requires_grad for p in self.params]
+        self._trained = list(self._at_first)
+        """Whether the gradients of each parameter are averaged."""
 
     def check_stable(self) -> None:
         if self.overlap:
             raise ValueError("overlap must be False for DDP: a step needs its gradients")
 
     def kind(self) -> list[str]:
-        return [*super().kind(), f"trained parameters: {self._trained}"]
+        return [*super().kind(), f"trained parameters: {self._at_first}"]
+
+    def meet_anew(self, meetings: int) -> None:  # noqa: ARG002
+        self._trained = list(self._at_first)
 
     @torch.no_grad()
     def before_step(self) -> None:
         if self.world_size == 1:
             return
-        trained = [p for p, is_ in zip(self.params, self._trained, strict=True) if is_]
-        if any(p.grad is not None for p, is_ in zip(self.params, self._trained, strict=True) if not is_):
-            raise RuntimeError("parameters that were frozen when the CommOptimizer was made must stay so")
-        own = torch.tensor([p.grad is not None for p in trained], device=self.center.device)
-        flat = torch.cat([each.reshape(-1) for each in self.dense_gradients(trained)])
+        more = [not was and p.requires_grad for p, was in zip(self.params, self._trained, strict=True)]
+        if self._average(self._trained, any(more)):
+            self._compare(more)
+            self._average(more, False)
+            self._trained = [was or new for was, new in zip(self._trained, more, strict=True)]
+
+    def _compare(self, more: list[bool]) -> None:
+        """Blocking. Raises AssemblyError where ranks train others of the parameters that were frozen."""
+        lines = [f"parameter {number}" for number, is_ in enumerate(more) if is_]
+        check_alike("list of parameters that are trained now and were frozen", lines, device_of_group())
+
+    def _average(self, chosen: list[bool], more: bool) -> bool:
+        """Blocking: averages the gradients of some parameters. more: whether this rank trains others besides; returns
+        whether any rank does."""
+        trained = [p for p, is_ in zip(self.params, chosen, strict=True) if is_]
+        own = torch.tensor([*(p.grad is not None for p in trained), more], device=self.center.device)
+        flat = torch.cat([each.reshape(-1) for each in self.dense_gradients(trained)] or [self.center[:0]])
         steps = self.steps
         total = self.sum(self.with_beat(flat, own.to(flat.dtype)))
         total = self.without_beat(total, steps)
         gradients = total[: flat.numel()].div_(self.world_size).split([p.numel() for p in trained])
-        for p, gradient, ranks in zip(trained, gradients, total[flat.numel() :].real.tolist(), strict=True):
+        counts = total[flat.numel() :].real.tolist()
+        for p, gradient, ranks in zip(trained, gradients, counts[:-1], strict=True):
             if ranks:
                 mean = gradient.view(p.shape)
                 mean = (mean if p.is_complex() else mean.real).to(p.dtype)
@@ -49,6 +70,7 @@ class GradientAveraging(DistOptimizer):
                     p.grad = mean.clone()
                 else:
                     p.grad.copy_(mean)
+        return bool(counts[-1])
 
     def local_pulling_step(self) -> None:
         return

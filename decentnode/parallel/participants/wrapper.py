@@ -13,7 +13,6 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,9 +115,8 @@ class WrapperParticipant:
         self._average.swap()
         for bucket in steps.buckets:
             bucket.gather()
-            if bucket.rule.requirements.sequential:
-                bucket.rule.begin(bucket.flat, replace(steps.plan.view(self._first), lr=steps.rate()))
-                bucket.scatter()
+            bucket.begin_round(steps.plan, self._first, steps.rate())
+            bucket.scatter()
         self.exchange.resume(steps.round_of(self._first))
         self._average.swap()
 

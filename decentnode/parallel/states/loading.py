@@ -17,23 +17,41 @@ def load_together(steps: GossipSteps, load: Callable[[], T]) -> T:
     """What `load` returns, which loads a state, while nothing is in flight. Blocking: all ranks do it, or all raise and
     may go on training from what they have loaded by then. Raises what `load` raised here, else AssemblyError,
     PeerLost."""
-    before, own = (steps.taken, steps.factor), None
+    before = steps.taken, steps.factor
+
+    def undo() -> None:
+        steps.taken, steps.factor = before
+
+    result = all_or_none(steps, ("load_state_dict", "load the state"), load, lambda: _check_steps(steps), undo)
+    _launch_anew(steps)
+    return result
+
+
+def all_or_none(
+    steps: GossipSteps, what: tuple[str, str], work: Callable[[], T], check: Callable[[], None],
+    undo: Callable[[], None] = lambda: None,
+) -> T:
+    """What `work` returns, while nothing is in flight. Blocking: it succeeds on all ranks, as `check` does, or all
+    raise and may go on training, after `undo`. Raises what `work` raised here, else AssemblyError, PeerLost.
+
+    what: the operation's name, and a verb with its object, for messages. check: compares ranks; blocking.
+    """
+    own = None
     try:
-        with steps.exchange.average("load_state_dict"):
-            with together("load the state"):
+        with steps.exchange.average(what[0]):
+            with together(what[1]):
                 try:
-                    result = load()
+                    result = work()
                 except Exception as error:
                     own = error
                     raise ValueError(error) from error  # a RuntimeError would be taken for a sign of a lost rank
-            _check_steps(steps)
+            check()
     except (AssemblyError, ValueError):
-        steps.taken, steps.factor = before
+        undo()
         _launch_anew(steps)
         if own is not None:
             raise own from None
         raise
-    _launch_anew(steps)
     return result
 
 

@@ -27,6 +27,10 @@ class Apart:
                              "given")  # fmt: skip
         self.look()
 
+    def exchange(self, params: Sequence[Tensor]) -> None:
+        """From now on these are exchanged."""
+        self._params, self._groups = list(params), -1
+
     def look(self) -> None:
         """Warns, once, of parameters that every rank trains for itself."""
         if len(self._optimizer.param_groups) == self._groups:

@@ -77,8 +77,15 @@ class BackwardWatch:
                 watch._gradient_came = True
                 known = watch._queued if watch._queued is not None else nothing
 
-        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in params]
+        self._on_gradient = on_gradient
+        self._hooks: list[Any] = []
         self.stopped = False
+        self.add(params)
+
+    def add(self, params: Sequence[Parameter]) -> None:
+        """Watches these, too, unless it was stopped. They must require gradients."""
+        if not self.stopped:
+            self._hooks += [p.register_post_accumulate_grad_hook(self._on_gradient) for p in params]
 
     def output_came(self) -> None:
         """To be called when the gradient of an output of the module comes: the outermost pass is under way."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,11 @@ class OptimizerStep:
         for p in self.apart.unstepped:
             p.grad = None
 
+    def exchange(self, params: Sequence[Tensor]) -> None:
+        """From now on ranks exchange these. The order is that in which the norm of their gradients is summed."""
+        self._params = list(params)
+        self.apart.exchange(params)
+
     def advance_schedule(self) -> None:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
@@ -95,6 +100,28 @@ class GossipSteps:
         for bucket in self.buckets:
             bucket.next_round(self.plan, -1, self.learning_rate)
         self.launch(0)
+
+    @torch.no_grad()
+    def take_in(
+        self, buckets: Sequence[Bucket], exchange_for: Callable[[Plan, Sequence[Bucket]], BucketExchange]
+    ) -> None:
+        """Blocking, on all ranks, while nothing is in flight: steps are of these buckets, too, from now on, and the
+        exchange of the parameters as they are begins.
+
+        exchange_for: makes the exchange of all buckets; blocking. The rules of the buckets that were there go on.
+        """
+        before, rate = self.exchange, self.rate()
+        before.abandon()
+        for bucket in self.buckets:
+            bucket.renew_memory()
+        self.buckets += buckets
+        self.exchange = exchange_for(self.plan, self.buckets)
+        self.exchange.bytes_sent, self.exchange.wait_seconds = before.bytes_sent, before.wait_seconds
+        self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
+        for bucket in buckets:
+            bucket.begin_round(self.plan, self.taken, rate)
+            bucket.scatter()
+        self.launch(self.taken)
 
     def take(self) -> None:
         """Blocking until the exchange in flight is over. Raises PeerLost, and RuntimeError after a step that was broken

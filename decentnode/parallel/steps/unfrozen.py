@@ -1,0 +1,86 @@
+"""Parameters that were frozen when their module was wrapped and are trained later, as in fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+Named = list[tuple[str, Parameter]]
+
+
+class Unfrozen:
+    """Finds parameters that are trained now and were not before, and gives them to the optimizer.
+
+    That needs no other rank; until these parameters are exchanged, which all ranks have to begin together, they wait.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, Parameter]], optimizer: Optimizer, make: Callable[[Named], Optimizer],
+    ) -> None:
+        """named: all parameters of the module, in its order. make: made the optimizer of those that are trained."""
+        self._named, self._optimizer, self._make = list(named), optimizer, make
+        self._known = [(name, p) for name, p in named if p.requires_grad]
+        self._frozen = [(name, p) for name, p in named if not p.requires_grad]
+        self.waiting: Named = []
+
+    def found(self) -> Named:
+        """Parameters that were frozen so far and no longer are: they are to be admitted."""
+        return [(name, p) for name, p in self._frozen if p.requires_grad]
+
+    def admit(self, names: set[str]) -> None:
+        """Lets the parameters of these names that were frozen so far wait, whether they still are or not. Raises
+        RuntimeError where the optimizer has several groups and its maker does not tell which one is theirs."""
+        known = {name for name, _ in self._known}
+        fresh = [(name, p) for name, p in self._frozen if name in names and name not in known]
+        if fresh:
+            known.update(name for name, _ in fresh)
+            self._give(fresh, [(name, p) for name, p in self._named if name in known])
+            self._known += fresh
+            self.waiting += fresh
+        self._frozen = [(name, p) for name, p in self._frozen if name not in names or not p.requires_grad]
+
+    def withdraw(self) -> None:
+        """Parameters that wait and are still frozen wait no longer."""
+        back = {name for name, p in self.waiting if not p.requires_grad}
+        self._known = [(name, p) for name, p in self._known if name not in back]
+        self.waiting = [(name, p) for name, p in self.waiting if name not in back]
+
+    def _give(self, fresh: Named, trained: Named) -> None:
+        """Puts parameters into the groups of the optimizer where its maker puts them when it is called anew, with all
+        that are trained; those that the script has added itself stay where they are."""
+        groups = self._optimizer.param_groups
+        own = {p for group in groups for p in group["params"]}
+        lacking = {p: name for name, p in fresh if p not in own}
+        if not lacking:
+            return
+        made = self._make(trained)
+        for number, theirs in enumerate(made.param_groups):
+            if lacking.keys().isdisjoint(theirs["params"]):
+                continue
+            mine = [group for group in groups if not set(group["params"]).isdisjoint(theirs["params"])]
+            if not mine and len(made.param_groups) == len(groups):  # of parameters that were all frozen
+                mine = groups[number : number + 1]
+            if len(mine) != 1:
+                name = next(lacking[p] for p in theirs["params"] if p in lacking)
+                raise RuntimeError(f"parameter {name} is trained now and was frozen when the model was wrapped: add it "
+                                   'to the optimizer, model.optimizer.add_param_group({"params": [...]}), whose '
+                                   f"{len(groups)} groups do not tell where it belongs")  # fmt: skip
+            _extend(mine[0], theirs, lacking.keys())
+        for p in lacking:
+            if p in made.state:  # as Adagrad's, which is made with the optimizer
+                self._optimizer.state[p] = made.state[p]
+
+
+def _extend(mine: dict[str, Any], theirs: Mapping[str, Any], lacking: Collection[Tensor]) -> None:
+    """Adds the parameters `lacking` of the group `theirs` to the group `mine`, in the order of a wrapper made anew."""
+    names = {p: name for group in (mine, theirs)
+             for p, name in zip(group["params"], group.get("param_names", ()), strict=False)}  # fmt: skip
+    before = set(mine["params"])
+    both = [p for p in theirs["params"] if p in before or p in lacking]
+    mine["params"] = both + [p for p in mine["params"] if p not in set(both)]
+    if "param_names" in mine:
+        mine["param_names"] = [names[p] for p in mine["params"]]
