@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from decentnode.experiment import load
-from tests.data.files import write_cifar10
+from tests.data.files import write_cifar10, write_pairs
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs" / "tables").glob("*.yaml"))
@@ -40,6 +40,7 @@ def data(modules: tuple[ModuleType, ModuleType], tmp_path_factory: pytest.TempPa
     (folder / "plays.txt").write_text("\n\n".join(said))
     modules[1].write(folder, folder / "plays.txt", scale=0.05)
     write_cifar10(folder / "cifar-10-batches-bin", per_file=256, files=1, tests=32)
+    write_pairs(folder / "multi30k", ["ein Haus", "ein Hund laeuft", "kein Hund"] * 50, ["a house", "dogs", "no"] * 50)
     return folder
 
 
@@ -49,6 +50,9 @@ def cache(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overrides(name: str, data: Path) -> tuple[str, ...]:
+    if name == "multi30k":
+        files = {"source": "train.de", "target": "train.en", "test_source": "test.de.gz", "test_target": "test.en.gz"}
+        return tuple(f"data.{key}={data}/multi30k/{file}" for key, file in files.items())
     folder = data / ("cifar-10-batches-bin" if name.startswith("cifar") else name)
     return (f"data.folder={folder}", *([f"data.images={folder}/img_align_celeba"] if name == "celeba" else []))
 
