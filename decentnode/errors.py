@@ -4,7 +4,7 @@ DecentnodeError                 exit code
   UsageError                    2    the user's input: config, graph, mapping, data
     ConfigError                      all problems of one experiment file at once
     GraphError  MappingError  DataError
-      SampleFailed              8    a sample could not be made by the user's own Dataset; others may be whole
+      SampleFailed              8    a sample could not be made by the user's Dataset, or read; others may be whole
   EnvironmentFault              3    the machine: port in use, file limit, missing extra
   AssemblyError                 4    nodes that did not join before the deadline
   PeerLost                      5    a neighbor that stopped answering during the run

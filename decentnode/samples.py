@@ -110,8 +110,9 @@ class Samples:
 
     inputs: np.ndarray | Rows  # [N, *input_shape] uint8 or float32; whole numbers where they are ids
     targets: np.ndarray | Rows  # [N, *target_shape] whole numbers or floats: int64 or float32 for the task
-    scale: float = 1.0
-    offset: float = 0.0
+    scale: float | tuple[float, ...] = 1.0
+    offset: float | tuple[float, ...] = 0.0
+    """Of all numbers, or of each channel."""
     ids: bool = False
     """Whether inputs are numbers of things (tokens, users), which the model gets as int64."""
 
@@ -137,6 +138,42 @@ class LazySamples(abc.ABC):
     @abc.abstractmethod
     def fetch(self, indices: np.ndarray) -> Samples:
         """Makes the samples at `indices` [M], in that order."""
+
+
+Box = tuple[int, int, int, int]
+"""A part of an image: left, upper, right and lower, in pixels; the last two are the first ones behind it."""
+Crop = Callable[[int, int, int], Box]
+"""Called with the place of an image in its batch, its width and its height; returns the part to take."""
+
+
+class Reading(abc.ABC):
+    """A batch that is being read."""
+
+    @abc.abstractmethod
+    def result(self) -> Samples:
+        """Waits for the batch (blocking). Raises SampleFailed for the first sample in it that cannot be read."""
+
+    @abc.abstractmethod
+    def cancel(self) -> None:
+        """Nobody waits for the batch: what is not begun of it is not read."""
+
+
+class ImageFiles(LazySamples):
+    """Images that are read from their files when a batch is taken."""
+
+    input_shape: tuple[int, int, int]
+    scale: tuple[float, ...]
+    offset: tuple[float, ...]
+    """Of each channel, as `Samples` has them."""
+    threads: int
+    """How many images of a process are read at the same time."""
+
+    @abc.abstractmethod
+    def begin(self, indices: np.ndarray, crop: Crop | None = None) -> Reading:
+        """Begins to read the images at `indices` [M] on threads, in that order; not blocking.
+
+        crop: the part of each that is scaled to `input_shape`. None: as `fetch`, the middle.
+        """
 
 
 AnySamples = Samples | LazySamples

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BLOCK = 4096
 """Training samples that are in memory at once while they are checked."""
+IMAGES = 256
+"""As many where they are read from files: 40 MB of ImageNet's."""
 
 
 @click.group("data")
@@ -84,24 +86,33 @@ def check(dataset: Dataset) -> list[str]:
     """Reads every sample. Returns lines about what there is; raises DataError."""
     import numpy as np
 
+    from decentnode.samples import ImageFiles
+
     index, keys = getattr(dataset, "index", None), dataset.train_keys()
     train, test = dataset.num_train(), dataset.num_test()
-    for start in range(0, train, BLOCK):
-        _finite(dataset.train(np.arange(start, min(start + BLOCK, train))), f"training sample {start} on")
-    for start in range(0, test, BLOCK):
-        _finite(dataset.test_part(np.arange(start, min(start + BLOCK, test))), f"test sample {start} on")
+    block = IMAGES if isinstance(dataset.test_part(np.arange(0)), ImageFiles) else BLOCK
+    for start in range(0, train, block):
+        _read(dataset.train(np.arange(start, min(start + block, train))), f"training sample {start} on")
+    for start in range(0, test, block):
+        _read(dataset.test_part(np.arange(start, min(start + block, test))), f"test sample {start} on")
     found = [f"{train:,} training samples, {test:,} test samples, all of them whole"]
     if keys is not None:
         sizes = np.unique(keys, return_counts=True)[1]
         found.append(f"{len(sizes):,} users, with {sizes.min():,} to {sizes.max():,} training samples")
     if index is not None:
-        found.append(f"converted into {index.folder}")
+        found.append(f"{'listed in' if block == IMAGES else 'converted into'} {index.folder}")
     return found
 
 
-def _finite(samples: Any, where: str) -> None:
+def _read(samples: Any, where: str) -> None:
+    """Raises DataError."""
     import numpy as np
 
+    from decentnode.samples import ImageFiles
+
+    if isinstance(samples, ImageFiles):
+        samples.begin(np.arange(len(samples))).result()
+        return
     inputs = getattr(samples, "inputs", None)
     if isinstance(inputs, np.ndarray) and inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
         raise DataError(f"{where}: inputs must be finite")

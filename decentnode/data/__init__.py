@@ -23,6 +23,7 @@ DATASETS = Table({
     "token_file": "decentnode.data.token_file:TokenFile",
     "parallel_text": "decentnode.data.parallel_text:ParallelText",
     "tiny_imagenet": "decentnode.data.tiny_imagenet:TinyImagenet",
+    "image_folder": "decentnode.data.image_folder:ImageFolder",
     "npz": "decentnode.data.npz:Npz",
     "synthetic": "decentnode.data.synthetic:Synthetic",
 }, adapt="decentnode.data.torch_data:adapted", libraries={"hf": "decentnode.data.hugging_face:HuggingFace"})

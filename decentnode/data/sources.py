@@ -89,6 +89,10 @@ SOURCES: dict[str, Source] = {
     }), dataset="idx", keys={"mean": "0.2860", "std": "0.3530"}),
     "tiny_imagenet": Source((Remote(("http://cs231n.stanford.edu/tiny-imagenet-200.zip",), 248_100_043,
                                     "90528d7ca1a48142e341f4ef8d21d0de"),), "tiny-imagenet-200", unpack=True),
+    "image_folder": Source(by_hand="of ImageNet its authors (https://image-net.org/download) give out "
+                                   "ILSVRC2012_img_train.tar, which holds an archive for each class, and "
+                                   "ILSVRC2012_img_val.tar, whose images have to be moved into folders of their "
+                                   "classes"),
     "femnist": Source(by_hand="LEAF's data/femnist/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the "
                               "files from NIST's images; its folder data/femnist/data is the one to name"),
     "celeba": Source(by_hand="the images img_align_celeba and the lists of identities and attributes are given out by "

@@ -6,14 +6,18 @@ drawn before: a run repeats bit for bit on every transport, device and after a r
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from decentnode import rng
-from decentnode.config.component import Settings
+from decentnode.config.component import ADDED, Settings
+from decentnode.samples import Box, Crop
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 """The step of SplitMix64 (Steele et al. 2014, doi 10.1145/2660193.2660195), as a signed number."""
@@ -22,9 +26,34 @@ DRAWS = 8
 """Numbers that a sample has in an epoch."""
 
 
+TRIES = 10
+"""Boxes that are drawn for a random resized crop, as torchvision's, until one lies in the image."""
+
+
+class ResizedCropConfig(Settings):
+    """Of which boxes of an image one is drawn."""
+
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest area, as a fraction of the image's."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width, as a multiple of the height."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ValueError(f"must have 0 < scale[0] <= scale[1] <= 1, got {list(self.scale)}")
+        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
+            raise ValueError(f"must have 0 < ratio[0] <= ratio[1], got {list(self.ratio)}")
+        return self
+
+
 class AugmentConfig(Settings):
     """What is done to training images, in this order. Evaluation sees images as they are."""
 
+    random_resized_crop: Annotated[bool | ResizedCropConfig, ADDED] = False
+    """Whether a box drawn at random is cut out of the image's file and scaled to the size of inputs (Szegedy et al.
+    2015, arXiv 1409.4842, section 6; as torchvision draws it): true, or a section. For `data: image_folder`, whose
+    images have been scaled already otherwise."""
     random_crop: int = Field(0, ge=0)
     """Images are shifted by up to so many pixels in each direction: a crop of the image with so many around it."""
     padding: Literal["zero", "edge"] = "zero"
@@ -38,9 +67,15 @@ class AugmentConfig(Settings):
 
     @model_validator(mode="after")
     def _something(self) -> Self:
-        if not (self.random_crop or self.flip or self.cutout):
-            raise ValueError("must have random_crop, flip or cutout")
+        if not (self.random_resized_crop or self.random_crop or self.flip or self.cutout):
+            raise ValueError("must have random_resized_crop, random_crop, flip or cutout")
         return self
+
+    @property
+    def resized_crop(self) -> ResizedCropConfig | None:
+        """What `random_resized_crop` says; None where nothing is cut out."""
+        chosen = self.random_resized_crop
+        return chosen if isinstance(chosen, ResizedCropConfig) else ResizedCropConfig() if chosen else None
 
     def problem_of(self, input_shape: tuple[int, ...], inputs: str) -> str:
         """Why samples of such a shape cannot be augmented; empty where they can."""
@@ -54,7 +89,8 @@ class AugmentConfig(Settings):
     @property
     def text(self) -> str:
         """In a line for people."""
-        found = [f"shifted by up to {self.random_crop} pixels" if self.random_crop else "",
+        found = ["cut out of their files at random" if self.random_resized_crop else "",
+                 f"shifted by up to {self.random_crop} pixels" if self.random_crop else "",
                  "mirrored" if self.flip else "",
                  f"a square of {self.cutout} left out" if self.cutout else ""]  # fmt: skip
         return ", ".join(filter(None, found))
@@ -67,10 +103,23 @@ class Augmentation:
         self.config = config
         self._seed, self._uid = seed, uid
 
-    def __call__(self, inputs: Tensor, samples: Tensor, epoch: int, zero: float) -> Tensor:
+    def crop(self, samples: np.ndarray, epoch: int) -> Crop | None:
+        """Returns which part of each image in a batch is to be read from its file; None for the middle.
+
+        samples: [B] int64, their numbers in the node's share.
+        """
+        chosen = self.config.resized_crop
+        if chosen is None:
+            return None
+        key = rng.torch_seed(self._seed, self._uid, "random resized crop", epoch)
+        numbers = _hash(key, torch.from_numpy(samples), 2 * TRIES + 2).tolist()
+        return lambda place, width, height: drawn_box(numbers[place], width, height, chosen)
+
+    def __call__(self, inputs: Tensor, samples: Tensor, epoch: int, zero: float | Tensor) -> Tensor:
         """Returns augmented images [B, C, H, W]; `inputs` may be overwritten.
 
-        samples: [B] int64, their numbers in the node's share. zero: a pixel of 0 after normalization.
+        samples: [B] int64, their numbers in the node's share. zero: a pixel of 0 after normalization, [C, 1, 1] where
+        channels have different ones.
         """
         key = rng.torch_seed(self._seed, self._uid, "augmentation", epoch)
         numbers = _hash(key, samples)
@@ -86,9 +135,29 @@ class Augmentation:
         return inputs
 
 
-def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | None) -> Tensor:
+def drawn_box(numbers: Sequence[int], width: int, height: int, config: ResizedCropConfig) -> Box:
+    """A part of an image of that size: of an area uniform in `scale` and a ratio whose logarithm is uniform in `ratio`,
+    at a place that is uniform too. Where TRIES have found none in the image, as much of its middle as `ratio` allows.
+
+    numbers: 2 TRIES + 2 of 31 random bits.
+    """
+    (least, most), (narrow, wide) = config.scale, config.ratio
+    for first in range(0, 2 * TRIES, 2):
+        one, other = (number / (1 << 31) for number in numbers[first : first + 2])
+        area = width * height * (least + (most - least) * one)
+        ratio = math.exp(math.log(narrow) + (math.log(wide) - math.log(narrow)) * other)
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            upper, left = numbers[-2] * (height - h + 1) >> 31, numbers[-1] * (width - w + 1) >> 31
+            return left, upper, left + w, upper + h
+    w, h = min(width, max(1, round(height * wide))), min(height, max(1, round(width / narrow)))
+    left, upper = (width - w) // 2, (height - h) // 2
+    return left, upper, left + w, upper + h
+
+
+def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | Tensor | None) -> Tensor:
     """Images [B, C, H, W] of which pixel (y, x) is that of (y + down, x + right). down, right: [B] int64. zero: beyond
-    the border, None for the border's own."""
+    the border, [C, 1, 1] where channels differ, None for the border's own."""
     _, _, height, width = images.shape
     rows = torch.arange(height, device=images.device) + down[:, None]
     columns = torch.arange(width, device=images.device) + right[:, None]
@@ -97,6 +166,8 @@ def shifted(images: Tensor, down: Tensor, right: Tensor, zero: float | None) -> 
     if zero is None:
         return found
     there = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    if isinstance(zero, Tensor):
+        return torch.where(there[:, None], found, zero)
     return found.masked_fill_(~there[:, None], zero)
 
 
@@ -120,10 +191,10 @@ def _along(images: Tensor, dimension: int, places: Tensor) -> Tensor:
     return images.gather(dimension, places.view(shape).expand(images.shape))
 
 
-def _hash(key: int, samples: Tensor) -> Tensor:
-    """[B, DRAWS] int64 with 31 random bits each: SplitMix64 of a counter. Whole numbers, so that every device finds the
+def _hash(key: int, samples: Tensor, draws: int = DRAWS) -> Tensor:
+    """[B, draws] int64 with 31 random bits each: SplitMix64 of a counter. Whole numbers, so that every device finds the
     same."""
-    counter = samples[:, None] * DRAWS + torch.arange(1, DRAWS + 1, device=samples.device)
+    counter = samples[:, None] * draws + torch.arange(1, draws + 1, device=samples.device)
     x = counter * GOLDEN + key
     for shift, factor in zip((30, 27), FACTORS, strict=True):
         x = (x ^ _right(x, shift)) * factor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from decentnode.samples import NodeSamples
 from decentnode.tensors import FlatModel, moved
 from decentnode.training import statistics
 from decentnode.training.augment import Augmentation
+from decentnode.training.read_ahead import ReadAhead
 from decentnode.training.sampler import Sampler
 from decentnode.training.source import Source, source_of
 from decentnode.training.supervised_config import SupervisedConfig
@@ -42,6 +44,18 @@ class NodeShare:
         if config.sampling == "resample" and self._deal_again is None and data.trains:
             raise DataError("training.sampling must be fixed for data that cannot be dealt anew, got resample")
         self._augment = Augmentation(config.augment, seed=seed, uid=uid) if config.augment is not None else None
+        if config.augment is not None and config.augment.random_resized_crop and data.trains \
+                and self.splits["train"][0].images is None:  # fmt: skip
+            raise DataError("training.augment.random_resized_crop needs images that are read from their files, as "
+                            "data image_folder has them")  # fmt: skip
+        self._reader = self._make_reader()
+
+    def _make_reader(self) -> ReadAhead | None:
+        """Returns what reads the training samples; None where they do not lie in files."""
+        images = self.splits["train"][0].images
+        if images is None:
+            return None
+        return ReadAhead(images) if self._augment is None else ReadAhead(images, self._augment.crop)
 
     def _split(self, data: NodeSamples) -> dict[str, tuple[Source, Tensor]]:
         """Returns per split its source and the indices [M] into it. No sample is in two splits, but that those of "own"
@@ -136,6 +150,7 @@ class NodeShare:
     def _take(self, source: Source) -> None:
         self.splits["train"] = (source, torch.arange(len(source)))
         self.num_samples = len(source)
+        self._reader = self._make_reader()
 
     # -- batches ----------------------------------------------------------------------------------------------
 
@@ -146,6 +161,8 @@ class NodeShare:
             if self._deal_again is not None or self._augment is not None:
                 self.deal(self.sampler.upcoming)
                 some = min(steps, self.sampler.steps_left)
+            if self._reader is not None:
+                some = 1  # the sampler then stands where the batches begin that are read ahead
             epoch = self.sampler.upcoming
             yield from self._gathered(*self.sampler.take(some), epoch)
             steps -= some
@@ -174,8 +191,19 @@ class NodeShare:
         for first in range(0, len(sizes), group):
             some = sizes[first : first + group]
             chosen = picked[start : start + sum(some)]
-            inputs, targets = source.take(chosen)
+            if self._reader is None:
+                inputs, targets = source.take(chosen)
+            else:
+                inputs, targets = source.ready(self._reader.take(chosen.numpy(), epoch))
+                self._reader.begin(self._upcoming())
             if self._augment is not None:
                 inputs = self._augment(inputs, moved(chosen, inputs.device), epoch, source.zero)
             start += sum(some)
             yield from zip(inputs.split(some), targets.split(some), strict=True)
+
+    def _upcoming(self) -> Iterator[tuple[np.ndarray, int]]:
+        """Yields samples and epoch of the next batches, as far as their share is known."""
+        sampler, members = copy.copy(self.sampler), self.splits["train"][1]
+        while self._deal_again is None or sampler.upcoming == self.sampler.epoch:
+            epoch = sampler.upcoming
+            yield members[torch.from_numpy(sampler.take(1)[0])].numpy(), epoch

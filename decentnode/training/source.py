@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decentnode.samples import AnySamples, LazySamples, Rows, Samples
+from decentnode.samples import AnySamples, ImageFiles, LazySamples, Rows, Samples
 from decentnode.tensors import moved
+from decentnode.training.read_ahead import ReadAhead
 
 CONVERT_ONCE_BYTES = 1 << 20
 """Inputs that take up to this as float32 are converted at once; larger 8-bit ones stay as they are (a quarter of the
@@ -48,20 +49,24 @@ class Source:
     ) -> None:
         """move: brings the arrays to the device."""
         self._device, self._move = device, move
-        self.zero = 0.0
-        """What the normalization makes of 0; of samples that are made when they are taken, 0."""
+        self.zero: float | Tensor = 0.0
+        """What the normalization makes of 0, [C, 1, 1] of each channel; of samples that a Dataset makes, 0."""
+        self.images = samples if isinstance(samples, ImageFiles) else None
+        """The samples where they are read from their files."""
         self.kept: AnySamples | None = None
         """Set by `source_of`."""
         self._lazy = samples if isinstance(samples, LazySamples) else None
         self._length = len(samples)
         if isinstance(samples, Samples):
             self._open(samples)
+        if self.images is not None:
+            self.zero = _by_channel(self.images.offset, device)
 
     def _open(self, samples: Samples) -> None:
         self._targets = _Array(samples.targets, self._device, self._move)
         self._inputs = _Array(samples.inputs, self._device, self._move)
         self._scale, self._offset, self._ids = samples.scale, samples.offset, samples.ids
-        self.zero = samples.offset
+        self.zero = _by_channel(samples.offset, self._device)
         if not self._ids and isinstance(samples.inputs, np.ndarray) and samples.inputs.size * 4 <= CONVERT_ONCE_BYTES:
             self._inputs = self._inputs.holding(self._normalize(self._inputs.read(self._inputs.tensor)))
             self._scale, self._offset = 1.0, 0.0
@@ -102,6 +107,8 @@ class Source:
     @property
     def sample_elements(self) -> int:
         """How many numbers the inputs of one sample are, at most."""
+        if self.images is not None:
+            return math.prod(self.images.input_shape)
         if self._lazy is not None:
             if not self._length:
                 return 1
@@ -113,20 +120,41 @@ class Source:
         float32, or int64 where they are ids, and targets [M, *target_shape] float32 or int64. Rows are padded to the
         longest of them. Not blocking on a GPU."""
         if self._lazy is not None:
-            made = Source(self._lazy.fetch(indices.numpy()), self._device, moved)
-            return made.take(torch.arange(len(indices)))
+            return self.ready(self._lazy.fetch(indices.numpy()))
         targets = self._targets.take(indices)
         kind = torch.float32 if targets.is_floating_point() else torch.int64
         return self._normalize(self._inputs.take(indices)), targets.to(kind)
+
+    def ready(self, samples: Samples) -> tuple[Tensor, Tensor]:
+        """As `take`, of samples that have been made."""
+        return Source(samples, self._device, moved).take(torch.arange(len(samples)))
+
+    def batches(self, chunks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the samples at each of `chunks` that is not empty, as `take` gives them. Files are read ahead."""
+        chunks = [chunk for chunk in chunks if len(chunk)]
+        if self.images is None:
+            yield from map(self.take, chunks)
+            return
+        reader = ReadAhead(self.images)
+        for place, chunk in enumerate(chunks):
+            samples = reader.take(chunk.numpy())
+            reader.begin((each.numpy(), 0) for each in chunks[place + 1 :])
+            yield self.ready(samples)
 
     def _normalize(self, inputs: Tensor) -> Tensor:
         if self._ids:
             return inputs.to(torch.int64)
         ready = inputs.to(torch.float32)
         if self._scale != 1.0 or self._offset != 0.0:
-            ready = ready * self._scale if ready is inputs else ready.mul_(self._scale)
-            ready.add_(self._offset)
+            scale, offset = (_by_channel(each, self._device) for each in (self._scale, self._offset))
+            ready = ready * scale if ready is inputs else ready.mul_(scale)
+            ready.add_(offset)
         return ready
+
+
+def _by_channel(value: float | tuple[float, ...], device: torch.device) -> float | Tensor:
+    """What images [B, C, H, W] are multiplied by or added to."""
+    return moved(torch.tensor(value)[:, None, None], device) if isinstance(value, tuple) else value
 
 
 class _Sequence:

@@ -207,12 +207,13 @@ class Supervised(Training):
             members = members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
         members = members[part[0] :: part[1]]
         size = evaluation_batch(EVALUATION_ELEMENTS, source, self.task) if len(members) else 1
+        if source.images is not None and self.model.device.type != "cpu":
+            size = max(size, self.config.batch_size)  # one image of 224 by 224 at a time would leave a GPU idle
         names = self.task.all_sums
         total = torch.zeros(len(names), dtype=torch.float64, device=self.model.device)
         with evaluating(self.model.module), torch.inference_mode():
-            for chosen in members.split(size):
-                if len(chosen):
-                    total += self._sums(*source.take(chosen))
+            for inputs, targets in source.batches(members.split(size)):
+                total += self._sums(inputs, targets)
         sums = dict(zip(names, total.tolist(), strict=True))
         return Evaluation(len(members), sums, self.task.evaluated(sums))
 
@@ -234,7 +235,7 @@ class Supervised(Training):
         if not len(members):
             return statistics.measure(self.model.module, ())
         batches = members.tensor_split(max(1, len(members) // size))  # none of one sample where there are more
-        return statistics.measure(self.model.module, (source.take(chosen)[0] for chosen in batches))
+        return statistics.measure(self.model.module, (inputs for inputs, _ in source.batches(batches)))
 
     def load_statistics(self, moments: Tensor) -> None:
         statistics.load(self.model.module, moments)

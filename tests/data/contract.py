@@ -7,13 +7,12 @@ import pytest
 
 from decentnode.data.base import Dataset, Partition, Samples
 from decentnode.errors import DataError
-from decentnode.samples import Rows
+from decentnode.samples import AnySamples, Rows
 
 
 def check_dataset(dataset: Dataset) -> None:
     targets, spec, count = dataset.train_targets(), dataset.spec, dataset.num_train()
-    everything, test = dataset.train(np.arange(count)), dataset.test()
-    assert isinstance(everything, Samples) and isinstance(test, Samples)
+    everything, test = made(dataset.train(np.arange(count))), made(dataset.test())
     check_samples(everything, dataset)
     check_samples(test, dataset)
     assert len(everything) == count > 0 and len(test) == dataset.num_test() > 0
@@ -23,10 +22,16 @@ def check_dataset(dataset: Dataset) -> None:
         assert targets.min() >= 0 and targets.max() < dataset.num_classes
         assert np.array_equal(targets, dataset.train_targets()) and np.array_equal(everything.targets, targets)
     chosen = np.array([count - 1, 0, count // 2, 0])  # any order, with a repetition
-    some = dataset.train(chosen)
+    some = made(dataset.train(chosen))
     check_samples(some, dataset)
     assert same(some.inputs, everything.inputs[chosen]) and same(some.targets, everything.targets[chosen])
-    none = dataset.train(np.empty(0, np.int64))
+    lazy = dataset.train(np.arange(count)).take(chosen)
+    assert len(lazy) == len(chosen) and same(made(lazy).inputs, some.inputs)
+    labels = dataset.test_labels()
+    assert (labels is None) == (targets is None) and (labels is None or np.array_equal(labels, test.targets))
+    part = made(dataset.test_part(np.array([len(test) - 1, 0])))
+    assert same(part.inputs, test.inputs[np.array([len(test) - 1, 0])])
+    none = made(dataset.train(np.empty(0, np.int64)))
     assert len(none) == 0 and (isinstance(none.inputs, Rows) or none.inputs.shape == (0, *spec.input_shape))
     for wrong in (-1, count):
         with pytest.raises(DataError, match=rf"indices must lie in 0\.\.{count - 1}, got {wrong}"):
@@ -35,6 +40,11 @@ def check_dataset(dataset: Dataset) -> None:
     assert same(taken.inputs, some.inputs) and (taken.scale, taken.offset) == (some.scale, some.offset)
     for keys, length in ((dataset.train_keys(), count), (dataset.test_keys(), len(test))):
         assert keys is None or (keys.shape == (length,) and keys.dtype.kind in "iu")
+
+
+def made(samples: AnySamples) -> Samples:
+    """Those that are made when they are taken, too."""
+    return samples if isinstance(samples, Samples) else samples.fetch(np.arange(len(samples)))
 
 
 def check_samples(samples: Samples, dataset: Dataset) -> None:
@@ -52,7 +62,9 @@ def check_samples(samples: Samples, dataset: Dataset) -> None:
         assert (samples.inputs < most).all() and (spec.vocabulary is None or samples.targets.max(initial=0) < most)
         return
     assert samples.inputs.dtype in (np.uint8, np.float32)
-    ready = samples.inputs.astype(np.float32) * samples.scale + samples.offset
+    scale, offset = (np.array(each)[:, None, None] if isinstance(each, tuple) else each
+                     for each in (samples.scale, samples.offset))  # fmt: skip
+    ready = samples.inputs.astype(np.float32) * scale + offset
     assert np.isfinite(ready).all() and np.abs(ready).max(initial=0) < 100
 
 

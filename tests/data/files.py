@@ -206,6 +206,18 @@ def write_tiny_imagenet(folder: Path, classes: int = 3, per_class: int = 4) -> N
     (folder / "val" / "val_annotations.txt").write_text("".join(lines))
 
 
+def write_image_folder(folder: Path, classes: int = 3, per_class: int = 4, tests: int = 2, test: str = "val") -> None:
+    """Class n is of brightness 60 n + 20, with some noise; JPEG and PNG, wide and high, the last of a class gray."""
+    draw = np.random.default_rng(4)
+    for split, count in (("train", per_class), (test, tests)):
+        for label in range(classes):
+            for number in range(count):
+                shape = (20 + 4 * (number % 3), 26 - 3 * number % 11, *([] if number == count - 1 else [3]))
+                pixels = np.clip(draw.normal(60 * label + 20, 6, shape), 0, 255)
+                name = f"{split}_{number}.{'png' if number % 2 else 'JPEG'}"
+                write_image(folder / split / f"n0{label}" / name, pixels)
+
+
 def write_shakespeare(folder: Path) -> None:
     """Three speakers who repeat a line of their own."""
     users: dict[str, tuple[list[Any], list[Any]]] = {}

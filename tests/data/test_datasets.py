@@ -61,6 +61,9 @@ def test_contract(name: str, packed: bool, tmp_path: Path) -> None:
     elif name == "tiny_imagenet":
         files.write_tiny_imagenet(tmp_path / "d")
         section["folder"] = "d"
+    elif name == "image_folder":
+        files.write_image_folder(tmp_path / "d", test="test" if packed else "val")
+        section |= {"folder": "d", "size": 12, **({"test_folder": "test"} if packed else {})}
     elif name == "npz":
         files.write_npz(tmp_path / "d.npz", *files.samples(), packed=packed)
         section |= {"file": "d.npz", "scale": 1 / 255}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import torch
 
 from decentnode import rng
 from decentnode.build import build_in_process, step_all
-from decentnode.errors import ConfigError
+from decentnode.errors import ConfigError, DataError
 from decentnode.experiment import load
 from decentnode.samples import Samples
-from decentnode.training.augment import Augmentation, AugmentConfig, cut_out, flipped, shifted
+from decentnode.training.augment import (
+    Augmentation,
+    AugmentConfig,
+    ResizedCropConfig,
+    cut_out,
+    drawn_box,
+    flipped,
+    shifted,
+)
 from tests.launch.test_resume import Folder, models
 from tests.training import small
 
@@ -142,7 +151,7 @@ def test_steps_that_cross_an_epoch_have_the_draws_of_theirs() -> None:
 
 @pytest.mark.parametrize("section, problem", [
     ("{random_crop: 8}", "must have random_crop below the 8 pixels of an image, got 8"),
-    ("{}", "must have random_crop, flip or cutout"),
+    ("{}", "must have random_resized_crop, random_crop, flip or cutout"),
     ("{cutout: -1}", "training.augment.cutout"),
 ])
 def test_what_cannot_be_augmented(section: str, problem: str) -> None:
@@ -171,3 +180,90 @@ def test_shares_that_are_dealt_anew(tmp_path: Path) -> None:
                                                "node={rounds: 2}", "communication=inproc"]))  # fmt: skip
     step_all(nodes)
     assert nodes[0].round == 2
+
+
+# -- random resized crops
+
+
+def torchvision_box(
+    draws: list[float], width: int, height: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[int, int, int, int] | None:
+    """The first box in the image, as RandomResizedCrop.get_params of torchvision finds it; None for its fallback.
+
+    draws: in [0, 1), two for each try, then those of the row and the column.
+    """
+    for k in range(10):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * draws[2 * k])
+        aspect = math.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * draws[2 * k + 1])
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = int(draws[20] * (height - h + 1)), int(draws[21] * (width - w + 1))
+            return left, top, left + w, top + h
+    return None
+
+
+@pytest.mark.parametrize("width, height", [(500, 375), (40, 300), (1, 1), (7, 3)])
+@pytest.mark.parametrize("keys", [{}, {"scale": [0.5, 1]}, {"scale": [1, 1], "ratio": [1, 1]}])
+def test_boxes_are_drawn_as_torchvision_draws_them(width: int, height: int, keys: dict[str, Any]) -> None:
+    config = ResizedCropConfig.model_validate(keys)
+    draw = np.random.default_rng(5)
+    fallen = 0
+    for _ in range(50):
+        numbers = draw.integers(0, 1 << 31, 22).tolist()
+        found = drawn_box(numbers, width, height, config)
+        wanted = torchvision_box([number / (1 << 31) for number in numbers], width, height, config.scale, config.ratio)
+        left, upper, right, lower = found
+        assert 0 <= left < right <= width and 0 <= upper < lower <= height
+        if wanted is None:
+            fallen += 1
+            narrow, wide = config.ratio  # the largest middle of such a ratio
+            w, h = min(width, round(height * wide)), min(height, round(width / narrow))
+            assert (right - left, lower - upper) == (w, h) and (left, upper) == ((width - w) // 2, (height - h) // 2)
+        else:
+            assert found == wanted
+    if not keys and width > 30:
+        assert (fallen == 0) == (width == 500), "a box of such a ratio has at most a sixth of a narrow image"
+
+
+def test_boxes_cover_the_areas_and_ratios() -> None:
+    made = Augmentation(AugmentConfig(random_resized_crop=True), seed=1, uid=0)
+    crop = made.crop(np.arange(4000), 0)
+    assert crop is not None
+    boxes = np.array([crop(place, 400, 400) for place in range(4000)])
+    width, height = (boxes[:, 2] - boxes[:, 0]).astype(float), (boxes[:, 3] - boxes[:, 1]).astype(float)
+    area, ratio = width * height / 160_000, np.log(width / height)
+    inside = area < 0.7  # larger ones do not fit in each ratio
+    for values, span in ((area[inside], (0.08, 0.7)), (ratio[inside], (math.log(3 / 4), math.log(4 / 3)))):
+        assert np.abs(np.histogram(values, 5, span)[0] / inside.sum() - 0.2).max() < 0.03
+    assert area.min() > 0.079 and ratio.min() > math.log(3 / 4) - 0.03 and ratio.max() < math.log(4 / 3) + 0.03
+
+
+def test_a_box_depends_on_seed_node_epoch_and_image_alone() -> None:
+    def boxes(samples: list[int], seed: int = 1, uid: int = 0, epoch: int = 0) -> list[Any]:
+        made = Augmentation(AugmentConfig(random_resized_crop=True), seed=seed, uid=uid)
+        crop = made.crop(np.array(samples), epoch)
+        assert crop is not None
+        return [crop(place, 300, 200) for place in range(len(samples))]
+
+    plain = boxes([4, 9, 2])
+    assert boxes([2, 4]) == [plain[2], plain[0]] and len(set(plain)) == 3
+    for keys in ({"seed": 2}, {"uid": 1}, {"epoch": 1}):
+        assert not set(plain) & set(boxes([4, 9, 2], **keys))
+    assert Augmentation(AugmentConfig(flip=True), seed=1, uid=0).crop(np.arange(2), 0) is None
+
+
+def test_arrays_have_no_files_to_cut_boxes_from() -> None:
+    with pytest.raises(ConfigError, match="random_resized_crop needs images that are read from their files, got digi"):
+        load(QUICKSTART, ["training.augment={random_resized_crop: true}"])
+    with pytest.raises(DataError, match="needs images that are read from their files, as data image_folder has them"):
+        training([], augment={"random_resized_crop": True})
+    for section in ("{scale: [0, 1]}", "{scale: [0.5, 0.2]}", "{ratio: [2, 1]}"):
+        with pytest.raises(ConfigError, match=r"training\.augment\.random_resized_crop must have 0 < "):
+            load(QUICKSTART, [f"training.augment.random_resized_crop={section}"])
+
+
+def test_beyond_the_border_each_channel_is_black() -> None:
+    x = images(2, 3, 3)
+    black = torch.tensor([-1.0, -2.0])[:, None, None]
+    found = shifted(x, torch.tensor([1, 0]), torch.tensor([0, 0]), black)
+    assert torch.equal(found[0, :, 2], torch.tensor([[-1.0] * 3, [-2.0] * 3])) and torch.equal(found[1], x[1])

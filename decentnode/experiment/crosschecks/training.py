@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from decentnode.checkpoint.config import BestConfig
@@ -17,7 +18,7 @@ from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.experiment.tree import Experiment
-from decentnode.samples import DataSpec
+from decentnode.samples import DataSpec, ImageFiles
 from decentnode.sharing.parameters import named, problems_of
 from decentnode.training import TRAININGS
 from decentnode.training.statistics import needs_two
@@ -40,6 +41,12 @@ def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
         return
     if problem := training.augment.problem_of(spec.input_shape, spec.inputs):
         yield Problem(("training", "augment"), problem, other=("data",))
+    elif training.augment.random_resized_crop:
+        first = experiment.open_data().dataset().train(np.zeros(1, np.int64))
+        if not isinstance(first, ImageFiles):
+            message = f"needs images that are read from their files, got {experiment.data.name}"
+            yield Problem(("training", "augment", "random_resized_crop"), message, "data: image_folder would do",
+                          other=("data", "name"))  # fmt: skip
 
 
 def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:

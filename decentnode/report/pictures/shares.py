@@ -10,7 +10,7 @@ import numpy as np
 
 from decentnode.data.opened import OpenedData
 from decentnode.errors import UsageError
-from decentnode.samples import AnySamples, Samples
+from decentnode.samples import AnySamples, ImageFiles, Samples
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 MOST_CLASSES = 100
@@ -106,25 +106,35 @@ def draw(shares: Shares, path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def normalization(data: OpenedData) -> dict[str, float]:
-    """By which scale and offset inputs come to the model; empty where they come as they are, or as a Dataset makes
-    them."""
+def normalization(data: OpenedData) -> dict[str, Any]:
+    """By which scale and offset, of each channel where these differ, inputs come to the model; empty where they come as
+    they are, or as a Dataset makes them."""
     samples = _first(data)
-    return {} if not isinstance(samples, Samples) or samples.ids else {"scale": samples.scale, "offset": samples.offset}
+    known = isinstance(samples, ImageFiles) or (isinstance(samples, Samples) and not samples.ids)
+    return {name: getattr(samples, name) for name in ("scale", "offset")} if known else {}
 
 
 def inputs(data: OpenedData) -> str:
     """In a line what the model gets as inputs."""
     samples, shape = _first(data), f"inputs {[*data.spec.input_shape]}"
+    if isinstance(samples, ImageFiles):
+        return f"{shape} read from files, times {_text(samples.scale)}, plus {_text(samples.offset)}"
     if not isinstance(samples, Samples):
         return f"{shape} as the Dataset makes them"
     if samples.ids:
         return f"{shape} of whole numbers"
     if samples.scale == 1 and samples.offset == 0:
         return f"{shape} {samples.inputs.dtype} as they are"
-    low, high = (value * samples.scale + samples.offset for value in (0, 255))
-    span = f", from {low:.4g} to {high:.4g}" if samples.inputs.dtype == np.uint8 else ""
-    return f"{shape} {samples.inputs.dtype}, times {samples.scale:.6g}, plus {samples.offset:.6g}{span}"
+    span = ""
+    if samples.inputs.dtype == np.uint8 and not isinstance(samples.scale, tuple) \
+            and not isinstance(samples.offset, tuple):  # fmt: skip
+        low, high = (value * samples.scale + samples.offset for value in (0, 255))
+        span = f", from {low:.4g} to {high:.4g}"
+    return f"{shape} {samples.inputs.dtype}, times {_text(samples.scale)}, plus {_text(samples.offset)}{span}"
+
+
+def _text(value: float | tuple[float, ...]) -> str:
+    return f"({', '.join(map(_text, value))})" if isinstance(value, tuple) else f"{value:.6g}"
 
 
 def tested(data: OpenedData) -> int:
