@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from decentnode.build import build_in_process, step_all
 from decentnode.experiment import load
+from tests.data.files import write_image_folder
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").rglob("*.yaml"))
-WITH_FILES = sorted((Path(__file__).parents[1] / "configs" / "tables").glob("*.yaml"))
-"""Their data lies in files, which tests/test_tables.py makes."""
+IMAGENET = Path(__file__).parents[1] / "configs" / "imagenet.yaml"
+WITH_FILES = [*sorted((Path(__file__).parents[1] / "configs" / "tables").glob("*.yaml")), IMAGENET]
+"""Their data lies in files, which tests/test_tables.py makes, and a test below."""
 BENCHMARKS = sorted((Path(__file__).parents[1] / "eval" / "benchmarks").rglob("*.yaml"))
 RUN_HERE = [path for path in CONFIGS + BENCHMARKS if path not in WITH_FILES]
 
@@ -45,6 +48,32 @@ def test_two_rounds(path: Path) -> None:
         assert (alone and node.uid not in alone) or not torch.equal(node.training.model.parameters, start)
         assert math.isfinite(float(node.figures()["loss"]))
     assert len(nodes[0].reports) == len(nodes)
+
+
+@pytest.mark.slow
+def test_imagenet_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own sections, on images of 32 by 32, with a narrow model."""
+    monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
+    write_image_folder(tmp_path, classes=4, per_class=8, tests=4)
+    nodes = build_in_process(load(IMAGENET, [
+        f"data.folder={tmp_path}", "data.size=32", "data.threads=1", "model.widths=[2, 2, 4, 4]",
+        "training.batch_size=2", "node={rounds: 3, evaluate_every: 3, schedule: overlapped}", "communication=inproc",
+    ]))  # fmt: skip
+    step_all(nodes)
+    assert len(nodes) == 8 and all(math.isfinite(float(node.figures()["loss"])) for node in nodes)
+    assert 0 <= float(nodes[0].figures()["accuracy_merged"]) <= 1
+    for node in nodes:
+        assert node.training.learning_rate == pytest.approx(0.1 + 0.3 * 3 / 6255), "of the warm-up"  # type: ignore[attr-defined]
+
+
+def test_the_numbers_of_imagenet_are_those_of_its_images() -> None:
+    text = load(IMAGENET, check=False)
+    training: Any = text.training
+    epoch = 1_281_167 // text.graph.nodes // training.batch_size  # type: ignore[attr-defined]
+    schedule = training.lr_schedule
+    assert text.node.rounds == 90 * epoch and schedule.warmup == 5 * epoch
+    assert [each + schedule.warmup for each in schedule.arguments()["milestones"]] == [n * epoch for n in (30, 60, 80)]
+    assert training.optimizer.arguments()["lr"] == 0.1 * text.graph.nodes * training.batch_size / 256  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)

@@ -59,6 +59,8 @@ class Source:
     """Further keys of its section."""
     by_hand: str = ""
     """How to come by it, where there is nothing to download as it is."""
+    prepared: str = "checks and converts"
+    """What `decentnode data prepare` does with the files."""
 
 
 def _cifar(name: str, size: int, md5: str) -> tuple[Remote, ...]:
@@ -92,7 +94,7 @@ SOURCES: dict[str, Source] = {
     "image_folder": Source(by_hand="of ImageNet its authors (https://image-net.org/download) give out "
                                    "ILSVRC2012_img_train.tar, which holds an archive for each class, and "
                                    "ILSVRC2012_img_val.tar, whose images have to be moved into folders of their "
-                                   "classes"),
+                                   "classes", prepared="reads"),
     "femnist": Source(by_hand="LEAF's data/femnist/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the "
                               "files from NIST's images; its folder data/femnist/data is the one to name"),
     "celeba": Source(by_hand="the images img_align_celeba and the lists of identities and attributes are given out by "
@@ -113,10 +115,10 @@ SOURCES: dict[str, Source] = {
 
 def remedy(name: str) -> str:
     """What to do where the files of a dataset are missing."""
-    prepare = f"decentnode data prepare {name} --from DIR checks and converts what you have"
     source = SOURCES.get(name)
     if source is None:
         return ""
+    prepare = f"decentnode data prepare {name} --from DIR {source.prepared} what you have"
     if source.files:
         return f"decentnode data get {name} downloads it; {prepare}"
     return f"{source.by_hand}; {prepare}"

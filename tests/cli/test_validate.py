@@ -8,6 +8,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from decentnode.cli import main
+from tests.data.files import write_image_folder
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -16,11 +17,28 @@ def validate(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["validate", *arguments], catch_exceptions=False)
 
 
-@pytest.mark.parametrize("path", sorted(Path(QUICKSTART).parent.glob("*.yaml")), ids=lambda path: path.name)
-def test_every_config_is_valid_and_names_its_schema(path):
-    done = validate(str(path))
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name == "imagenet.yaml" else [])
+    for path in sorted(Path(QUICKSTART).parent.glob("*.yaml"))
+])
+def test_every_config_is_valid_and_names_its_schema(path, tmp_path, monkeypatch):
+    keys = []
+    if path.name == "imagenet.yaml":  # whose images are nowhere
+        monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
+        write_image_folder(tmp_path, classes=2, per_class=512)
+        keys = ["--set", f"data.folder={tmp_path}"]
+    done = validate(str(path), *keys)
     assert done.exit_code == 0, done.stderr
     assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+
+
+def test_where_imagenet_has_to_lie_is_said():
+    path = str(Path(QUICKSTART).with_name("imagenet.yaml"))
+    done = validate(path, "--set", "data.folder=/no/images")
+    assert done.exit_code == 2
+    assert "1 problem\n" in done.stderr
+    assert "data: /no/images/train: no such folder; expected a folder of images for each class there (data.folder, " \
+        "data.train_folder); of ImageNet its authors" in done.stderr
 
 
 def test_ok_is_one_line():

@@ -219,7 +219,7 @@ def test_the_catalogue() -> None:
 @pytest.mark.parametrize("section", [
     {"name": "cifar10", "folder": "no"}, {"name": "cifar100", "folder": "no"}, {"name": "mnist", "folder": "no"},
     {"name": "femnist", "folder": "no"}, {"name": "celeba", "folder": "no", "images": "no"},
-    {"name": "tiny_imagenet", "folder": "no"},
+    {"name": "tiny_imagenet", "folder": "no"}, {"name": "image_folder", "folder": "no"},
 ])
 def test_a_missing_file_says_how_to_come_by_it(section: dict[str, Any], tmp_path: Path) -> None:
     name = section["name"]
