@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from decentnode import parallel
@@ -175,6 +176,11 @@ class CommOptimizer(parallel.CommOptimizer):
     def _kind(self, name: str) -> Callable[..., DistOptimizer]:
         found = METHODS.get(str(name).upper()) if self._faithful else None
         return super()._kind(name) if found is None else found
+
+    def join_hook(self, **more: Any) -> JoinHook:
+        if self._faithful and not self.dist_optimizer.alike:
+            raise ValueError("all ranks must take equally many steps with faithful=True, as SDTL's do")
+        return super().join_hook(**more)
 
 
 __all__ = ["EASGD", "LSGD", "CommOptimizer", "DistOptimizer", "EASGDPlus", "LSGDPlus"]

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from decentnode.errors import PeerLost
@@ -22,6 +23,7 @@ from decentnode.parallel.methods.leader import LSGD, LSGDPlus
 from decentnode.parallel.participants.optimizer import OptimizerParticipant
 from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.process_group.default_group import num_ranks
+from decentnode.parallel.steps.idle import Idles
 
 T = TypeVar("T")
 
@@ -45,12 +47,14 @@ DIST_OPTIMIZERS: dict[str, type[DistOptimizer]] = {
 }  # fmt: skip
 
 
-class CommOptimizer(OuterOptimizer):
+class CommOptimizer(OuterOptimizer, Idles):
     """Wraps a local optimizer; for schedulers, GradScaler and checkpoints it is an ordinary torch optimizer.
 
     With a GradScaler (`scaler.step(optimizer)`) all ranks skip a step in which one of them has an inf or NaN gradient,
-    so that they meet in the same steps. Every rank's scale is its own. All ranks take equally many steps and load
-    states of one step: where they meet in different ones, `step` raises AssemblyError. A state of another number of
+    so that they meet in the same steps. Every rank's scale is its own. All ranks take equally many steps, or train
+    inside torch's `with Join([optimizer])`: one that has run out of inputs then goes on meeting the others, without
+    updates of its own, until the last one has (`DistOptimizer.idle`). They load states of one step: where they meet in
+    different ones, `step` raises AssemblyError. A state of another number of
     ranks loads without what was under way. The parameters are those that the local optimizer has at construction.
     """
 
@@ -78,6 +82,7 @@ class CommOptimizer(OuterOptimizer):
             local_pulling_strength=local_pulling_strength, comm_period=comm_period, overlap=overlap, **more,
         )  # fmt: skip
         super().__init__(optimizer)
+        Idles.__init__(self)
         self._inside_center = False
         self._member = None if job is None else OptimizerParticipant(job, self.dist_optimizer)
         if self._member is not None:
@@ -120,21 +125,42 @@ class CommOptimizer(OuterOptimizer):
         result = self.evaluated(closure)
         if loss is None:
             loss = result
+        Join.notify_join_context(self)
         with contextlib.nullcontext() if self._member is None else self._member.step():
             self._take_step(loss)
         return result
 
+    @torch.no_grad()
+    def _idle_step(self) -> None:
+        method = self.dist_optimizer
+        if method.alike:
+            self.zero_grad()  # of the last batch
+        method.idle = True
+        try:
+            self._take_step(None)
+        finally:
+            method.idle = False
+        if method.alike:
+            self.zero_grad()
+
+    def _comes_and_goes(self) -> bool:
+        return self._member is not None
+
     def _take_step(self, loss: Any) -> None:
         method = self.dist_optimizer
         method.check_params()
-        infinite = self.infinite()
+        infinite = None if method.idle else self.infinite()
+        if infinite is None and self._join_config.enable:  # ranks that are out of inputs do not know of GradScalers
+            infinite = 0.0
         if infinite is not None and self._met(lambda: method.largest(infinite), infinite) > 0:
             return
-        self.unscale(method.params)
+        if not method.idle:
+            self.unscale(method.params)
         self._met(method.before_step, None)
         if method.alike and self._member is not None and self._member.over:
             return
-        self.local_optimizer.step()
+        if method.alike or not method.idle:
+            self.local_optimizer.step()
         number = loss.detach() if isinstance(loss, Tensor) else loss
         self._met(lambda: method.step(None if number is None else float(number)), None)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
@@ -51,6 +51,7 @@ from decentnode.parallel.states.loading import all_or_none, load_together, resta
 from decentnode.parallel.states.wrapper_state import kept_of, take_up
 from decentnode.parallel.steps.backward import BackwardWatch, tensors_in
 from decentnode.parallel.steps.gossip_steps import GossipSteps, OptimizerStep
+from decentnode.parallel.steps.idle import Idles
 from decentnode.parallel.steps.script_optimizer import OtherUpdates, ScriptOptimizer
 from decentnode.parallel.steps.unfrozen import Unfrozen
 from decentnode.parallel.transports.base import BucketExchange
@@ -61,17 +62,7 @@ logger = logging.getLogger(__name__)
 OptimFn = Callable[[list[tuple[str, Tensor]]], Optimizer]
 
 
-class _IdleHook(JoinHook):
-    """What a rank that has run out of inputs does in every step of the others (torch's `Join`)."""
-
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step = step
-
-    def main_hook(self) -> None:
-        self._step()
-
-
-class DecentralizedDataParallel(Module, Joinable):
+class DecentralizedDataParallel(Module, Idles):
     """Wraps a module; at the end of every backward pass it mixes, takes the optimizer's step and starts an exchange.
 
     x_i(t+1) = sum_j W_ij(t) x_j(t) + step of the optimizer at the gradient at x_i(t): D-PSGD in the order of Wang et
@@ -153,7 +144,7 @@ class DecentralizedDataParallel(Module, Joinable):
         AssemblyError naming a rank that differs, or that could not do its part: then all ranks raise, and none waits.
         """
         super().__init__()
-        Joinable.__init__(self)
+        Idles.__init__(self)
         job = job_for(missing, timeout_seconds)
         if not dist.is_initialized() and (job is None or job.admission is None):
             raise ValueError("the process group must be initialized first: decentnode.parallel.initialize_dist()")
@@ -415,19 +406,8 @@ class DecentralizedDataParallel(Module, Joinable):
             self._train_on_after_average()
         self._gossip.take_idle()
 
-    def join_hook(self, **_: Any) -> JoinHook:
-        if self._member is not None:
-            raise ValueError('with missing="regroup" a rank that has run out of inputs closes its wrapper: the others '
-                             "go on")  # fmt: skip
-        return _IdleHook(self._idle_step)
-
-    @property
-    def join_device(self) -> torch.device:
-        return device_of_group()
-
-    @property
-    def join_process_group(self) -> Any:
-        return dist.group.WORLD
+    def _comes_and_goes(self) -> bool:
+        return self._member is not None
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """While enabled, backward passes only add up gradients; disable it before the last pass of a step: disabling

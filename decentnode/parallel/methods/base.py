@@ -27,8 +27,8 @@ ALIKE = "all ranks must take equally many steps, and load states of one step or 
 
 @dataclass
 class Numbers:
-    """One number of every rank, by rank, with its number of steps and whether a loss was told there [3]; they may still
-    be on their way."""
+    """One number of every rank, by rank, with its number of steps and whether a loss was told there (-1 of one that is
+    idle) [3]; they may still be on their way."""
 
     tensors: list[Tensor]
     work: Any = None
@@ -38,14 +38,15 @@ class Numbers:
         has told no loss where others have."""
         wait(self.work)
         told = [each.tolist() for each in self.tensors]
+        first = next((rank for rank, each in enumerate(told) if each[2] >= 0), 0)
         for rank, (_, steps, has_loss) in enumerate(told):
             if steps != told[0][1]:
                 raise AssemblyError(f"rank {rank} exchanges in its step {steps:.0f}, rank 0 in step {told[0][1]:.0f}: "
                                     f"{ALIKE}", [rank])  # fmt: skip
-            if has_loss != told[0][2]:
-                words = ("without", "with")[int(has_loss)], ("without", "with")[int(told[0][2])]
-                raise AssemblyError(f"rank {rank} calls step {words[0]} a loss, rank 0 {words[1]} one: their numbers "
-                                    "cannot be compared", [rank])  # fmt: skip
+            if has_loss != told[first][2] and has_loss >= 0:
+                words = ("without", "with")[int(has_loss)], ("without", "with")[int(told[first][2])]
+                raise AssemblyError(f"rank {rank} calls step {words[0]} a loss, rank {first} {words[1]} one: their "
+                                    "numbers cannot be compared", [rank])  # fmt: skip
         return [each[0] for each in told]
 
 
@@ -76,6 +77,9 @@ class DistOptimizer(metaclass=MadeTogether):
     """Whether all ranks have the same parameters all the time."""
     meetings = 0
     """Exchanges that were begun, where the method counts them."""
+    idle = False
+    """Whether this rank has run out of inputs, and takes this step for the others: its parameters are pulled and count
+    as before, or it has no gradient where these are averaged."""
     local = 1
     """Ranks per machine, where the method asks."""
 
@@ -173,8 +177,8 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def gather_numbers(self, value: float) -> Numbers:
         """Sends a number to all ranks and receives theirs; not blocking (`Numbers.wait` is)."""
-        own = torch.tensor([value, self.steps, bool(self._losses)], dtype=torch.float64,
-                           device=self._device_of_numbers)  # fmt: skip
+        has_loss = -1 if self.idle else bool(self._losses)
+        own = torch.tensor([value, self.steps, has_loss], dtype=torch.float64, device=self._device_of_numbers)
         found = [own.clone() for _ in range(self.world_size)]
         return Numbers(found, dist.all_gather(found, own, async_op=True) if self.world_size > 1 else None)
 
@@ -238,7 +242,8 @@ class DistOptimizer(metaclass=MadeTogether):
 
     def step(self, loss: float | None = None) -> None:
         self.local_pulling_step()
-        self.dist_train_step(loss)
+        if not self.idle:
+            self.dist_train_step(loss)
         if self.communicates:
             self.comm_train_step()
         self.steps += 1

@@ -108,10 +108,12 @@ class EASGDPlus(EASGD):
 
     def weighted(self, difference: Tensor) -> tuple[Tensor, ...]:
         """The weighted difference [P] and the weight [1], so that one sum over ranks gives both sums."""
-        norm = sum(float(squared_norm(p.grad)) for p in self.params if p.grad is not None) ** 0.5
-        self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm
+        if not self.idle:
+            norm = sum(float(squared_norm(p.grad)) for p in self.params if p.grad is not None) ** 0.5
+            self._norm = norm if not self._norm else 0.9 * self._norm + 0.1 * norm
         kind = torch.promote_types(difference.dtype, torch.float32)
-        weight = torch.tensor([1.0 / max(self._norm, 1e-12)], dtype=kind, device=difference.device)
+        share = 0.0 if self.idle and not self._norm else 1.0 / max(self._norm, 1e-12)  # 0 without any gradient so far
+        weight = torch.tensor([share], dtype=kind, device=difference.device)
         return difference.to(kind) * weight, weight
 
     def total(self, summed: Tensor) -> Tensor:

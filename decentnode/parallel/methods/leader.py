@@ -101,7 +101,7 @@ class LSGD(DistOptimizer):
             self._follow(meeting)
         if scores is not None:
             self._meeting = self._meet(scores.wait())
-        if (not self._losses and self.steps == 0) or self._warned:
+        if not self.idle and ((not self._losses and self.steps == 0) or self._warned):
             self._before = self.flat_params()
             self._gradient = torch.cat([each.detach().reshape(-1) for each in self.dense_gradients(self.params)])
 
@@ -119,7 +119,10 @@ class LSGD(DistOptimizer):
         self._before = None
 
     def score(self) -> float:
-        """This rank's score, the lower the better: its mean loss, or minus the decrease that its gradients predict."""
+        """This rank's score, the lower the better: its mean loss, or minus the decrease that its gradients predict. One
+        that has run out of inputs leads nobody."""
+        if self.idle:
+            return float("inf")
         if self._losses:
             return sum(self._losses) / len(self._losses)
         return -self._decrease
