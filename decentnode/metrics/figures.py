@@ -179,11 +179,12 @@ class Curve:
 
 CURVES = {
     "loss": Curve("round", "loss", "training loss", logarithmic=True),
+    "gradient_norm": Curve("round", "gradient_norm", "norm of the local gradient", logarithmic=True),
     "consensus_distance": Curve("evaluation", "consensus_distance", "consensus distance (relative)",
                                 logarithmic=True, spread=False),
     "consensus_rms": Curve("evaluation", "consensus_rms", "consensus rms (absolute)", logarithmic=True, spread=False),
 }  # fmt: skip
-"""The curves that runs of every task have."""
+"""The curves that runs of every task have; `gradient_norm` where `training` asks for it."""
 
 
 @dataclass(frozen=True)

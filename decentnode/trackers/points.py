@@ -86,9 +86,9 @@ def _numbers(records: list[Mapping[str, Any]], name: str) -> list[float]:
 
 def _training(records: list[Mapping[str, Any]]) -> dict[str, float]:
     """Means over the nodes; the bytes that all of them have sent so far."""
-    found = {"train/loss": "loss", "train/learning_rate": "lr", "time/round_seconds": "seconds",
-             "time/train_seconds": "train_seconds", "time/wait_seconds": "wait_seconds",
-             "time/mix_seconds": "mix_seconds"}  # fmt: skip
+    found = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "train/learning_rate": "lr",
+             "time/round_seconds": "seconds", "time/train_seconds": "train_seconds",
+             "time/wait_seconds": "wait_seconds", "time/mix_seconds": "mix_seconds"}  # fmt: skip
     values = {name: statistics.fmean(known) for name, key in found.items() if (known := _numbers(records, key))}
     for purpose in ("data", "metadata", "protocol", "evaluation", "control"):
         if known := _numbers(records, f"{purpose}_bytes_sent"):

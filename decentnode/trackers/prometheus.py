@@ -36,6 +36,7 @@ class NodeTotals:
 
     rounds: int = 0
     train_loss: float | None = None
+    gradient_norm: float | None = None
     learning_rate: float | None = None
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     round_seconds: float = 0.0
@@ -84,6 +85,7 @@ class Prometheus(Tracker):
     def _take_round(self, node: NodeTotals, record: Mapping[str, Any]) -> None:
         node.rounds = max(node.rounds, int(record["round"]) + 1)
         node.train_loss, node.learning_rate = _number(record.get("loss")), _number(record.get("lr"))
+        node.gradient_norm = _number(record.get("gradient_norm"))
         node.round_seconds += _number(record.get("seconds")) or 0.0
         for phase in PHASES:
             node.seconds[phase] += _number(record.get(f"{phase}_seconds")) or 0.0
@@ -141,6 +143,8 @@ class Prometheus(Tracker):
         from prometheus_client.core import GaugeMetricFamily
 
         loss = GaugeMetricFamily("decentnode_train_loss", "Mean loss of the last round's steps.", labels=["node"])
+        norm = GaugeMetricFamily("decentnode_gradient_norm", "Mean norm of the gradients of the last round's "
+                                 "steps, before clipping.", labels=["node"])  # fmt: skip
         rate = GaugeMetricFamily("decentnode_learning_rate", "Learning rate of the last round.", labels=["node"])
         test = GaugeMetricFamily("decentnode_test", "What the task measures of the node's own model, at the last "
                                  "evaluation.", labels=["node", "metric"])  # fmt: skip
@@ -153,6 +157,8 @@ class Prometheus(Tracker):
         for uid, node in sorted(self._nodes.items()):
             if node.train_loss is not None:
                 loss.add_metric([str(uid)], node.train_loss)
+            if node.gradient_norm is not None:
+                norm.add_metric([str(uid)], node.gradient_norm)
             if node.learning_rate is not None:
                 rate.add_metric([str(uid)], node.learning_rate)
             for metric, value in node.test.items():
@@ -163,7 +169,7 @@ class Prometheus(Tracker):
                 merged.add_metric([key.removesuffix("_merged")], value)
         if "consensus_distance" in self._of_run:
             distance.add_metric([], self._of_run["consensus_distance"])
-        yield from (loss, rate, test, told, merged, distance)
+        yield from (loss, *([norm] if norm.samples else []), rate, test, told, merged, distance)
 
     def _processes(self) -> Iterator[Metric]:
         """CPU and memory of the nodes' processes, of several nodes in one under the lowest uid."""

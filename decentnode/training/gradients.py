@@ -115,12 +115,13 @@ class Gradients:
         for p in self._parameters:  # as Optimizer.zero_grad, without its 60 us
             p.grad = None
 
-    def clip(self, most: float) -> Tensor:
-        """Scale the gradient to norm `most` when it is longer (exactly: torch's clip adds 1e-6). Returns the norm
-        before."""
+    def clip(self, most: float | None) -> Tensor:
+        """Scale the gradient to norm `most` when it is longer (exactly: torch's clip adds 1e-6); None: leave it.
+        Returns the norm before."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
+        if most is not None:
+            torch._foreach_mul_(gradients, (most / norm).clamp(max=1.0))
         return norm
 
     def report(self) -> dict[str, float]:

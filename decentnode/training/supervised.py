@@ -129,7 +129,7 @@ class Supervised(Training):
         for step, (inputs, targets) in enumerate(self.share.batches(steps), 1):
             samples += len(targets)
             units = units + self._gradients.compute(inputs, targets, loss)
-            if config.clip_norm is not None:
+            if config.takes_norm:
                 norms += self._gradients.clip(config.clip_norm)
             if self.keep_gradient and step == steps:
                 last_gradient = self.model.gradients()
@@ -153,7 +153,7 @@ class Supervised(Training):
                 "try a smaller learning rate (training.optimizer.lr) or training.clip_norm"
             )
         report = {"lr": learning_rate, **self._gradients.report()}
-        if config.clip_norm is not None:
+        if config.takes_norm:
             report["gradient_norm"] = norm_sum / max(steps, 1)
         return Update(steps, samples, mean, report, last_gradient, int(unit_sum),
                       parameters_sum if sums else None)  # fmt: skip

@@ -59,6 +59,9 @@ class SupervisedConfig(Config):
     clip_norm: float | None = Field(None, gt=0)
     """Largest 2-norm of the gradient of a step; a longer one is scaled down to it. Default: gradients are not
     clipped."""
+    gradient_norm: Annotated[bool, ADDED] = False
+    """Whether records of rounds have `gradient_norm`, the mean over the round's steps of the 2-norm of the step's whole
+    gradient, as it is before clipping and before the sharing rule sees it. With `clip_norm` they always have."""
     optimizer: Annotated[OptimizerConfig, pydantic.BeforeValidator(_by_name)] = Field(
         default={"name": "sgd", "lr": 0.1}, validate_default=True
     )
@@ -134,6 +137,11 @@ class SupervisedConfig(Config):
             text = f"must suit optimizer {self.optimizer.name}: {error}"
             raise problem_at("lr_schedule", text, self.lr_schedule.name) from error
         return self
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether the norm of every step's gradient is computed."""
+        return self.gradient_norm or self.clip_norm is not None
 
     def loss_for(self, default: str) -> LossConfig:
         """Returns the loss of a task whose own is `default`. Raises UsageError where it has no label smoothing, which

@@ -35,6 +35,7 @@ def fake_run(
             at = 100.0 + r + 1 + uid / 100
             if r >= 0:
                 writer.write({"kind": "round", "round": r, "time": at, "seconds": 1.0, "loss": 2.0 / (r + 1),
+                              "gradient_norm": 8.0 - r,
                               "data_bytes_sent": 1000 * (r + 1), "metadata_bytes_sent": 10 * (r + 1),
                               "evaluation_bytes_sent": 10**6 * r})  # fmt: skip
             if r % 2:
@@ -59,6 +60,7 @@ def test_series_join_nodes_by_round(tmp_path: Path) -> None:
     assert accuracy.high == pytest.approx([47, 57, 67, 77])
     assert run.series("accuracy", "rounds", merged=True).mean == pytest.approx([55, 65, 75, 85])
     assert run.series("loss", "rounds").x == [1, 2, 3, 4, 5, 6]
+    assert run.series("gradient_norm", "rounds").mean == [8.0, 7.0, 6.0, 5.0, 4.0, 3.0]
     assert run.series("accuracy", "bytes").x == [0, 3 * 2020, 3 * 4040, 3 * 6060]
     assert run.series("accuracy", "seconds").x == pytest.approx([0.02, 2.02, 4.02, 6.02])
 

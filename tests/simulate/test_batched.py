@@ -49,6 +49,8 @@ OPTIONS = {
     "epochs": ["training={name: supervised, batch_size: 16, local_epochs: 1}", "data.partition=iid"],
     "clipped adam": ["training={name: supervised, batch_size: 8, local_steps: 2, clip_norm: 0.5, optimizer: "
                      "{name: adam, lr: 0.005}, lr_schedule: {name: exponential, gamma: 0.9, every: step}}"],
+    "norms of gradients": ["training={name: supervised, batch_size: 8, local_steps: 2, gradient_norm: true}",
+                           "sharing=gradient_tracking"],
     "momentum, fresh": ["training={name: supervised, batch_size: 8, local_steps: 2, reset_optimizer: true, optimizer: "
                         "{name: sgd, lr: 0.05, momentum: 0.9, nesterov: true}, label_smoothing: 0.1}"],
     "accumulated, periodic graph": [
@@ -130,6 +132,9 @@ def compare(config: Experiment, way: str, workers: int = 1, atol: float = 1e-5) 
                 wanted["round"], wanted["steps"], wanted["samples"], pytest.approx(wanted["lr"]))
             assert (found.data[node.uid], found.metadata[node.uid], found.evaluation[node.uid]) == tuple(
                 wanted[f"{purpose}_bytes_sent"] for purpose in ("data", "metadata", "evaluation"))
+            told = found.local.reports[node.uid] if found.local.reports else {}
+            assert ("gradient_norm" in told) == ("gradient_norm" in wanted)
+            assert told.get("gradient_norm", 0.0) == pytest.approx(wanted.get("gradient_norm", 0.0), rel=1e-3)
             assert json.loads(found.edges[node.uid]) == json.loads(encode(wanted["edges"]))
     return engine
 

@@ -131,6 +131,9 @@ def test_prometheus_serves_what_its_own_parsers_take(tmp_path: Path) -> None:
         assert samples["decentnode_test", ("metric", "accuracy"), ("node", "1")] == 0.6
         assert samples["decentnode_merged_test", ("metric", "accuracy")] == 0.75
         assert samples["decentnode_consensus_distance",] == 0.125
+        assert not any(name == "decentnode_gradient_norm" for name, *_ in samples)
+        tracker.record(1, {"kind": "round", "round": 4, "time": 9.0, "gradient_norm": 2.5})
+        assert 'decentnode_gradient_norm{node="1"} 2.5' in scraped(tracker.place)[1]
         assert samples["decentnode_last_record_timestamp_seconds", ("node", "0")] == 9.0
         assert samples["process_resident_memory_bytes", ("node", "0")] > 1e6
         assert samples["process_cpu_seconds_total", ("node", "0")] > 0

@@ -18,11 +18,11 @@ def trained(number: int, **more: float) -> dict[str, object]:
 
 def test_a_round_is_told_when_all_nodes_have_recorded_it() -> None:
     points = Points([0, 1])
-    assert not list(points.take(0, trained(0, loss=1.0, data_bytes_sent=100), 0.0))
+    assert not list(points.take(0, trained(0, loss=1.0, gradient_norm=3.0, data_bytes_sent=100), 0.0))
     assert not list(points.take(0, trained(1), 0.0))
-    (point,) = points.take(1, trained(0, loss=2.0, data_bytes_sent=300), 0.0)
+    (point,) = points.take(1, trained(0, loss=2.0, gradient_norm=5.0, data_bytes_sent=300), 0.0)
     assert (point.round, point.time, point.values["train/loss"], point.values["bytes_sent/data"]) == (1, 10.0, 1.5, 400)
-    assert point.values["nodes"] == 2
+    assert point.values["nodes"] == 2 and point.values["train/gradient_norm"] == 4.0
     assert [each.round for each in points.rest()] == [2]
 
 

@@ -84,6 +84,23 @@ def test_last_gradient_is_clipped_but_not_directed() -> None:
     assert float(update.last_gradient.norm()) == pytest.approx(0.01, rel=1e-6)
 
 
+def test_norms_of_gradients_are_told_where_asked_for_and_change_nothing() -> None:
+    """The mean over the steps of the norms before a rule's direction; nothing is clipped."""
+    keys = {"batch_size": 23, "shuffle": False, "local_steps": 2, "optimizer": {"name": "sgd", "lr": 0.1}}
+    training, plain = make(gradient_norm=True, **keys), make(**keys)
+    x = training.model.parameters.double().clone()
+    norms = []
+    for _ in range(2):
+        gradient = by_hand(x, samples())
+        norms.append(float(gradient.norm()))
+        x -= 0.3 * gradient
+    update = training.local_update(0, lambda g: 3 * g)
+    assert norms[0] != pytest.approx(norms[1], rel=1e-3)
+    assert update.report["gradient_norm"] == pytest.approx(sum(norms) / 2, rel=1e-5)
+    assert "gradient_norm" not in plain.local_update(0, lambda g: 3 * g).report
+    assert torch.equal(training.model.parameters, plain.model.parameters)
+
+
 def test_a_short_gradient_is_not_scaled() -> None:
     plain, clipped = make(local_steps=3), make(local_steps=3, clip_norm=1e6)
     plain.local_update(0)

@@ -97,7 +97,7 @@ class StackedSteps(Steps):
         found = torch.stack([totals, norms.double()]).cpu()  # the only point where the host waits for the device
         losses = found[0].numpy() / np.maximum(samples, 1)
         raise_if_diverged(losses, round)
-        norm = found[1].tolist() if config.clip_norm is not None else []
+        norm = found[1].tolist() if config.takes_norm else []
         return Local(losses, np.full(count, self._steps), samples, lr, [{"gradient_norm": each} for each in norm])
 
     def _step(
@@ -113,10 +113,11 @@ class StackedSteps(Steps):
         gradient = self._gradient[: len(rows)]
         for home, each in zip(self.population.views(gradient), found, strict=True):
             home.copy_(each)
-        if self._config.clip_norm is not None:
+        if self._config.takes_norm:
             norm = torch.linalg.vector_norm(gradient, dim=1)
             norms += norm
-            gradient.mul_((self._config.clip_norm / norm).clamp(max=1.0).unsqueeze(1))
+            if self._config.clip_norm is not None:
+                gradient.mul_((self._config.clip_norm / norm).clamp(max=1.0).unsqueeze(1))
         if directions is not None:
             for row, (uid, flat) in enumerate(enumerate(gradient[:, : self.population.num_parameters], first)):
                 gradient[row, : len(flat)] = directions[uid](flat.clone())
