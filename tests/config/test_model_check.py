@@ -230,3 +230,11 @@ def test_a_good_model_is_taken(tmp_path: Path, model: str) -> None:
     experiment = load(tmp_path / "a.yaml", (), {})
     assert torch.equal(torch.random.get_rng_state(), before)
     assert build_in_process(experiment)[0].training.model.num_parameters == 650
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("hidden", [8, 5_000_000], ids=["tried", "on the meta device"])
+def test_a_loss_must_not_take_two_classes_for_the_two_samples_it_is_tried_on(tmp_path: Path, hidden: int) -> None:
+    data = "data={name: synthetic, input_shape: [5], num_classes: 2, train_samples: 30, test_samples: 5}"
+    found = said(tmp_path, data, f"model={{name: mlp, hidden: [{hidden}]}}", "training.loss='torch.nn:L1Loss'")
+    assert "training.loss: the loss of outputs [3, 2] float32 and targets [3] int64 raised RuntimeError: " in found

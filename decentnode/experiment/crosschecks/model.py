@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +167,7 @@ def _loss_of(experiment: Experiment, task: Task) -> Loss | None:
 def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets: Tensor) -> None:
     """The mean loss is one finite number, and has a gradient."""
     key = ("training", "loss")
+    outputs, wanted = _unambiguous(outputs, wanted)
     with _blame(key, f"the loss of outputs {shape_of(outputs)} and targets {shape_of(wanted)} raised", "task"):
         mean: Any = loss.mean(outputs, wanted)
     if not isinstance(mean, Tensor) or mean.ndim:
@@ -177,6 +179,16 @@ def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets
         raise Unsuitable(Problem(("model",), ": the loss must depend on the trainable parameters", other=key))
     with _blame(("model",), "the backward pass raised"):
         mean.backward()
+
+
+def _unambiguous(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The batch, with samples repeated where its size is another dimension of the outputs as well: of two outputs for
+    each of two samples, a loss made for regression would take two classes as if they were the samples."""
+    if not outputs.ndim or not wanted.ndim or not len(outputs) == len(wanted) > 0:
+        return outputs, wanted
+    size = next(each for each in itertools.count(len(outputs)) if each not in outputs.shape[1:])
+    index = torch.arange(size, device=outputs.device) % len(outputs)
+    return outputs[index], wanted[index]
 
 
 def _check_finite(values: Tensor, path: Path, what: str) -> None:
