@@ -54,7 +54,7 @@ class ImageFolderConfig(CachedConfig):
     def preparation(self) -> Preparation:
         """What becomes of images."""
         scale = tuple(1 / (255 * std) for std in self.std)
-        offset = tuple(-mean / std for mean, std in zip(self.mean, self.std, strict=True))
+        offset = tuple((0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         return Preparation(self.size, self.resize or round(self.size * 8 / 7), scale, offset)
 
 

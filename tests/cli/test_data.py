@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from decentnode.cli import main
-from tests.data.files import write_celeba, write_femnist
+from tests.data.files import write_celeba, write_femnist, write_image_folder
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
@@ -124,3 +124,29 @@ def test_a_mirror_must_be_an_address(tmp_path: Path, mirror: str) -> None:
     found = data("get", "mnist", "--to", str(tmp_path / "m"), "--mirror", mirror)
     assert found.exit_code == 2 and "mirror must be the address of a folder, such as http" in found.output, found.output
     assert not (tmp_path / "m").exists()
+
+
+def test_images_in_files_are_read_to_the_last(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "d")
+    words = ("prepare", "image_folder", "--from", str(tmp_path / "d"), "--set", "size=8")
+    found = data(*words)
+    assert found.exit_code == 0, found.output
+    lines = found.output.splitlines()
+    assert lines[0] == "12 training samples, 6 test samples, all of them whole"
+    assert lines[1].startswith(f"listed in {tmp_path / 'cache' / 'image_folder-'}")
+    last = tmp_path / "d" / "val" / "n02" / "val_1.png"
+    last.write_bytes(last.read_bytes()[:60])
+    broken = data(*words)
+    assert broken.exit_code == 8 and f"{last}: cannot be read as a JPEG or PNG image" in broken.stderr
+
+
+@pytest.mark.slow
+def test_info_tells_how_each_channel_is_normalized(tmp_path: Path) -> None:
+    write_image_folder(tmp_path / "d", per_class=64)
+    keys = ("--set", f"data={{name: image_folder, folder: {tmp_path / 'd'}, size: 8, mean: [0.5, 0, 0]}}",
+            "--set", "training.augment={random_resized_crop: true}")  # fmt: skip
+    text = ("inputs [3, 8, 8] read from files, times (0.0171248, 0.017507, 0.0174292), plus (-2.18341, 0, 0); "
+            "in training cut out of their files at random")  # fmt: skip
+    assert text in data("info", QUICKSTART, *keys).output
+    facts = json.loads(data("info", QUICKSTART, *keys, "--json").stdout)
+    assert len(facts["scale"]) == len(facts["offset"]) == 3 and facts["augmentation"]["random_resized_crop"] is True
