@@ -14,6 +14,7 @@ class OuterOptimizer(Optimizer):
     """Has the groups and the state of a local optimizer, and another step, which takes the local one among others.
 
     A subclass defines `step`. Its first words are `evaluated(closure)`, and `unscale` before it reads gradients.
+    `state_dict` and `load_state_dict` call the hooks that torch's do.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then calls `step` always, and tells it of inf
@@ -68,6 +69,32 @@ class OuterOptimizer(Optimizer):
         for p in params:
             if p.grad is not None:
                 p.grad.div_(scale) if divides else p.grad.mul_(inverse)
+
+    def kept(self) -> dict[str, Any]:
+        """What `state_dict` returns, before hooks change it."""
+        return self.local_optimizer.state_dict()
+
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Loads what `kept` returned."""
+        self.local_optimizer.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        found = self.kept()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, found)
+            found = found if changed is None else changed
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state)
+            state = state if changed is None else changed
+        self.take_up(state)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.local_optimizer.zero_grad(set_to_none)

@@ -188,21 +188,21 @@ class CommOptimizer(OuterOptimizer, Idles):
         raise ValueError("parameters must be there when the CommOptimizer is made, those too that are frozen at first: "
                          "the center covers them all")  # fmt: skip
 
-    def state_dict(self) -> dict[str, Any]:
+    def kept(self) -> dict[str, Any]:
         return {"local": self.local_optimizer.state_dict(), "dist": self.dist_optimizer.state_dict(),
                 "local_kind": kind_of(self.local_optimizer), "method": kind_of(self.dist_optimizer)}  # fmt: skip
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def take_up(self, state: dict[str, Any]) -> None:
         """Blocking while an exchange is under way. Raises ValueError, having loaded nothing, for a state of another
         local optimizer, and for one of a method that does not keep what this one does."""
-        check_saved(self.local_optimizer, state_dict["local"], state_dict.get("local_kind"))
-        missing = self.dist_optimizer.state_dict().keys() - state_dict["dist"].keys() - LATER
+        check_saved(self.local_optimizer, state["local"], state.get("local_kind"))
+        missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - LATER
         if missing:
-            was, here = state_dict.get("method", "another"), kind_of(self.dist_optimizer)
+            was, here = state.get("method", "another"), kind_of(self.dist_optimizer)
             raise ValueError(f"dist_optim_name must be that of the saved method, {was}, got {here}: the state has no "
                              f"{', '.join(sorted(missing))}")  # fmt: skip
-        self.local_optimizer.load_state_dict(state_dict["local"])
-        self.dist_optimizer.load_state_dict(state_dict["dist"])
+        self.local_optimizer.load_state_dict(state["local"])
+        self.dist_optimizer.load_state_dict(state["dist"])
 
     def __repr__(self) -> str:
         return f"CommOptimizer({type(self.dist_optimizer).__name__}, {self.local_optimizer!r})"

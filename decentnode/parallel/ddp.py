@@ -510,11 +510,11 @@ class DecentralizedDataParallel(Module, Idles):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state beside the model in `state_dict`: optimizer, scheduler, scaler, sharing rules, number of steps."""
-        return kept_of(self._gossip, self._named)
+        return kept_of(self._gossip, self._named, self.optimizer)
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Raises ValueError, having loaded nothing, for a sharing rule's state that does not fit these buckets."""
-        take_up(self._gossip, self._named, state)
+        take_up(self._gossip, self._named, self.optimizer, state)
         self._average.local = None
 
     def _known_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -305,6 +305,28 @@ def test_a_comm_optimizer_is_an_optimizer_as_far_as_it_can_be() -> None:
         CommOptimizer(torch.optim.LBFGS(module.parameters()), "EASGD", world_size=1)
 
 
+@pytest.mark.parametrize("kind", ["comm", "script", "backward"])
+def test_hooks_around_the_state_of_an_optimizer_are_called(kind: str) -> None:
+    module, seen = model(), []
+    if kind == "comm":
+        holder: Any = CommOptimizer(SGD(module.parameters()), "EASGD", world_size=1)
+        optimizer: torch.optim.Optimizer = holder
+    else:
+        holder = wrapper(module, step_in_backward=kind == "backward")
+        optimizer = holder.optimizer
+    optimizer.register_state_dict_pre_hook(lambda own: seen.append(own is optimizer))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: {key: value for key, value in state.items() if key != "more" or seen.append(value)}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda own: seen.append(own is optimizer))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert state["more"] == 1 and seen == [True, 1, True]
+    holder.load_state_dict(holder.state_dict())
+    assert seen == [True, 1, True] * 2
+
+
 def test_an_idle_rank_mixes_its_own_model(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for steps, local in run_ranks(2, habits.idle_after_average):

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from decentnode.optim.saved import check_saved, kind_of
 from decentnode.parallel.states.layouts import layout, recut
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 
 
-def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """What a wrapper's state has beside its module's. named: the exchanged parameters, with their names."""
+def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
+    """What a wrapper's state has beside its module's. named: the exchanged parameters, with their names. optimizer:
+    the one that the script sees, with its hooks."""
     local = steps.local
     return {
-        "optimizer": local.optimizer.state_dict(), "optimizer_kind": kind_of(local.optimizer),
+        "optimizer": optimizer.state_dict(), "optimizer_kind": kind_of(local.optimizer),
         "steps": steps.taken, "factor": steps.factor, "learning_rate": steps.learning_rate,
         "lr_scheduler": None if local.lr_scheduler is None else local.lr_scheduler.state_dict(),
         "lr_scheduler_kind": kind_of(local.lr_scheduler),
@@ -28,14 +30,16 @@ def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]]) -> dict[str
     }  # fmt: skip
 
 
-def take_up(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], state: Mapping[str, Any]) -> None:
+def take_up(
+    steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
     """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
     fit the buckets, and for that of another optimizer or scheduler. The exchange is not begun anew (loading.py)."""
     kept, local = recut(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
     check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"))
     if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
         load_scheduler(local.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
-    local.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`
     if local.scaler is not None and state["scaler"] is not None:
         local.scaler.load_state_dict(state["scaler"])
     steps.taken, steps.factor = int(state["steps"]), float(state["factor"])

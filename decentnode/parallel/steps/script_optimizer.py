@@ -46,13 +46,6 @@ class ScriptOptimizer(OuterOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self.local_optimizer.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer which it steps."""
-        return self.local_optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.local_optimizer.load_state_dict(state_dict)
-
     def __repr__(self) -> str:
         return f"ScriptOptimizer({self.local_optimizer!r})"
 
