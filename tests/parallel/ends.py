@@ -1,4 +1,4 @@
-"""python -m tests.parallel.ends FOLDER PORT: forks ranks that end as scripts do, prints their exit codes by case.
+"""python -m tests.parallel.ends FOLDER PORT CASE...: forks ranks that end as scripts do, prints exit codes by case.
 
 The last thing that every rank does is an operation whose thread is slow to come back from it: what a busy machine does
 to it once in a while. What a rank writes to stderr goes into FOLDER.
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,19 @@ def ours(world: int) -> None:
     slow()
 
 
+def raises(world: int, transport: str) -> None:
+    """Rank 1 raises between two steps."""
+    dist.init_process_group("gloo")
+    model = DecentralizedDataParallel(
+        nn.Linear(3, 2), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        transport=transport,  # type: ignore[arg-type]
+    )
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 1:
+            raise KeyError("no such\x1b file " + "x" * 1000)
+        model(torch.ones(1, 3)).sum().backward()
+
+
 def rank(case: str, number: int, world: int, store: str, errors: Path) -> int:
     """The process of a rank, which ends as an interpreter does."""
     process = os.fork()
@@ -69,14 +83,23 @@ def rank(case: str, number: int, world: int, store: str, errors: Path) -> int:
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT, 0o600), 2)
         torch.set_num_threads(1)
         os.environ.update(RANK=str(number), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=store)
-        {"groups": groups, "destroyed": destroyed, "wrapped": wrapped, "ours": ours}[case](world)
+        CASES[case](world)
         sys.exit()
     return process
 
 
-def main(folder: str, port: str) -> None:
+CASES = {
+    "groups": groups, "destroyed": destroyed, "wrapped": wrapped, "ours": ours,
+    "raises": partial(raises, transport="shared_memory"), "raises over gloo": partial(raises, transport="collective"),
+}  # fmt: skip
+WORLDS = {"groups": 4, "destroyed": 4}
+"""How many ranks cases have; others have two."""
+
+
+def main(folder: str, port: str, *cases: str) -> None:
     codes = {}
-    for number, (case, world) in enumerate({"groups": 4, "destroyed": 4, "wrapped": 2, "ours": 2}.items()):
+    for number, case in enumerate(cases):
+        world = WORLDS.get(case, 2)
         ranks = [rank(case, r, world, str(int(port) + number), Path(folder) / f"{case} {r}") for r in range(world)]
         codes[case] = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
     print(json.dumps(codes))

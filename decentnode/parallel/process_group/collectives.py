@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.process_group.default_group import num_ranks
+from decentnode.parallel.process_group.ends import first_error, use_store
 from decentnode.tensors import distinct
 
 MAX_TEXT_BYTES = 1 << 24
@@ -28,14 +29,17 @@ def wait_with(how: Callable[[Any], None] | None) -> None:
     """From now on `wait` waits so: where ranks come and go, a wait ends with their generation. None: as torch does."""
     global _waits
     _waits = how
+    use_store(how is None)
 
 
 _BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.DOTALL)
 
 
 def reason_of(error: BaseException) -> str:
-    """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause."""
-    return _BESIDE.sub("", str(error)) or type(error).__name__
+    """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause; and
+    the error with which a rank's script has ended, where one has told its own."""
+    said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_error()
+    return said if ended is None else f"{said}; the script of rank {ended[0]} ended with an error: {ended[1]}"
 
 
 def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:

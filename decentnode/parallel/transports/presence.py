@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decentnode.communication.shared_memory.segment import Segment
+from decentnode.parallel.process_group.ends import first_error
 
 WORDS = 3
 """Words of a rank: [step that it sent last, averages over all ranks that it entered, whether it has ended]."""
@@ -71,6 +72,11 @@ class Presence:
         if not found:
             return None
         steps, rank = min(found)
+        ended = first_error()
+        if ended is not None and ended[0] in awaited:
+            rank, error = ended
+            return Absence(rank, f"the script of rank {rank} ended with an error after {self._words[rank][_STEP]} "
+                           f"steps: {error}")  # fmt: skip
         does = "has ended its training" if self._words[rank][_ENDED] else "waits in an average over all ranks"
         return Absence(rank, f"rank {rank} {does} after {steps} steps, this one has taken {own[_STEP]}: all ranks must "
                        "take equally many steps between averages and in all")  # fmt: skip

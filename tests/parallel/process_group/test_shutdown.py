@@ -11,16 +11,42 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import free_ports
+from tests.parallel.ranks import run_ranks
+from tests.parallel.work import leaving
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.slow
-def test_a_thread_of_gloo_that_is_slow_does_not_abort_the_process(tmp_path: Path) -> None:
+def ended(folder: Path, *cases: str) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """(Case -> exit codes, case and rank -> what was printed to stderr)."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.ends", str(tmp_path), str(free_ports(4))],
+        [sys.executable, "-m", "tests.parallel.ends", str(folder), str(free_ports(len(cases))), *cases],
         cwd=ROOT, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    errors = {each.name: each.read_text() for each in tmp_path.iterdir()}
-    wanted = {"groups": [0] * 4, "destroyed": [0] * 4, "wrapped": [0] * 2, "ours": [0] * 2}
-    assert json.loads(done.stdout) == wanted, errors
+    return json.loads(done.stdout), {each.name: each.read_text() for each in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_thread_of_gloo_that_is_slow_does_not_abort_the_process(tmp_path: Path) -> None:
+    codes, errors = ended(tmp_path, "groups", "destroyed", "wrapped", "ours")
+    assert codes == {"groups": [0] * 4, "destroyed": [0] * 4, "wrapped": [0] * 2, "ours": [0] * 2}, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "when"), [("raises", " after 2 steps"), ("raises over gloo", "")])
+def test_the_error_that_ended_a_script_is_told_by_the_others(case: str, when: str, tmp_path: Path) -> None:
+    codes, errors = ended(tmp_path, case)
+    last = errors[f"{case} 0"].splitlines()[-1]
+    assert codes == {case: [1, 1]} and len(last) < 700, errors
+    assert f"the script of rank 1 ended with an error{when}: KeyError: 'no such" in last, errors
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_error_that_ended_a_script_is_told_printable_and_short(silent: bool) -> None:
+    first, second = run_ranks(2, leaving.ends_with_an_error, silent)
+    assert second == (1, first), "the error that was told first"
+    if silent:
+        assert first is None
+    else:
+        rank, text = first
+        assert rank == 0 and text.startswith("ValueError: bad? file xxx") and len(text) < 400

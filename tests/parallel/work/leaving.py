@@ -9,6 +9,7 @@ import importlib
 import mmap
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch import nn
 from decentnode.communication.shared_memory.segment import PAGE, Segment
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel.process_group import ends
 from decentnode.parallel.transports.presence import WORDS, Presence
 from tests.conftest import wait_until
 from tests.parallel.work.models import SGD, batch, model
@@ -146,6 +148,19 @@ def ended_before(rank: int, n: int) -> None:
     if rank == n - 1:
         os._exit(1)
     DecentralizedDataParallel(model(), optimizer=SGD)
+
+
+def ends_with_an_error(rank: int, n: int, silent: bool) -> Any:
+    """Both scripts end with an error, rank 0's first, where it does not only print one: what each knows then, on rank 1
+    with its number."""
+    text = "bad\x1b file " + "x" * 1000
+    if not silent:
+        for each in range(n):
+            if each == rank:
+                sys.last_value = ValueError(text) if rank == 0 else PeerLost(text)
+                ends.tell_error()
+            dist.barrier()
+    return ends.first_error() if rank == 0 else (rank, ends.first_error())
 
 
 def killed_in_average(rank: int, n: int, transport: Any) -> float | None:
