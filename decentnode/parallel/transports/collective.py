@@ -20,17 +20,16 @@ from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket, BucketPart
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import reason_of
-from decentnode.parallel.transports.base import BucketExchange, Flight
-from decentnode.parallel.transports.host_memory import HostMemory
+from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 
 
-class CollectiveExchange(BucketExchange):
+class CollectiveExchange(HostMemoryExchange):
     """`BucketExchange` by point-to-point operations, and in cliques by one all_reduce."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
         """Blocking: all ranks make the process groups of the topology's cliques, in the same order."""
-        super().__init__(plan, timeout_seconds)
-        self._host = memory
+        super().__init__(plan, timeout_seconds, memory)
         self._groups: dict[tuple[int, ...], Any] = {}
         everybody = tuple(range(self.graph.num_nodes))
         timeout = timedelta(seconds=self.timeout_seconds)
@@ -109,10 +108,6 @@ class CollectiveExchange(BucketExchange):
             bucket.mix_mean(bucket.slot(0), n, factor * clique.strength, part, cached)
         else:
             bucket.mix(self.plan.view(flight.step, factor), part, cached)
-
-    def drain(self) -> None:
-        super().drain()
-        self._host.forget()
 
     def end(self) -> bool:
         self._groups.clear()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.default_group import backend_of
-from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.base import BucketExchange, Flight
 
 
 class HostCopies:
@@ -99,3 +100,15 @@ class HostMemory:
 
     def forget(self) -> None:
         """The next exchange has nothing to do with those before."""
+
+
+class HostMemoryExchange(BucketExchange):
+    """An exchange whose buckets leave and arrive where a `HostMemory` says."""
+
+    def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
+        super().__init__(plan, timeout_seconds)
+        self._host = memory
+
+    def drain(self) -> None:
+        super().drain()
+        self._host.forget()

@@ -25,8 +25,8 @@ from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import reason_of
-from decentnode.parallel.transports.base import BucketExchange, Flight
-from decentnode.parallel.transports.host_memory import HostMemory
+from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 
 POLL_SECONDS = (20e-6, 1e-3)
 LOOK_SECONDS = 0.05
@@ -69,12 +69,12 @@ class _Line:
             del leg
 
 
-class PairExchange(BucketExchange):
+class PairExchange(HostMemoryExchange):
     """`BucketExchange` from rank to rank, over the process group that is the default one when it is made."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, memory: HostMemory) -> None:
-        super().__init__(plan, timeout_seconds)
-        self._host, self._group = memory, dist.group.WORLD
+        super().__init__(plan, timeout_seconds, memory)
+        self._group = dist.group.WORLD
         self._lines: dict[int, _Line] = {}
 
     def depart(self, bucket: Bucket) -> None:
@@ -102,10 +102,6 @@ class PairExchange(BucketExchange):
                 leg.work = dist.isend(tensor, peer, group=self._group)
         except RuntimeError as error:  # a connection that is known to be broken
             leg.over, leg.failed = True, reason_of(error)
-
-    def drain(self) -> None:
-        super().drain()
-        self._host.forget()
 
     def _await(self, flight: Flight) -> None:
         assert isinstance(flight, PairFlight)

@@ -25,8 +25,8 @@ from decentnode.parallel.membership.addresses import endpoint_of, parsed
 from decentnode.parallel.membership.keys import Sockets
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import gather_texts
-from decentnode.parallel.transports.base import BucketExchange, Flight
-from decentnode.parallel.transports.host_memory import HostMemory
+from decentnode.parallel.transports.base import Flight
+from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
 from decentnode.tensors import as_bytes
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,14 @@ STEPS_AHEAD = 4
 """Steps of every rank that are kept; beyond that, senders wait."""
 
 
-class SocketExchange(BucketExchange):
+class SocketExchange(HostMemoryExchange):
     """`BucketExchange` over ZeroMQ; made by all ranks together. What lies on a GPU passes through host memory."""
 
     def __init__(self, plan: Plan, timeout_seconds: float, sockets: Sockets, host: str,
                  buckets: Sequence[Bucket], memory: HostMemory) -> None:  # fmt: skip
         """Blocking. host: an address of this machine that the others reach."""
-        super().__init__(plan, timeout_seconds)
-        self._buckets, self._sockets, self._host = list(buckets), sockets, memory
+        super().__init__(plan, timeout_seconds, memory)
+        self._buckets, self._sockets = list(buckets), sockets
         self._sizes = [memory.sizes(bucket) for bucket in buckets]
         """[bucket] how many bytes may come for it."""
         most = max(HEADER.size, *(max(sizes) for sizes in self._sizes))
@@ -112,10 +112,6 @@ class SocketExchange(BucketExchange):
             self._inbox.pop((peer, bucket.index, flight.step), None)
             self._accepted.discard((peer, bucket.index, flight.step))
         super().release(bucket)
-
-    def drain(self) -> None:
-        super().drain()
-        self._host.forget()
 
     def _take(self, seconds: float) -> bool:
         """Blocking for so long at most: take what has come; whether anything has."""
