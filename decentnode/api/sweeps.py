@@ -56,6 +56,14 @@ class Sweep:
 
         return pandas().DataFrame(_typed(point_rows(self._results), self._results))
 
+    def evaluations(self) -> DataFrame:
+        """A row per combination, seed and evaluation: the figures of summary.json after that round (`round`), seconds
+        since the run began, bytes of payloads that all nodes had sent by then, the mean training loss of the round
+        before. Raises as `table`."""
+        from decentnode.sweeps.evaluations import evaluation_rows
+
+        return pandas().DataFrame(_typed(evaluation_rows(self._results), self._results))
+
     @property
     def best(self) -> dict[str, Any]:
         """The values of the best combination by key. Raises UsageError where no point has finished."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from decentnode.errors import EnvironmentFault
+from decentnode.sweeps.evaluations import evaluations_csv
 from decentnode.sweeps.picture import plot
 from decentnode.sweeps.results import Results, csv_table, latex_table, points_csv, text_table
 from decentnode.system import write_atomic
 
-TABLES = {"results.txt": text_table, "results.csv": csv_table, "points.csv": points_csv, "results.tex": latex_table}
+TABLES = {"results.txt": text_table, "results.csv": csv_table, "points.csv": points_csv,
+          "evaluations.csv": evaluations_csv, "results.tex": latex_table}  # fmt: skip
 PICTURE = "results.png"
 
 

@@ -188,8 +188,8 @@ def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
 # -- tables ---------------------------------------------------------------------------------------------------
 
 
-def _keys(results: Results) -> dict[str, str]:
-    """Short name of every key, in the order of the axes."""
+def keys_of(results: Results) -> dict[str, str]:
+    """Returns the short name of every key, in the order of the axes."""
     keys = dict.fromkeys(key for each in results.rows for key, _ in each.settings)
     return short_names([*keys])
 
@@ -209,7 +209,7 @@ def _shown(results: Results) -> list[Row]:
 
 
 def _cells(results: Results) -> list[list[str]]:
-    names, rows = _keys(results), _shown(results)
+    names, rows = keys_of(results), _shown(results)
     halved = len({each.rounds for each in rows}) > 1
     tested = any(each.against is not None for each in rows)
     shown = rows[0].compared.columns
@@ -243,7 +243,7 @@ def text_table(results: Results) -> str:
     point: a line that says so."""
     if not results.rows:
         return "no point has ended"
-    table = [simple_table(_cells(results), left=len(_keys(results)))] if _shown(results) else []
+    table = [simple_table(_cells(results), left=len(keys_of(results)))] if _shown(results) else []
     return "\n".join([*table, *(best_of_each(results)[1] if results.best_by else [])]) or "no point has ended"
 
 
@@ -262,7 +262,7 @@ def frame_rows(results: Results) -> list[dict[str, Any]]:
     """Returns a dict per combination: its values by key, how many runs it has, mean and deviation of every figure, and
     what the paired test says."""
     found = []
-    keys = _keys(results)
+    keys = keys_of(results)
     for each in _shown(results) if results.best_by else results.rows:
         given, pair = dict(each.settings), each.against
         line: dict[str, Any] = {key: given.get(key) for key in keys}
@@ -281,14 +281,14 @@ def frame_rows(results: Results) -> list[dict[str, Any]]:
 def point_rows(results: Results) -> list[dict[str, Any]]:
     """Returns a dict per point: its values by key, its seed, how it ended, its figures and its run's folder."""
     found = []
-    keys = _keys(results)
+    keys = keys_of(results)
     for each in results.rows:
         for ended in each.ended:
             given = dict(ended.point.settings)
             line: dict[str, Any] = {key: given.get(key) for key in keys}
             ran = _ran(ended)
             told = {} if ran is None else ran.summary
-            line |= {"seed": _seed(ended), "status": ended.outcome.status, "rounds": told.get("rounds")}
+            line |= {"seed": seed_of(ended), "status": ended.outcome.status, "rounds": told.get("rounds")}
             line |= {name: one[0] for name, one in row("", [told], each.compared.columns).values.items() if one}
             if ran is not None and ended.outcome.status == "finished":
                 line |= {figure.name: value for figure, of in results.extra if (value := of(ran)) is not None}
@@ -298,8 +298,8 @@ def point_rows(results: Results) -> list[dict[str, Any]]:
     return found
 
 
-def _seed(ended: Ended) -> Any:
-    """The seed of a point; of one with the experiment's own, what its run says."""
+def seed_of(ended: Ended) -> Any:
+    """Returns the seed of a point; of one with the experiment's own, what its run says."""
     if ended.point.seed is not None or ended.run is None:
         return ended.point.seed
     try:
@@ -325,7 +325,7 @@ def latex_table(results: Results) -> str:
     was asked for. The best is bold, and so are those that the paired test does not tell from it."""
     if not _shown(results):
         return "% no point has ended\n"
-    keys, cells = len(_keys(results)), _cells(results)
+    keys, cells = len(keys_of(results)), _cells(results)
     last = cells[0].index("p") + 1 if "p" in cells[0] else cells[0].index("runs") + 2
     place = cells[0].index("runs") + 1
     best = results.best

@@ -36,6 +36,10 @@ def test_a_sweep_comes_back_as_tables(tmp_path: Path, capsys: pytest.CaptureFixt
     assert table[LR].tolist() == [0.2, 1e-5] and table["runs"].tolist() == [2, 2]
     assert points.groupby(LR)["accuracy_mean"].mean()[0.2] == pytest.approx(table["accuracy_mean"][0])
     assert points["seed"].tolist() == [1, 2] * 2 and set(points["status"]) == {"finished"}
+    curves = found.evaluations()
+    last = curves[curves["round"] == curves["round"].max()]
+    assert last["accuracy_mean"].tolist() == pytest.approx(points["accuracy_mean"].tolist())
+    assert last[LR].tolist() == points[LR].tolist() and (last["bytes"] > 0).all()
     assert found.best == {LR: 0.2} and 0 <= table["p"][1] <= 1
     assert [run.config["seed"] for run in found.best_runs()] == [1, 2]
     assert found.best_runs()[0].models().merged(torch.zeros(1, 64)).shape == (1, 10)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from decentnode.report.latex import escaped
 from decentnode.report.reading.measured import BEFORE
 from decentnode.sweeps import files, picture
 from decentnode.sweeps.conduct import Ended, Running, State
+from decentnode.sweeps.evaluations import evaluations_csv
 from decentnode.sweeps.plan import Plan, Sweep
 from decentnode.sweeps.point import Point, Prepared
 from decentnode.sweeps.progress import line, live_table
@@ -80,6 +82,31 @@ def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path)
     assert near.against.low < near.against.mean < near.against.high
     failed = next(row for row in results.rows if row.label == "lr=1 graph=star")
     assert failed.mean is None and [each.outcome.title for each in failed.not_finished] == ["a bug"]
+
+
+def test_every_evaluation_of_every_point_is_a_row(tmp_path: Path) -> None:
+    """With the names and units of summary.json, whatever plots scale; a point without a run has none."""
+    made = [ended(tmp_path, Point(settings(".1", "ring"), seed), None) for seed in (1, 2)]
+    made += [ended(tmp_path, Point(settings("1", "ring"), 1), None, "failed", "a bug")]
+    runs = [fake_run(tmp_path / "sweep" / f"points/{seed}/exp/run", seed=seed, better=seed / 100) for seed in (1, 2)]
+    found = [replace(each, run=run) for each, run in zip(made, runs, strict=False)]
+    results = results_of(State(sweep_of(tmp_path / "sweep"), 0.0, [], [*found, made[2]]))
+    rows = list(csv.DictReader(io.StringIO(evaluations_csv(results))))
+    assert [(row["seed"], row["round"]) for row in rows] == [(s, r) for s in "12" for r in ("0", "2", "4", "6")]
+    last = rows[-1]
+    assert (last["experiment"], last["training.optimizer.lr"], last["graph.name"]) == ("exp", ".1", "ring")
+    told = {key: float(last[key]) for key in ("accuracy_mean", "accuracy_min", "accuracy_max", "accuracy_merged",
+            "consensus_distance", "consensus_rms", "training_loss", "gradient_norm", "seconds")}  # fmt: skip
+    assert told == pytest.approx({
+        "accuracy_mean": 0.78, "accuracy_min": 0.77, "accuracy_max": 0.79, "accuracy_merged": 0.87,
+        "consensus_distance": 0.1 / 6, "consensus_rms": 6.0, "training_loss": 2.0 / 6, "gradient_norm": 3.0,
+        "seconds": 6.02,
+    })  # fmt: skip
+    assert int(last["bytes"]) == 3 * 6060 and last["run"] == "points/2/exp/run"
+    assert rows[0]["training_loss"] == "" and rows[0]["accuracy_mean"] == str(float(rows[0]["accuracy_mean"]))
+    for run in runs:
+        shutil.rmtree(run)
+    assert evaluations_csv(results) == ""
 
 
 def best_by(state: State, seeds: int, *keys: str) -> State:

@@ -1,0 +1,82 @@
+"""Every evaluation of every point of a sweep, as one long table: for pandas, or whatever else draws curves."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from decentnode.errors import UsageError
+from decentnode.metrics.figures import VIRTUAL
+from decentnode.report.reading.runs import RecordedRun, load
+from decentnode.sweeps.results import Results, keys_of, seed_of
+
+OF_ROUNDS = {"loss": "training_loss", "gradient_norm": "gradient_norm"}
+"""Curves of rounds -> their columns: the mean over the nodes in the round before the evaluation. `loss` without more is
+that of an evaluation, as in summary.json."""
+
+
+def evaluation_rows(results: Results) -> Iterator[dict[str, Any]]:
+    """Yields a dict per point and evaluation, in the order of the points and rounds, with the names and units of
+    summary.json: means, extremes and the value of the merged model. Points without a run, and runs whose records were
+    removed, have none."""
+    keys = keys_of(results)
+    for each in results.rows:
+        for ended in each.ended:
+            if ended.run is None:
+                continue
+            try:
+                run = load(ended.run)
+            except (OSError, UsageError):
+                continue
+            given = dict(ended.point.settings)
+            point = {"experiment": results.name, **{key: given.get(key) for key in keys}, "seed": seed_of(ended),
+                     "status": ended.outcome.status}  # fmt: skip
+            for told in _evaluations(run):
+                yield {**point, **told, "run": str(ended.run)}
+
+
+def _evaluations(run: RecordedRun) -> Iterator[dict[str, Any]]:
+    """Yields the figures of each evaluation of a run, after so many rounds."""
+    curves, virtual = run.measured.curves, run.virtual_seconds()
+    found = {name: run.by_node(name) for name in curves}
+    merged = {name: run.by_node(name, merged=True) for name, curve in curves.items() if curve.merged}
+    evaluated = [name for name, curve in curves.items() if curve.kind == "evaluation" and found[name]]
+    where = {name: {axis: run.by_round(name, axis) for axis in ("seconds", "bytes")} for name in evaluated}
+    for rounds in sorted({rounds for name in evaluated for rounds in found[name]}):
+        here = [name for name in evaluated if rounds in where[name]["seconds"]]
+        if not here:  # of nodes in rounds of their own: no common moment
+            continue
+        at = where[here[0]]
+        line: dict[str, Any] = {"round": rounds, "seconds": at["seconds"][rounds][0],
+                                "bytes": int(at["bytes"][rounds][0])}  # fmt: skip
+        if virtual:
+            line[VIRTUAL] = virtual.get(rounds)
+        for name in here:
+            key, scale = curves[name].key, curves[name].scale
+            values = [value / scale for value in where[name]["seconds"][rounds][1]]
+            if not curves[name].spread:
+                line[key] = statistics.fmean(values)
+                continue
+            line |= {f"{key}_mean": statistics.fmean(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+            if told := merged.get(name, {}).get(rounds):
+                line[f"{key}_merged"] = next(iter(told.values()))[0] / scale
+        for name, column in OF_ROUNDS.items():
+            if told := found[name].get(rounds):
+                line[column] = statistics.fmean(value for value, _ in told.values())
+        yield line
+
+
+def evaluations_csv(results: Results) -> str:
+    """Returns CSV text of the rows. Their runs' folders are relative to the sweep's, which may be moved."""
+    out = io.StringIO()
+    rows = [{**each, "run": os.path.relpath(each["run"], results.folder)} for each in evaluation_rows(results)]
+    names = [*dict.fromkeys(name for each in rows for name in each)]
+    writer = csv.DictWriter(out, names, lineterminator="\n", restval="")
+    if names:
+        writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
