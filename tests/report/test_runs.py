@@ -15,6 +15,7 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.pictures.plots import plot
 from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.repeats import Ran, labels
 from decentnode.report.reading.runs import AXES, RecordedRun, lines, load
 from tests.launch.faults import experiment
 
@@ -350,3 +351,17 @@ def test_seconds_are_those_in_which_the_run_ran() -> None:
     assert run.series("accuracy", "seconds").x == pytest.approx([1.1, 2.4, 3.5])
     alone = RecordedRun(Path(), {0: records(*before), 1: records(*late)})
     assert alone.series("accuracy", "seconds").x == pytest.approx([1.1, 2.3])
+
+
+def test_labels_have_no_values_that_came_of_others_where_the_others_tell_as_much() -> None:
+    """Fractions 0.1 and 0.2 have steps of their own; only the given step tells the third from the first."""
+
+    def ran(fraction: str, step: str, given: bool = False) -> list[Ran]:
+        config = {"sharing.fraction": fraction, "sharing.step_size": step}
+        follows = frozenset[str]() if given else frozenset({"sharing.step_size"})
+        return [Ran(Path(fraction), "exp", 1, config, "finished", {}, follows=follows)]
+
+    derived = [ran("0.1", "0.4"), ran("0.2", "0.5")]
+    assert labels(derived) == ["exp sharing.fraction=0.1", "exp sharing.fraction=0.2"]
+    both = labels([*derived, ran("0.1", "0.3", given=True)])
+    assert both[2] == "exp sharing.fraction=0.1 sharing.step_size=0.3" and len({*both}) == 3

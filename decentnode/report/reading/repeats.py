@@ -145,13 +145,21 @@ class Label:
 
 
 def labels_of(groups: Sequence[Sequence[Ran]]) -> list[Label]:
-    """Returns the label of every group."""
-    by_name: dict[str, list[Mapping[str, str]]] = {}
+    """Returns the label of every group. Values that came of others are left out where the others tell as much."""
+    by_name: dict[str, list[Ran]] = {}
     for group in groups:
-        by_name.setdefault(group[0].name, []).append(group[0].config)
-    keys = {name: telling(configs) for name, configs in by_name.items()}
+        by_name.setdefault(group[0].name, []).append(group[0])
+    keys = {name: _telling_most(runs) for name, runs in by_name.items()}
     return [Label(group[0].name, {key: group[0].config[key] for key in keys[group[0].name] if key in group[0].config})
             for group in groups]  # fmt: skip
+
+
+def _telling_most(runs: Sequence[Ran]) -> list[str]:
+    """Returns the keys by which runs are told apart: those that somebody gave, where these are enough."""
+    keys, derived = telling([run.config for run in runs]), frozenset[str]().union(*(run.follows for run in runs))
+    given = [key for key in keys if key not in derived]
+    kinds = [{tuple(run.config.get(key) for key in each) for run in runs} for each in (keys, given)]
+    return given if len(kinds[0]) == len(kinds[1]) else keys
 
 
 def labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
