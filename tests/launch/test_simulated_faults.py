@@ -147,6 +147,7 @@ def test_a_struck_run_with_a_server_is_repeated(tmp_path: Path) -> None:
     assert outcome.compared == sum(len(life.events) for each in lives.values() for life in each)
 
 
+@pytest.mark.slow
 def test_newcomers_come_to_a_simulated_run_that_faults_strike(tmp_path: Path) -> None:
     """A node of the mapping dies and comes back, a newcomer is cut off for a moment, another dies, a third leaves."""
     node = {"rounds": 60, "evaluate_every": 30, "missing": "regroup", "restarts": 1, "newcomers": 3}

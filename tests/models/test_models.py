@@ -122,8 +122,8 @@ def test_contract(name: str, keys: dict[str, Any], shape: tuple[int, ...]) -> No
     ("vgg", {"depth": 16}, 15_253_578),
     ("vgg", {"depth": 16, "norm": "none"}, 15_245_130),
     ("densenet", {}, 769_162),
-    ("densenet", {"depth": 190, "growth": 40}, 25_624_430),
-    ("densenet", {"depth": 250, "growth": 24}, 15_324_406),
+    pytest.param("densenet", {"depth": 190, "growth": 40}, 25_624_430, marks=pytest.mark.slow),
+    pytest.param("densenet", {"depth": 250, "growth": 24}, 15_324_406, marks=pytest.mark.slow),
     ("pyramidnet", {}, 1_772_706),
     ("pyramidnet", {"alpha": 84}, 3_904_446),
     ("pyramidnet", {"alpha": 270}, 28_485_477),
@@ -156,7 +156,11 @@ def test_parameters_on_the_data_of_the_sources(
     assert count(name, keys, shape, classes) == parameters
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in OF_IDS])
+DEEP = ("densenet", "pyramidnet")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow if name in DEEP else ()) for name in MODELS if name not in OF_IDS])
 def test_an_experiment_with_it_validates(name: str) -> None:
     data = "{name: synthetic, input_shape: [3, 32, 32], train_samples: 640, test_samples: 16}"
     experiment = load(QUICKSTART, [f"model={{name: {name}}}", f"data={data}"])

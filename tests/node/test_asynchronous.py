@@ -229,7 +229,7 @@ def test_what_came_in_a_round_has_the_weight_of_its_sources_round() -> None:
     assert copies.weighed(seen, rows.__getitem__).sources == (1, 2), "7 was no neighbor in that round, whatever it says"
 
 
-@pytest.mark.sampled(one=["graph", "factor"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("graph", "factor"), [
     ("one_peer_exponential", 1.7), ("random_matching", 1.7), ("random_regular", 1.25), ("el_local", 1.25),
 ])  # fmt: skip
@@ -595,7 +595,7 @@ def test_a_silence_is_asked_about_long_before_it_counts() -> None:
     assert told[0]["round"] < 100, "in rounds of .1 s, it froze before round 20"
 
 
-@pytest.mark.sampled(one=["way"])  # of push_sum's silences the test before
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [
     {"schedule": "ad_psgd"}, {"name": "push_sum"}, {},
 ], ids=["pairs", "push_sum", "gossip"])  # fmt: skip

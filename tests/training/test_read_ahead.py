@@ -215,6 +215,7 @@ def stepped(folder: Folder, *overrides: str) -> list[torch.Tensor]:
     return [node.training.model.parameters.clone() for node in nodes]
 
 
+@pytest.mark.slow
 def test_a_run_repeats_to_the_bit_whatever_is_read_ahead(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = stepped(folder), stepped(folder)
     monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 0)
