@@ -32,6 +32,11 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
         self._heads, self._dropout = heads, dropout
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws at random in training."""
+        return self._dropout > 0
+
     def forward(self, x: Tensor, memory: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """mask: [B, 1, 1, S] bool, the places of the memory that are looked at. causal: place t looks at 0 .. t."""
         return self.look(x, self.keys_and_values(memory), mask=mask, causal=causal)

@@ -52,6 +52,11 @@ class LoraLinear(nn.Linear):
         whole = functional.linear(input, self.weight, self.bias)
         return whole + functional.linear(added, self.lora_b) * self.lora_scale
 
+    @property
+    def draws(self) -> bool:
+        """Whether it draws at random in training."""
+        return self.lora_dropout > 0
+
     def folded_weight(self) -> Tensor:
         """[outputs, inputs], a copy: the weight with which a plain layer does the same, dropout apart."""
         return self.weight.detach() + self.lora_scale * (self.lora_b.detach() @ self.lora_a.detach())

@@ -217,6 +217,11 @@ def test_ways_to_make_the_steps(way: str, model: str) -> None:
     assert engine.steps.name == way
 
 
+def test_what_draws_in_adapters_draws_the_same() -> None:
+    config = experiment("model={name: mlp, hidden: [6], lora: {rank: 2, dropout: 0.5}}", "node.rounds=2")
+    compare(config, "rows", atol=0)
+
+
 TRANSFORMERS = {
     "gpt": "{name: gpt, layers: 1, width: 8, heads: 2}",
     "transformer": "{name: transformer, layers: 1, width: 8, heads: 2, dropout: 0}",

@@ -133,10 +133,11 @@ class Vmap(Forward):
 
 def random_part(module: nn.Module) -> str:
     """Returns the class of a part of the module that may draw at random in training; "" where none does, as far as
-    the classes of torch.nn and of this project tell."""
+    the classes of torch.nn and of this project tell (`draws` of those that call torch's functions)."""
     for part in module.modules():
         kind = type(part)
         draws = isinstance(part, nn.modules.dropout._DropoutNd | nn.RReLU) and getattr(part, "p", True)
+        draws = draws or getattr(part, "draws", False)
         if draws or (isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout) \
                 or not kind.__module__.startswith(("torch.nn.", "decentnode.")):  # fmt: skip
             return kind.__name__
