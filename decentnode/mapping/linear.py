@@ -33,7 +33,7 @@ class LinearConfig(MappingConfig):
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn. With
     auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
-    """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
+    """Threads with which a node computes. Default: the machine's cores divided by its node processes, at least 1."""
     behind_nat: Annotated[tuple[int, ...], ADDED] = ()
     """Numbers of machines to which no other can connect, as a router translates their addresses. They connect to the
     others as usual; what these send to their nodes goes through nodes of other machines, which are their relays."""

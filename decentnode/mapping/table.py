@@ -38,7 +38,7 @@ class MachineConfig(pydantic.BaseModel):
     """Where models live: auto, cpu, cuda or cuda:N, or a list of these that its nodes take in turn. With auto and cuda
     node r takes GPU r, counted round; auto is the CPU where there is none."""
     threads: int | None = Field(None, ge=1)
-    """Threads with which a node computes. Default: the machine's cores divided by its nodes, at least 1."""
+    """Threads with which a node computes. Default: the machine's cores divided by its node processes, at least 1."""
     behind_nat: Annotated[bool, ADDED] = False
     """Whether no other machine can connect to this one, as a router translates its address. It connects to the others
     as usual; what they send to its nodes goes through nodes of other machines, which are their relays."""
