@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 EVALUATION_ELEMENTS = 1 << 17
 """Input elements of one evaluation batch (42 images of 3x32x32): a convolution's activations are ten times as many.
 GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller."""
-OUTPUT_ELEMENTS = 1 << 24
+OUTPUT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Elements of the outputs for one evaluation batch: a value per token of a vocabulary for every place of a text takes
-more memory than all else."""
+more memory than all else. On a GPU 1 GB, five rows of GPT-2."""
 
 KEPT_DEALT = 64
 """Generations whose samples are accounted for; metrics.jsonl has all."""
@@ -206,7 +206,7 @@ class Supervised(Training):
         if split == "train" and isinstance(most, int):
             members = members[torch.arange(0, len(members), max(1.0, len(members) / most)).long()[:most]]
         members = members[part[0] :: part[1]]
-        size = evaluation_batch(EVALUATION_ELEMENTS, source, self.task) if len(members) else 1
+        size = self._evaluation_batch(source) if len(members) else 1
         if source.images is not None and self.model.device.type != "cpu":
             size = max(size, self.config.batch_size)  # one image of 224 by 224 at a time would leave a GPU idle
         names = self.task.all_sums
@@ -216,6 +216,9 @@ class Supervised(Training):
                 total += self._sums(inputs, targets)
         sums = dict(zip(names, total.tolist(), strict=True))
         return Evaluation(len(members), sums, self.task.evaluated(sums))
+
+    def _evaluation_batch(self, source: Source) -> int:
+        return evaluation_batch(EVALUATION_ELEMENTS, source, self.task, self.model.device)
 
     def _sums(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the sums of one batch, float64, in the order of `task.all_sums`."""
@@ -231,7 +234,7 @@ class Supervised(Training):
         """As the contract, from at most MEASURED_SAMPLES of the samples, evenly spaced."""
         source, members = self.share.splits["train"]
         members = members[:: max(1, -(-len(members) // MEASURED_SAMPLES))]
-        size = max(2, evaluation_batch(EVALUATION_ELEMENTS, source, self.task))
+        size = max(2, self._evaluation_batch(source))
         if not len(members):
             return statistics.measure(self.model.module, ())
         batches = members.tensor_split(max(1, len(members) // size))  # none of one sample where there are more
@@ -281,11 +284,12 @@ class Supervised(Training):
             raise CheckpointError(f"node {self._uid}: the training state does not fit: {error!r}") from error
 
 
-def evaluation_batch(elements: int, source: Source, task: Task) -> int:
+def evaluation_batch(elements: int, source: Source, task: Task, device: torch.device) -> int:
     """Returns how many samples are evaluated together: their inputs have at most so many elements, and what a model
     gives for them at most OUTPUT_ELEMENTS."""
-    outputs = math.prod(task.data.target_shape) * (task.data.vocabulary or 1)
-    return max(1, min(1024, elements // source.sample_elements, OUTPUT_ELEMENTS // max(1, outputs)))
+    outputs = max(1, math.prod(task.data.target_shape) * (task.data.vocabulary or 1))
+    most = OUTPUT_ELEMENTS.get(device.type, OUTPUT_ELEMENTS["cpu"])
+    return max(1, min(1024, elements // source.sample_elements, most // outputs))
 
 
 def as_scalar(value: float | Tensor, device: torch.device) -> Tensor:

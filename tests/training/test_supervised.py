@@ -12,7 +12,11 @@ from decentnode.build import build_in_process, step_all
 from decentnode.data.base import Samples
 from decentnode.errors import CheckpointError, DataError, Diverged
 from decentnode.experiment import load
+from decentnode.samples import DataSpec, Rows
 from decentnode.sharing.full import Full
+from decentnode.tasks.next_token import NextToken, NextTokenConfig
+from decentnode.training.source import Source
+from decentnode.training.supervised import evaluation_batch
 
 from .contract import check_training
 from .small import linear, make, noisy, samples
@@ -296,3 +300,15 @@ def test_a_model_that_is_not_finite_is_found_before_it_is_sent(sharing: str, lr:
     assert nodes[0].training.keep_sum
     with pytest.raises(Diverged, match=f"NaN or infinity.* round {round}"):
         step_all(nodes)
+
+
+@pytest.mark.parametrize(("device", "vocabulary", "together"), [
+    ("cpu", 50, 41), ("cpu", 50_000, 1), ("cuda", 50_000, 16), ("cuda", 50, 41),
+])  # fmt: skip
+def test_what_a_model_gives_bounds_an_evaluation_s_batch(device: str, vocabulary: int, together: int) -> None:
+    places = 320
+    data = DataSpec((places,), "ids", "next_token", vocabulary=vocabulary, target_shape=(places,))
+    rows = Rows(np.zeros(400, np.int32), np.arange(60), places)
+    source = Source(Samples(rows, rows, ids=True), torch.device("cpu"))
+    task = NextToken(NextTokenConfig(), data)
+    assert evaluation_batch(places * 41, source, task, torch.device(device)) == together

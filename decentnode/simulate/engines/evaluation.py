@@ -100,7 +100,7 @@ class Evaluator:
         population, task = self._population, self._population.task
         training: Any = population.trainings[0]
         source, members = training.samples_of(split.name)
-        size = evaluation_batch(CHUNK_ELEMENTS, source, task)
+        size = evaluation_batch(CHUNK_ELEMENTS, source, task, population.device)
         names = task.all_sums
         totals = torch.zeros(population.num_nodes, len(names), dtype=torch.float64, device=population.device)
         with torch.no_grad(), _evaluating(training):
