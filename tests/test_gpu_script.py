@@ -100,6 +100,12 @@ def test_no_file_of_tests_begins_where_no_time_is_left(
     assert files_of_tests(tmp_path, monkeypatch, test_a="") == ["test_a.py: the file not run: no time left"]
 
 
+def test_without_a_gpu_one_process_has_all_files(gpu: ModuleType) -> None:
+    module = sys.modules["gpu_tests"]
+    paths = [Path("test_a.py"), Path("test_b.py")]
+    assert module.groups(paths, True) == [[paths[0]], [paths[1]]] and module.groups(paths, False) == [paths]
+
+
 @pytest.mark.slow
 def test_files_of_tests_are_told_before_their_case_is_stopped(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -332,7 +338,7 @@ def test_the_table_at_the_end_fits_into_what_a_reader_sees(gpu: ModuleType, caps
     report.add_profile(gpu.Profile("mixing", "4 arrivals", ["all"], ["device: idle for 40 %" * 30]))
     table = report.table()
     assert len(table) < 12_000 and "test_0.py::test_x: failed: RuntimeError" in table and "idle for 40 %" in table
-    assert "tests: 225 of 225 passed, in 25 files" in table and "test_7.py" not in table
+    assert "tests: 225 of 225 passed, by 25 processes" in table and "test_7.py" not in table
     assert "row 79 of" in table and table.endswith("106 rows: 80 missed what is asked, 1 failed")
     for n in range(120):
         report.add(gpu.Row("mixing", f"row {n} of a case with a name that is long", 1.0, "GB/s", 100.0, ">= .85"))

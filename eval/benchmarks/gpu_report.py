@@ -88,7 +88,8 @@ def _table(about: Sequence[str], rows: Sequence[Row], profiles: Sequence[Profile
     passed = [row for row in rows if row.case == "tests" and row.value is not None]
     if passed:
         asked = sum(float(row.asked.strip("= ")) for row in passed)
-        lines.append(f"tests: {sum(row.value or 0 for row in passed):g} of {asked:g} passed, in {len(passed)} files")
+        count = sum(row.value or 0 for row in passed)
+        lines.append(f"tests: {count:g} of {asked:g} passed, by {len(passed)} process{'es' * (len(passed) > 1)}")
     missed, failed = sum(row.missed for row in rows), sum(row.failed for row in rows)
     lines.append(f"{len(rows)} rows: {missed} missed what is asked, {failed} failed")
     return "\n".join(lines)

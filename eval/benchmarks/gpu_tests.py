@@ -1,5 +1,5 @@
 """The GPU tests as a case of gpu.py: a process for each file, so that a fault of the driver, which spoils everything
-that its process does afterwards, costs one file."""
+that its process does afterwards, costs one file; one for all where there is no GPU, and they are skipped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import psutil
-from gpu_rows import ROOT, Row, failure
+from gpu_rows import ROOT, Row, failure, on_gpu
 
 AT_ONCE = max(4, len(os.sched_getaffinity(0)) // 2)
 """They wait for processes to start, and for CUDA's contexts, more than they compute."""
@@ -47,7 +47,7 @@ def tests(_tiny: bool) -> Iterator[Row]:
     the environment variable GPU_TESTS_LOG names."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         until = float(os.environ[CASE_UNTIL]) - REPORT_SECONDS
-        running = {pool.submit(run_file, path, until): path for path in files()}
+        running = {pool.submit(run_files, paths, until): paths[0] for paths in groups(files(), on_gpu())}
         for done in as_completed(running):
             try:
                 text, rows = done.result()
@@ -60,15 +60,22 @@ def tests(_tiny: bool) -> Iterator[Row]:
             yield from rows
 
 
-def run_file(path: Path, until: float) -> tuple[str, list[Row]]:
-    """(all that pytest said, rows) of the GPU tests of one file. until: of time.monotonic(), when they are stopped;
+def groups(paths: Sequence[Path], apart: bool) -> list[Sequence[Path]]:
+    """The files of each process."""
+    return [[path] for path in paths] if apart else [paths]
+
+
+def run_files(paths: Sequence[Path], until: float) -> tuple[str, list[Row]]:
+    """(all that pytest said, rows) of the GPU tests of some files. until: of time.monotonic(), when they are stopped;
     what was done by then counts."""
+    name = paths[0].name if len(paths) == 1 else f"all {len(paths)} files"
     began = time.monotonic()
     limit_seconds = until - began
     if limit_seconds < LEAST_SECONDS:
-        return "", [Row("tests", f"{path.name}: the file", None, note="not run: no time left")]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", str(path), "-p", "no:cacheprovider", "-o", "addopts=", "-v",
-               "-rfEs", "--tb=short", "--color=no", "--durations=10", f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
+        return "", [Row("tests", f"{name}: the file", None, note="not run: no time left")]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *map(str, paths), "-p", "no:cacheprovider",
+               "-o", "addopts=", "-v", "-rfEs", "--tb=short", "--color=no", "--durations=10",
+               f"--timeout={0.8 * limit_seconds:g}"]  # fmt: skip
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
                                    env={**os.environ, "COLUMNS": "250", "PYTHONUNBUFFERED": "1"})  # fmt: skip
@@ -83,7 +90,7 @@ def run_file(path: Path, until: float) -> tuple[str, list[Row]]:
                 process.wait(END_SECONDS)
         output.seek(0)
         text = output.read()
-    return text, list(rows_of(path.name, text, ended, time.monotonic() - began))
+    return text, list(rows_of(name, text, ended, time.monotonic() - began))
 
 
 def rows_of(name: str, text: str, ended: int | None, seconds: float) -> Iterator[Row]:
