@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import logging
+import zlib
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -135,7 +136,8 @@ class ParallelText(Dataset):
                 _append(writer, split, held)
         _append(writer, split, held)
         if not count:
-            raise DataError(f"{self._files[split][0]}: no pair of at most {most} words (data.length)")
+            few = f"no pair of at most {most} words (data.length)" if longer else "no line with a text in both files"
+            raise DataError(f"{self._files[split][0]}: {few}")
         if longer:
             logger.info("%s: %d of %d pairs are longer than %d words, and %s", self._files[split][0], longer,
                         count + longer * (split == "train"), most, "left out" if split == "train" else "cut")
@@ -159,10 +161,13 @@ class ParallelText(Dataset):
 
 def _lines(path: Path) -> Generator[str]:
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="\n") as file:
+        # utf-8-sig: the mark that some editors write before a text is no word of it.
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield from file
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path}: cannot be read as UTF-8: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _row(source: list[int], target: list[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -65,6 +65,14 @@ def test_long_texts_are_cut_in_tests_and_rare_words_are_unknown(tmp_path: Path) 
     assert int(inputs[2, 0, 0]) == UNKNOWN
 
 
+def test_what_editors_write_around_lines_is_no_word(tmp_path: Path) -> None:
+    """A byte order mark, and line ends of Windows."""
+    plain = opened(tmp_path / "plain", ["ein Hund", "ein Haus"], ["a dog", "a house"])
+    edited = opened(tmp_path / "edited", ["\ufeffein Hund\r", "ein Haus\r"], ["\ufeffa dog\r", "a house\r"])
+    assert edited.vocabulary() == plain.vocabulary()
+    assert texts(edited, edited.train(np.arange(2))) == texts(plain, plain.train(np.arange(2)))
+
+
 def test_pieces_of_words_have_the_first_numbers(tmp_path: Path) -> None:
     german, english = ["ein Hun@@ d", "Hau@@ s Hun@@ d"], ["a dog", "The hou@@ se"]
     data = opened(tmp_path, german, english, words="spaced")
@@ -78,7 +86,7 @@ def test_pieces_of_words_have_the_first_numbers(tmp_path: Path) -> None:
     (["a", "b"], ["a"], r"train\.en: has 1 lines, fewer than .*train\.de"),
     (["a"], ["a", "b"], r"train\.en: has more lines than .*train\.de"),
     (["a b c d e f g"], ["a"], r"train\.de: no pair of at most 6 words \(data\.length\)"),
-    ([""], ["a"], r"train\.de: no pair of at most 6 words"),
+    ([""], ["a"], r"train\.de: no line with a text in both files"),
 ])
 def test_lines_that_are_no_pairs(german: list[str], english: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
@@ -88,9 +96,9 @@ def test_lines_that_are_no_pairs(german: list[str], english: list[str], message:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     opened(tmp_path)
     whole = (tmp_path / "d" / "test.de.gz").read_bytes()
-    for damaged in (whole[:-9], b"no gzip"):
+    for damaged in (whole[:-9], b"no gzip", whole[:10] + b"\xff" * 20):
         (tmp_path / "d" / "test.de.gz").write_bytes(damaged)
-        with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read as UTF-8"):
+        with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read: "):
             reopened(tmp_path)
     (tmp_path / "d" / "test.de.gz").write_bytes(gzip.compress(b"\xff\n"))
     with pytest.raises(DataError, match=r"test\.de\.gz: cannot be read as UTF-8"):
