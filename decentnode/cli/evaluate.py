@@ -26,7 +26,8 @@ def command(run: str, section: str | None, overrides: tuple[str, ...], device: s
     """Evaluate each node's model and the merged model of RUN by what its task measures.
 
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Nodes are tested as in
-    the run (data.test); the merged model is tested on all of the test data. A --data without partition deals iid.
+    the run (data.test, data.sample_test); the merged model on all that nodes are tested on. A --data without
+    partition deals iid.
     """
     from decentnode.launch.files.run_dir import resolve
 

@@ -246,7 +246,7 @@ class OpenedData:
         if self.sharded:
             test, shared = dataset.test_part(self._tested_by(uid)), False
         else:
-            test, shared = self._global_test(dataset), True
+            test, shared = self.global_test(dataset), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
         return NodeSamples(train, test, own, shared_test=shared, pooled=self.sharded, deal_again=deal_again,
                            deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
@@ -284,11 +284,11 @@ class OpenedData:
         if self._newcomer_like is not None:
             return self.of(self._newcomer_like)
         dataset, nothing = self.dataset(), np.empty(0, np.int64)
-        test = dataset.test_part(nothing) if self.test == "own" else self._global_test(dataset)
+        test = dataset.test_part(nothing) if self.test == "own" else self.global_test(dataset)
         own = dataset.test_part(nothing) if self.test == "both" else None
         return NodeSamples(dataset.train(nothing), test, own, shared_test=self.test != "own", trains=False)
 
-    def _global_test(self, dataset: Dataset) -> AnySamples:
+    def global_test(self, dataset: Dataset) -> AnySamples:
         """What all nodes are tested on: one object for those of a process."""
         if self._test is None:
             sampled = self.tested()

@@ -111,6 +111,7 @@ class _Evaluation:
                 "{every: 20}, a run that is cut off can go on to its end with --resume"
             )
         self.data = experiment.open_data()
+        self.data.check()
         self.task: Task = experiment.make_task()
         self.device = device_of(device, key="device")
         module = place_model(experiment, self.data.spec, self.device)
@@ -168,7 +169,7 @@ class _Evaluation:
         """The node's training, for its evaluation alone."""
         config: Any = self.experiment.training
         if self.data.test == "global" and not self.data.sharded:  # no training sample need be read
-            test = self.data.dataset().test()
+            test = self.data.global_test(self.data.dataset())
             given = NodeSamples(test, test)
             config = config.model_copy(update={"drop_last": False, "sampling": "fixed"})
         else:

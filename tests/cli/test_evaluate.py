@@ -34,6 +34,7 @@ DATA = {
     "own": {"name": "digits", "test": "own", "partition": {"name": "dirichlet", "alpha": 0.5}},
     "both": {"name": "digits", "test": "both"},
     "sharded": {"name": "digits", "shard_test": True},
+    "sampled": {"name": "digits", "sample_test": 90},
 }
 
 
@@ -50,6 +51,13 @@ def test_the_figures_are_those_of_the_run(kind: str, tmp_path: Path) -> None:
         assert found[key] == pytest.approx(run.summary[key], abs=1e-9), key
     assert found["nodes"]["2"]["accuracy"] == pytest.approx(run.summary["nodes"]["2"]["accuracy"])
     assert found["nodes"]["2"]["loss"] == pytest.approx(run.summary["nodes"]["2"]["loss"], rel=1e-5)
+
+
+def test_more_samples_than_there_are_cannot_be_drawn(tmp_path: Path) -> None:
+    run = ran(tmp_path)
+    assert evaluate(run.path, overrides=["data.sample_test=90"]).samples[0] == 90
+    with pytest.raises(UsageError, match="sample_test must be at most the 360 test samples, got 361"):
+        evaluate(run.path, overrides=["data.sample_test=361"])
 
 
 def test_parameters_that_nodes_keep_are_their_own_in_the_merged_model(tmp_path: Path) -> None:
