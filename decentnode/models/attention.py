@@ -15,11 +15,11 @@ from decentnode.errors import UsageError
 Activation = Literal["relu", "gelu"]
 
 
-def check_heads(model: str, config: Config) -> None:
+def check_heads(config: Config) -> None:
     """Raises ValueError unless the width divides evenly among the heads."""
     width, heads = getattr(config, "width"), getattr(config, "heads")  # noqa: B009
     if width % heads:
-        raise ValueError(f"model {model} needs a width that is a multiple of its heads, got {width} and {heads}")
+        raise ValueError(f"must have a width that is a multiple of heads, got width {width} and heads {heads}")
 
 
 class Attention(nn.Module):

@@ -43,7 +43,7 @@ class GptConfig(ModelConfig):
 
     @pydantic.model_validator(mode="after")
     def _divides(self) -> GptConfig:
-        check_heads("gpt", self)
+        check_heads(self)
         return self
 
 

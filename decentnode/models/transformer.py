@@ -41,7 +41,7 @@ class TransformerConfig(ModelConfig):
 
     @pydantic.model_validator(mode="after")
     def _divides(self) -> TransformerConfig:
-        check_heads("transformer", self)
+        check_heads(self)
         return self
 
 
