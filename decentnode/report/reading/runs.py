@@ -272,7 +272,7 @@ def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Cu
     known = curves_of(drawn)
     for metric in metrics:
         if metric not in known:
-            raise UsageError(f"--metric must be one of {', '.join(known)}, which these runs have, got {metric!r}"
+            raise UsageError(f"--metric must be one of {', '.join(known)}, which such runs can have, got {metric!r}"
                              + did_you_mean(metric, known))  # fmt: skip
     return {metric: known[metric] for metric in metrics}
 
