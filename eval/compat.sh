@@ -9,7 +9,7 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 if [ "${1:-}" = --without-gpu ]; then
   shift
-  python=$here/.venv/bin/python
+  python=${DECENTNODE_VENV:-$here/.venv}/bin/python
   [ -x "$python" ] || python=python3
   exec "$python" "$here/eval/originals.py" "$@"
 fi
@@ -27,7 +27,7 @@ if [ "$script" = tests/test.py ] && [ ! -d "$path/MNIST/raw" ]; then
   echo "$path/MNIST/raw must have MNIST: the script would fetch it" >&2
   exit 2
 fi
-python=$here/.venv/bin/python
+python=${DECENTNODE_VENV:-$here/.venv}/bin/python
 [ -x "$python" ] || python=python3
 cd "$path"
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m torch.distributed.run --standalone \
