@@ -10,11 +10,12 @@ import numpy as np
 from pydantic import Field, PositiveFloat, model_validator
 
 from decentnode.config.component import Config
-from decentnode.data.base import CachedConfig, Dataset, checked_indices
+from decentnode.data.base import CachedConfig, checked_indices
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.image_files import FolderImages, Preparation, Split
 from decentnode.data.images import pillow
 from decentnode.data.sources import remedy
+from decentnode.data.user_data import IndexedDataset
 from decentnode.errors import DataError
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -58,7 +59,7 @@ class ImageFolderConfig(CachedConfig):
         return Preparation(self.size, self.resize or round(self.size * 8 / 7), scale, offset)
 
 
-class ImageFolder(Dataset):
+class ImageFolder(IndexedDataset):
     """Images that are read when a batch is taken, labelled by the place of their folder's name in the sorted names of
     the training folders, as torchvision's ImageFolder does. Names are listed once and kept (cache.py)."""
 
@@ -78,15 +79,6 @@ class ImageFolder(Dataset):
         sources = [path for place, classes in self._folders.values() for path in (place, *(place / c for c in classes))]
         # Folders change when a file is added or removed, so that a million names need not be listed each time.
         self.index = indexed("image_folder", sources, {}, self._build, config.cache_folder(base_dir))
-
-    def train_targets(self) -> np.ndarray:
-        return np.array(self.index["train_y"])
-
-    def test_labels(self) -> np.ndarray:
-        return np.array(self.index["test_y"])
-
-    def num_test(self) -> int:
-        return len(self.index["test_y"])
 
     def train(self, indices: np.ndarray) -> FolderImages:
         return self._images("train", checked_indices(indices, len(self.index["train_y"])))

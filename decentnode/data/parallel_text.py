@@ -14,8 +14,9 @@ import numpy as np
 from pydantic import Field
 
 from decentnode.config.component import Config
-from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
+from decentnode.data.base import CachedConfig, existing
 from decentnode.data.cache import Writer, indexed
+from decentnode.data.sequences import Part, SequenceDataset
 from decentnode.data.tokens import words_of
 from decentnode.data.vocabulary import MOST_WORDS, count_words
 from decentnode.errors import DataError
@@ -53,7 +54,7 @@ class ParallelTextConfig(CachedConfig):
     """Most words of a text, or pieces. Longer pairs are not trained on, and cut in tests."""
 
 
-class ParallelText(Dataset):
+class ParallelText(SequenceDataset):
     """Inputs [T, 2] are the tokens of a text and, from BEGIN on, those of its translation; targets [T] are the
     translation's, and END. Pairs of which one text is empty are left out."""
 
@@ -82,31 +83,19 @@ class ParallelText(Dataset):
     def check_private(self) -> None:
         raise DataError("data.source and data.target must be one for all nodes: words are numbered by them")
 
-    def num_train(self) -> int:
-        return len(self._places["train"])
-
-    def num_test(self) -> int:
-        return len(self._places["test"])
-
-    def train_targets(self) -> None:
-        return None
-
-    def train(self, indices: np.ndarray) -> Samples:
-        return self._samples("train", checked_indices(indices, self.num_train()))
-
-    def test(self) -> Samples:
-        return self._samples("test", np.arange(self.num_test()))
-
     def vocabulary(self) -> list[str]:
         """Returns the words, the first with number FIRST_WORD."""
         words: list[str] = bytes(self.index["words"]).decode().split("\n")
         return words
 
-    def _samples(self, split: str, indices: np.ndarray) -> Samples:
-        places = self._places[split]
+    def _count(self, part: Part) -> int:
+        return len(self._places[part])
+
+    def _samples(self, part: Part, indices: np.ndarray) -> Samples:
+        places = self._places[part]
         lengths, starts = places[indices], (np.cumsum(places) - places)[indices]
-        return Samples(Rows(self.index[f"{split}_tokens"], starts, lengths, PAD),
-                       Rows(self.index[f"{split}_y"], starts, lengths, PADDING), ids=True)  # fmt: skip
+        return Samples(Rows(self.index[f"{part}_tokens"], starts, lengths, PAD),
+                       Rows(self.index[f"{part}_y"], starts, lengths, PADDING), ids=True)  # fmt: skip
 
     # -- conversion -------------------------------------------------------------------------------------------
 

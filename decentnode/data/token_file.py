@@ -9,8 +9,9 @@ import numpy as np
 from pydantic import Field
 
 from decentnode.config.component import Config
-from decentnode.data.base import CachedConfig, Dataset, checked_indices, existing
+from decentnode.data.base import CachedConfig, existing
 from decentnode.data.cache import Writer, indexed
+from decentnode.data.sequences import Part, SequenceDataset
 from decentnode.data.vocabulary import MOST_WORDS
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec, Rows, Samples
@@ -35,7 +36,7 @@ class TokenFileConfig(CachedConfig):
     """Tokens between the beginnings of two samples. Default: `window`, so that none is in two of them."""
 
 
-class TokenFile(Dataset):
+class TokenFile(SequenceDataset):
     """Samples are windows of the file, which is mapped into memory and never copied; the target of each token is the
     one behind it."""
 
@@ -74,30 +75,15 @@ class TokenFile(Dataset):
         window = self.config.window
         return DataSpec((window,), "ids", "next_token", vocabulary=self.config.vocabulary, target_shape=(window,))
 
-    def num_train(self) -> int:
-        return self._count("train")
-
-    def num_test(self) -> int:
-        return self._count("test")
-
-    def train_targets(self) -> None:
-        return None
-
-    def train(self, indices: np.ndarray) -> Samples:
-        return self._samples("train", checked_indices(indices, self.num_train()))
-
-    def test(self) -> Samples:
-        return self._samples("test", np.arange(self.num_test()))
-
     def check_private(self) -> None:
         """Tokens are numbered by the vocabulary, which the section tells."""
 
-    def _count(self, split: str) -> int:
+    def _count(self, part: Part) -> int:
         stride = self.config.stride or self.config.window
-        return (len(self._tokens[split]) - 1 - self.config.window) // stride + 1
+        return (len(self._tokens[part]) - 1 - self.config.window) // stride + 1
 
-    def _samples(self, split: str, indices: np.ndarray) -> Samples:
-        tokens: Any = self._tokens[split]
+    def _samples(self, part: Part, indices: np.ndarray) -> Samples:
+        tokens: Any = self._tokens[part]
         starts = indices * (self.config.stride or self.config.window)
         window = self.config.window
         return Samples(Rows(tokens, starts, window), Rows(tokens, starts + 1, window), ids=True)

@@ -1,4 +1,4 @@
-"""What datasets of users share: the converted samples carry the class and the user of each."""
+"""What datasets share whose index (cache.py) carries the class of each sample, and maybe its user."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from decentnode.data.base import Dataset
 from decentnode.data.cache import Index
 
 
-class UserDataset(Dataset):
-    """Base of datasets whose `index` has the arrays train_y, test_y (classes) and train_user, test_user."""
+class IndexedDataset(Dataset):
+    """Base of datasets whose `index` has the arrays train_y and test_y (classes)."""
 
     index: Index
 
@@ -19,11 +19,15 @@ class UserDataset(Dataset):
     def test_labels(self) -> np.ndarray:
         return np.array(self.index["test_y"])
 
+    def num_test(self) -> int:
+        return len(self.index["test_y"])
+
+
+class UserDataset(IndexedDataset):
+    """Base of datasets whose `index` also has the arrays train_user and test_user."""
+
     def train_keys(self) -> np.ndarray:
         return np.array(self.index["train_user"])
 
     def test_keys(self) -> np.ndarray:
         return np.array(self.index["test_user"])
-
-    def num_test(self) -> int:
-        return len(self.index["test_y"])

@@ -5,21 +5,34 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import pydantic
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decentnode.config.component import Config
-from decentnode.errors import UsageError
+from decentnode.models.base import ModelConfig
 
 Activation = Literal["relu", "gelu"]
 
 
-def check_heads(config: Config) -> None:
-    """Raises ValueError unless the width divides evenly among the heads."""
-    width, heads = getattr(config, "width"), getattr(config, "heads")  # noqa: B009
-    if width % heads:
-        raise ValueError(f"must have a width that is a multiple of heads, got width {width} and heads {heads}")
+class AttentionConfig(ModelConfig):
+    """Base of the Configs of models with attention."""
+
+    width: int = Field(128, ge=1)
+    """Numbers that stand for a token; a multiple of `heads`."""
+    heads: int = Field(4, ge=1)
+    """Attentions beside each other in a layer."""
+    inner: int | None = Field(None, ge=1)
+    """Units between the two linear layers behind an attention. Default: four times the width."""
+
+    @pydantic.model_validator(mode="after")
+    def _divides(self) -> AttentionConfig:
+        if self.width % self.heads:
+            raise ValueError(
+                f"must have a width that is a multiple of heads, got width {self.width} and heads {self.heads}"
+            )
+        return self
 
 
 class Attention(nn.Module):
@@ -72,8 +85,3 @@ def sinusoids(length: int, width: int, device: torch.device, first: int = 0) -> 
     pairs = torch.arange(0, width, 2, device=device)
     angles = torch.arange(first, first + length, device=device)[:, None] * torch.exp(pairs * (-math.log(1e4) / width))
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
-
-
-def sequences_of(model: str, shape: tuple[int, ...], task: str) -> UsageError:
-    """Returns the error of data whose samples are no sequences of tokens."""
-    return UsageError(f"model {model} needs sequences of tokens, got {task} of samples of shape {list(shape)}")

@@ -59,6 +59,15 @@ def image_shape(model: str, data: DataSpec, smallest: int) -> tuple[int, int, in
     return input_shape[0], input_shape[1], input_shape[2]
 
 
+def vocabulary_of(model: str, data: DataSpec) -> int:
+    """How many tokens there are. Raises UsageError unless inputs are sequences of tokens."""
+    if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1:
+        raise UsageError(
+            f"model {model} needs sequences of tokens, got {data.task} of samples of shape {list(data.input_shape)}"
+        )
+    return data.vocabulary
+
+
 def tokens_of(model: str, data: DataSpec) -> tuple[int, int]:
     """(length, vocabulary). Raises UsageError unless inputs are sequences of tokens and the target is the next one."""
     if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1 or data.target_shape != ():

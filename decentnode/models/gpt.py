@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -13,25 +12,19 @@ from torch.nn import functional
 
 from decentnode.config.component import Config
 from decentnode.errors import UsageError
-from decentnode.models.attention import Activation, Attention, FeedForward, check_heads, sequences_of
-from decentnode.models.base import Model, ModelConfig
+from decentnode.models.attention import Activation, Attention, AttentionConfig, FeedForward
+from decentnode.models.base import Model, vocabulary_of
 from decentnode.samples import DataSpec
 
 SPREAD = 0.02
 """Standard deviation of what weights begin with."""
 
 
-class GptConfig(ModelConfig):
+class GptConfig(AttentionConfig):
     name: str = "gpt"
     layers: int = Field(4, ge=1)
     """Layers, one above the other; 12 in GPT-2 small, whose 124,439,808 parameters are those of width 768 and 12 heads
     with 1024 places and 50257 tokens."""
-    width: int = Field(128, ge=1)
-    """Numbers that stand for a token; a multiple of `heads`."""
-    heads: int = Field(4, ge=1)
-    """Attentions beside each other in a layer."""
-    inner: int | None = Field(None, ge=1)
-    """Units between the two linear layers behind an attention. Default: four times the width."""
     activation: Activation = "gelu"
     """Between these; gelu in GPT-2."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -41,16 +34,11 @@ class GptConfig(ModelConfig):
     tied: bool = True
     """Whether the last layer has the weights of the embedding (Press and Wolf 2017, arXiv 1608.05859)."""
 
-    @pydantic.model_validator(mode="after")
-    def _divides(self) -> GptConfig:
-        check_heads(self)
-        return self
-
 
 class Gpt(Model):
     """Normalization before every attention and every pair of linear layers, learned embeddings of places, and layers
     that add to the sum begin smaller by the root of their number. Where the target is one token behind the row alone,
-    the last place tells it; rows of unequal length may then not be."""
+    the last place tells it, and all rows have one length."""
 
     Config: ClassVar[type[Config]] = GptConfig
 
@@ -58,12 +46,11 @@ class Gpt(Model):
         self.config = config
 
     def make(self, data: DataSpec) -> nn.Module:
-        if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1:
-            raise sequences_of("gpt", data.input_shape, data.task)
+        vocabulary = vocabulary_of("gpt", data)
         longest, places = data.input_shape[0], self.config.places
         if places is not None and places < longest:
             raise UsageError(f"model gpt has {places} places (model.places), the data has sequences of {longest}")
-        return GptModule(self.config, data.vocabulary, places or longest, last=data.target_shape == ())
+        return GptModule(self.config, vocabulary, places or longest, last=data.target_shape == ())
 
 
 class GptModule(nn.Module):

@@ -8,8 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decentnode.config.component import Config
-from decentnode.errors import UsageError
-from decentnode.models.base import Model, ModelConfig
+from decentnode.models.base import Model, ModelConfig, vocabulary_of
 from decentnode.samples import DataSpec
 
 
@@ -35,10 +34,7 @@ class Lstm(Model):
         self.config = config
 
     def make(self, data: DataSpec) -> nn.Module:
-        if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1:
-            raise UsageError(f"model lstm needs sequences of tokens, got {data.task} of samples of shape "
-                             f"{list(data.input_shape)}")  # fmt: skip
-        return LstmModule(self.config, data.vocabulary, last=data.target_shape == ())
+        return LstmModule(self.config, vocabulary_of("lstm", data), last=data.target_shape == ())
 
 
 class LstmModule(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal, cast
 
-import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor, nn
@@ -13,22 +12,16 @@ from torch.nn import functional
 
 from decentnode.config.component import Config
 from decentnode.errors import UsageError
-from decentnode.models.attention import Activation, Attention, FeedForward, check_heads, sinusoids
-from decentnode.models.base import Model, ModelConfig
+from decentnode.models.attention import Activation, Attention, AttentionConfig, FeedForward, sinusoids
+from decentnode.models.base import Model
 from decentnode.samples import BEGIN, END, DataSpec
 
 
-class TransformerConfig(ModelConfig):
+class TransformerConfig(AttentionConfig):
     name: str = "transformer"
     layers: int = Field(3, ge=1)
     """Layers of the encoder, and of the decoder; 6 in the paper's base model, which has width 512, 8 heads, 2048 inner
     units, dropout 0.1 and norm: after."""
-    width: int = Field(128, ge=1)
-    """Numbers that stand for a token; a multiple of `heads`."""
-    heads: int = Field(4, ge=1)
-    """Attentions beside each other in a layer."""
-    inner: int | None = Field(None, ge=1)
-    """Units between the two linear layers behind the attentions. Default: four times the width."""
     activation: Activation = "relu"
     """Between these."""
     dropout: float = Field(0.1, ge=0, lt=1)
@@ -38,11 +31,6 @@ class TransformerConfig(ModelConfig):
     et al. 2020, arXiv 2002.04745). after: the sum with what it gave, as in the paper."""
     tied: bool = True
     """Whether source, target and the last layer have the weights of one embedding (section 3.4); otherwise of three."""
-
-    @pydantic.model_validator(mode="after")
-    def _divides(self) -> TransformerConfig:
-        check_heads(self)
-        return self
 
 
 class Transformer(Model):
