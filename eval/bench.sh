@@ -13,7 +13,7 @@
 # bash eval/bench.sh ddp [CASE...]       steps of data parallel training: alone, PyTorch DDP, DecentralizedDataParallel with
 #                                        and without regroup; AccumAdam, slow links, stragglers
 # bash eval/bench.sh slow_links          four machines on cables of 100 Mbit/s and 1 Gbit/s: time to learn, beside PyTorch DDP
-#                                        with fp16 and PowerSGD (needs root)
+#                                        with fp16 and PowerSGD and means of models; --latency MS (needs root)
 # bash eval/bench.sh collective          torch.distributed's gloo through decentnode, beside gloo alone and other ways
 # bash eval/bench.sh simulate [CASE...]  node-updates per second of simulated runs, beside bare loops; --gossipy PATH
 # bash eval/bench.sh scale [CONFIG...]   memory and speed of simulations of 1,000 and 10,000 nodes

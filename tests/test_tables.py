@@ -102,6 +102,7 @@ def test_the_interval_of_paired_differences(
     assert rows[-1] == ["mean", "43.00", "40.00", "+3.00 [+1.04, +4.96]"]
 
 
+@pytest.mark.slow
 def test_a_table_that_was_stopped_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, modules: tuple[ModuleType, ModuleType]
 ) -> None:

@@ -1,13 +1,13 @@
 """Time to learn over slow links: DecentralizedDataParallel beside PyTorch's DDP with its communication hooks.
 
 Every rank is a machine of its own, a network namespace, whose cable to a common switch passes --mbit in each direction
-(tc's token bucket; no latency is added); needs root, ip and tc. All ranks train the same network on the handwritten
-digits, in turn by each way, for --seconds each; sorted by class, they are dealt in two shards to each rank, so that
-most ranks lack most classes. Told are the seconds of a step, the bytes that a rank sends in it, the loss on the test
-images of the mean of all models after equal times, and when that mean first classified --target of them, also as a part
-of DDP's time. Models are kept as they were at some steps and looked at after the training: looking costs none of the
-time, and nothing is sent for free meanwhile. Ceilings of the same run: steps that exchange nothing, and what a cable
-needs for the parameters once.
+(tc's token bucket; with --latency a switch of our own, cables.py); needs root, ip and tc. All ranks train the same
+network on the handwritten digits, in turn by each way, for --seconds each; sorted by class, they are dealt in two
+shards to each rank, so that most ranks lack most classes. Told are the seconds of a step, the bytes that a rank sends
+in it, when the mean of all models first classified --target of the test images, also in steps and as a part of DDP's
+time, and what it and the worst rank's own model classify at the end. Models are kept as they were at some steps and
+looked at after the training: looking costs none of the time, and nothing is sent for free meanwhile. Ceilings of the
+same run: steps that exchange nothing, and what a cable needs for the parameters once.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from cables import hosts as distant_hosts
 from common import machine
 from overlap import ip
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 from decentnode.parallel import DecentralizedDataParallel
 
@@ -46,33 +49,38 @@ WAYS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "DDP, fp16": {"hook": "float16"},
     "DDP, PowerSGD rank 2": {"hook": "powersgd"},
+    "torch, means every 8": {"averaged": 8},
     "gossip": {"sharing": "full"},
     "gossip, bf16": {"sharing": {"name": "full", "compression": {"name": "bfloat16"}}},
     "gossip, int8 changes": {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int8"}}},
     "gossip, int4 changes": {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int4"}}},
     "gossip, largest 2 %": {"sharing": {"name": "choco", "fraction": 0.02}},
-    "every 8 steps, delayed": {"sharing": {"name": "local_sgd", "every": 8}, "delayed": True},
-    "the same, bf16": {"sharing": {"name": "local_sgd", "every": 8, "compression": {"name": "bfloat16"}},
-                       "delayed": True},
+    "every 8, bf16": {"sharing": {"name": "local_sgd", "every": 8, "compression": {"name": "bfloat16"}}},
+    "every 8, bf16, delayed": {"sharing": {"name": "local_sgd", "every": 8, "compression": {"name": "bfloat16"}},
+                               "delayed": True},
+    "every 8, int8": {"sharing": {"name": "local_sgd", "every": 8, "compression": {"name": "int8"}}},
+    "every 8, int8, delayed": {"sharing": {"name": "local_sgd", "every": 8, "compression": {"name": "int8"}},
+                               "delayed": True},
+    "every 4, int8": {"sharing": {"name": "local_sgd", "every": 4, "compression": {"name": "int8"}}},
 }  # fmt: skip
-"""Ways of training; "alone" exchanges nothing."""
+"""Ways of training; "alone" exchanges nothing. Of torch are those without a `sharing`."""
 AHEAD = 4
 """Steps that no rank is ahead of another, times those between two exchanges."""
 BURST = "64kb"
 
 
 @contextlib.contextmanager
-def hosts(ranks: int, mbit: list[float]) -> Iterator[list[tuple[str, str]]]:
-    """Yields (namespace, address) of hosts that a switch joins, the last ones with the last rates of `mbit`."""
+def hosts(mbit: list[float]) -> Iterator[list[tuple[str, str, str]]]:
+    """Yields (namespace, address, interface) of hosts that a switch joins, whose cables have these rates."""
     mark = f"dn{os.getpid() % 100000}"
     switch, net = f"{mark}s", f"10.78.{os.getpid() % 250}"
-    made = [(f"{mark}h{rank}", f"{net}.{rank + 1}") for rank in range(ranks)]
+    made = [(f"{mark}h{rank}", f"{net}.{rank + 1}", f"{mark}n{rank}") for rank in range(len(mbit))]
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "name", "hub", "type", "bridge")
         ip("-n", switch, "link", "set", "hub", "up")
-        for rank, (name, address) in enumerate(made):
-            near, far, rate = f"{mark}n{rank}", f"{mark}f{rank}", mbit[rank]
+        for rank, (name, address, near) in enumerate(made):
+            far, rate = f"{mark}f{rank}", mbit[rank]
             ip("netns", "add", name)
             ip("link", "add", near, "type", "veth", "peer", "name", far)
             ip("link", "set", near, "netns", name)
@@ -86,7 +94,7 @@ def hosts(ranks: int, mbit: list[float]) -> Iterator[list[tuple[str, str]]]:
             ip("-n", name, "link", "set", "lo", "up")
         yield made
     finally:
-        for name in [*(name for name, _ in made), switch]:
+        for name in [*(name for name, _, _ in made), switch]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20, check=False)
 
 
@@ -96,6 +104,9 @@ def wrap(model: nn.Module, way: str) -> tuple[nn.Module, Any]:
     if "sharing" in options:
         return DecentralizedDataParallel(model, optimizer=SGD, topology="one-peer-exp", **options), None
     optimizer = SGD(model.parameters())
+    if "averaged" in options:  # what torch's local SGD does once it no longer averages gradients
+        averager = PeriodicModelAverager(period=options["averaged"], warmup_steps=0)
+        return model, PostLocalSGDOptimizer(optim=optimizer, averager=averager)
     if way == "alone":
         return model, optimizer
     # with several buckets PowerSGD's operations wait inside gloo's two threads for others that would need these
@@ -145,8 +156,8 @@ def train(way: str, rank: int, ranks: int, seconds: float, hidden: int, folder: 
         if step in keep:
             kept.append((now, step, torch.cat([p.detach().flatten() for p in module.parameters()])))
         if rank == 0 and now > seconds and stop[0] == np.iinfo(np.int64).max:
-            sharing = WAYS[way].get("sharing")
-            stop[0] = step + AHEAD * (sharing.get("every", 1) if isinstance(sharing, dict) else 1)
+            sharing, every = WAYS[way].get("sharing"), WAYS[way].get("averaged", 1)
+            stop[0] = step + AHEAD * (sharing.get("every", 1) if isinstance(sharing, dict) else every)
     took = time.perf_counter() - began
     np.savez(folder / f"{rank}.npz", times=[each[0] for each in kept], steps=[each[1] for each in kept],
              models=torch.stack([each[2] for each in kept]).numpy(), took=took, step=step,
@@ -161,39 +172,35 @@ class Found:
 
     step_seconds: float
     step_bytes: float
-    curve: list[tuple[float, float, float, float]]
-    """(seconds, loss and accuracy of the mean of all models, accuracy of the worst rank's own)."""
+    curve: list[tuple[float, int, float, float]]
+    """(seconds, steps, accuracy of the mean of all models, accuracy of the worst rank's own)."""
 
-    def until(self, target: float) -> float:
-        """The seconds after which the mean model first reached an accuracy; infinity where it has not."""
-        return next((seconds for seconds, _, accuracy, _ in self.curve if accuracy >= target), float("inf"))
-
-    def loss_at(self, seconds: float) -> float:
-        return next((loss for when, loss, _, _ in reversed(self.curve) if when <= seconds), float("nan"))
+    def until(self, target: float) -> tuple[float, float]:
+        """The seconds and steps after which the mean model first reached an accuracy; infinity where it has not."""
+        never = float("inf"), float("inf")
+        return next(((seconds, steps) for seconds, steps, accuracy, _ in self.curve if accuracy >= target), never)
 
 
-def judge(hidden: int) -> Callable[[np.ndarray], tuple[float, float]]:
+def judge(hidden: int) -> Callable[[np.ndarray], float]:
     _, _, images, labels = digits()
     module = network(hidden)
 
-    def measured(values: np.ndarray) -> tuple[float, float]:
+    def measured(values: np.ndarray) -> float:
         nn.utils.vector_to_parameters(torch.from_numpy(values), module.parameters())
         with torch.no_grad():
-            output = module(images)
-        return float(nn.functional.cross_entropy(output, labels)), float((output.argmax(1) == labels).float().mean())
+            return float((module(images).argmax(1) == labels).float().mean())
 
     return measured
 
 
-def turn(way: str, where: list[tuple[str, str]], options: argparse.Namespace, port: int) -> Found:
+def turn(way: str, where: list[tuple[str, str, str]], options: argparse.Namespace, port: int) -> Found:
     """All ranks train by one way. Blocking. Raises SystemExit where a rank fails."""
     ranks = len(where)
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         np.full(1, np.iinfo(np.int64).max, np.int64).tofile(folder / "stop")
         started = []
-        for rank, (name, _) in enumerate(where):
-            cable = name.replace("h", "n")
+        for rank, (name, _, cable) in enumerate(where):
             environment = {**os.environ, "MASTER_ADDR": where[0][1], "MASTER_PORT": str(port), "RANK": str(rank),
                            "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": cable}  # fmt: skip
@@ -218,9 +225,8 @@ def turn(way: str, where: list[tuple[str, str]], options: argparse.Namespace, po
         measured, curve = judge(options.hidden), []
         for number in range(min(len(file["steps"]) for file in files)):
             models = np.stack([file["models"][number] for file in files])
-            loss, accuracy = measured(models.mean(0))
-            worst = min(measured(each)[1] for each in models)
-            curve.append((max(float(file["times"][number]) for file in files), loss, accuracy, worst))
+            curve.append((max(float(file["times"][number]) for file in files), int(files[0]["steps"][number]),
+                          measured(models.mean(0)), min(map(measured, models))))  # fmt: skip
         seconds = statistics.mean(float(file["took"]) / int(file["step"]) for file in files)
         sent = statistics.mean(float(file["sent"]) / int(file["step"]) for file in files)
         return Found(seconds, sent, curve)
@@ -229,6 +235,7 @@ def turn(way: str, where: list[tuple[str, str]], options: argparse.Namespace, po
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=float, nargs="+", default=[100.0, 1000.0], help="what each cable passes")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="MS", help="from any rank to any other, one way")
     parser.add_argument("--slow", type=float, default=0.0, help="what the last rank's cable passes, where it is slower")
     parser.add_argument("--seconds", type=float, default=30.0, help="of training, by each way")
     parser.add_argument("--ranks", type=int, default=4)
@@ -249,20 +256,20 @@ def main() -> None:
     for mbit in options.mbit:
         rates = [mbit] * (options.ranks - 1) + [options.slow or mbit]
         slow = f", that of rank {options.ranks - 1} {options.slow:g}" if options.slow else ""
-        print(f"\n{options.ranks} ranks, cables of {mbit:g} Mbit/s{slow}; parameters of {size / 1e6:.1f} MB, once over "
-              f"a cable: {8 * size / min(rates) / 1e6:.2f} s; {options.seconds:g} s each", flush=True)
-        print(f"{'way':24} {'a step':>9} {'sent in it':>11} {f'{options.target:.0%} after':>11} {'of DDP':>7} "
-              f"{'loss at 1/4':>11} {'at the end':>11} {'accuracy':>9} {'worst':>7}", flush=True)
+        late = f", {options.latency:g} ms one way" if options.latency else ""
+        print(f"\n{options.ranks} ranks, cables of {mbit:g} Mbit/s{slow}{late}; parameters of {size / 1e6:.1f} MB, "
+              f"once over a cable: {8 * size / min(rates) / 1e6:.2f} s; {options.seconds:g} s each", flush=True)
+        print(f"{'way':24} {'a step':>9} {'sent in it':>11} {f'{options.target:.0%} after':>11} {'in steps':>9} "
+              f"{'of DDP':>7} {'at the end':>11} {'worst':>7}", flush=True)
         first = float("nan")
-        with hosts(options.ranks, rates) as where:
+        with distant_hosts(rates, options.latency / 1e3) if options.latency else hosts(rates) as where:
             for number, way in enumerate(options.ways):
                 found = turn(way, where, options, 20000 + (os.getpid() + number) % 20000)
-                until = found.until(options.target)
+                until, steps = found.until(options.target)
                 first = until if way == "DDP" else first
-                _, loss, accuracy, worst = found.curve[-1]
-                quarter = found.loss_at(options.seconds / 4)
+                _, _, accuracy, worst = found.curve[-1]
                 print(f"{way:24} {1e3 * found.step_seconds:6.0f} ms {found.step_bytes / 1e6:8.2f} MB {until:9.1f} s "
-                      f"{until / first:7.2f} {quarter:11.3f} {loss:11.3f} {accuracy:9.1%} {worst:7.1%}", flush=True)
+                      f"{steps:9.0f} {until / first:7.2f} {accuracy:11.1%} {worst:7.1%}", flush=True)
 
 
 if __name__ == "__main__":

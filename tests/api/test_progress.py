@@ -76,6 +76,7 @@ def test_a_notebook_says_that_a_run_failed(notebook: Display, tmp_path: Path) ->
     assert "not started" in notebook.shown[-1]
 
 
+@pytest.mark.slow
 def test_a_program_gets_lines_or_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     decentnode.run(TINY, processes=False, run_dir=tmp_path)
     out, err = capsys.readouterr()

@@ -37,6 +37,7 @@ def here(config: Any, **more: Any) -> decentnode.Run:
     return decentnode.run(config, progress=False, processes=False, **more)
 
 
+@pytest.mark.slow
 def test_sections_are_merged_key_by_key() -> None:
     run = here("tiny.yaml", sharing={"name": "choco", "fraction": np.float64(0.2)}, rounds=2, seed=7, name="mine",
                training={"optimizer": {"lr": 0.02}})  # fmt: skip

@@ -35,6 +35,7 @@ def test_any_tree_is_an_experiment_or_a_config_error(write, tree, keys, value):
             assert error.problems
 
 
+@pytest.mark.slow
 @FUZZ
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_config_error(write, data):

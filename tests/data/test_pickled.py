@@ -50,6 +50,7 @@ def test_files_written_again_by_python_3(tmp_path: Path, protocol: int) -> None:
     assert same(read(tmp_path, pickle.dumps(bytes_keys, protocol)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["protocol"])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_words_and_their_numbers(tmp_path: Path, protocol: int) -> None:

@@ -43,6 +43,7 @@ def settings() -> tuple[bool, bool]:
     return torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [(False, True), (True, False)])
 def test_the_calling_process_has_its_settings_back(
     before: tuple[bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -48,6 +48,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_a_run_without_faults(calm: Outcome) -> None:
     told = repeated(calm)
     assert told["rounds"] == 8 and told["payloads"] == 4 * 8 * 2 and told["generations"] == 0 and told["models"] == 4

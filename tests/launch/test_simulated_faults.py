@@ -185,6 +185,7 @@ def test_payloads_of_newcomers_whose_records_are_elsewhere_are_counted_and_told(
     assert sentence.startswith("checked: 10 payloads") and "1,502 more are of node 4-5, whose records lie" in sentence
 
 
+@pytest.mark.slow
 def test_a_run_without_faults_to_which_nodes_come_is_a_world_too(tmp_path: Path) -> None:
     node = {"rounds": 20, "evaluate_every": 0, "missing": "regroup", "newcomers": 1}
     mapping = {"name": "linear", "machines": 1, "nodes_per_machine": NODES, "base_port": 20000}

@@ -66,6 +66,7 @@ def test_who_cannot_write_its_model_is_named(tmp_path: Path) -> None:
     assert summary["failure"]["node"] == 3
 
 
+@pytest.mark.slow
 def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(
     assert summary["exit_code"] == 8 and "violation" in summary["checked"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["schedule"])
 @pytest.mark.parametrize("schedule", ["gossip_async", "ad_psgd", "epidemic"])
 def test_what_nodes_mixed_that_wait_for_nobody_is_checked(

@@ -20,6 +20,7 @@ def test_numbers_that_no_float_holds_are_no_records(tmp_path: Path) -> None:
     assert [record["loss"] for record in read(path)] == [1.5]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["command"])
 @pytest.mark.parametrize("command", ["plot", "trace", "report"])
 def test_a_record_with_such_a_number_ends_no_command(tmp_path: Path, command: str) -> None:

@@ -580,6 +580,7 @@ def test_a_simulation_in_virtual_time_is_refused_where_rounds_depend_on_others(t
     assert line.exit_code == 0 and "gossip_async" in line.output
 
 
+@pytest.mark.slow
 def test_a_silence_is_asked_about_long_before_it_counts() -> None:
     """After two seconds: it was after ten, which is all that a silence may last."""
     asked: list[float] = []

@@ -73,6 +73,7 @@ def schedule_of(made: Made, uid: int) -> AsynchronousPushSum:
     return schedule
 
 
+@pytest.mark.sampled(one=["way"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_newcomer_is_admitted_while_each_node_is_in_a_round_of_its_own(way: str) -> None:
     made, world = begun(way, rounds=60)
@@ -121,7 +122,7 @@ def test_pairs_keep_their_sum_when_a_node_comes_between_them(seed: int) -> None:
     assert 4 not in found[0].view.neighbors, "the greater ring has other edges"
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(one=["way", "uid"])
 @pytest.mark.parametrize("uid", [1, 5])
 @pytest.mark.parametrize("way", ["push_sum", "gossip", "pairs"])
 def test_a_node_leaves_in_peace_and_the_others_go_on(way: str, uid: int) -> None:
@@ -155,6 +156,7 @@ class Open(Kept):
         return made
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["way"])
 @pytest.mark.parametrize("way", ["push_sum", "gossip", "pairs", "sequential"])
 def test_a_run_that_admitted_a_node_is_resumed_without_it(tmp_path: Path, way: str) -> None:
@@ -176,6 +178,7 @@ def test_a_run_that_admitted_a_node_is_resumed_without_it(tmp_path: Path, way: s
         assert all(5 not in each._pairs for each in pairs(second).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [
     "push_sum", pytest.param("gossip", marks=pytest.mark.slow), pytest.param("pairs", marks=pytest.mark.slow),
 ])  # fmt: skip

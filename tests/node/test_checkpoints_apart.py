@@ -83,7 +83,7 @@ def resumed(made: Made) -> dict[int, dict[str, Any]]:
     return {each["uid"]: each for each in made.records if each["kind"] == "resumed"}
 
 
-@pytest.mark.sampled(one=["seconds"])
+@pytest.mark.sampled(one=["seconds", "way"])
 @pytest.mark.parametrize("seconds", [6.0, 8.3, 10.9])
 @pytest.mark.parametrize("way", [
     "push_sum", "gossip", "pairs", "epidemic",
@@ -153,6 +153,7 @@ def test_no_checkpoint_has_received_what_another_one_has_not_sent(
     assert all(fits) == holds
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["way"])
 @pytest.mark.parametrize("way", ["push_sum", "pairs"])
 def test_a_node_without_its_file_goes_on_from_the_mean_of_the_others(tmp_path: Path, way: str) -> None:
@@ -259,7 +260,7 @@ class Liar(Kept):
         return node
 
 
-@pytest.mark.sampled(one=["way"])
+@pytest.mark.sampled(one=["way", "lie"])
 @pytest.mark.parametrize("way", ["push_sum", "pairs", "gossip"])
 @pytest.mark.parametrize("lie", [Huge, Ahead, Back])
 def test_a_node_that_makes_numbers_up_stops_nobody(tmp_path: Path, lie: type[Cuts], way: str) -> None:
@@ -278,6 +279,7 @@ def test_a_node_that_makes_numbers_up_stops_nobody(tmp_path: Path, lie: type[Cut
     assert spread(second.nodes) < 0.05
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_its_checkpoint_already(tmp_path: Path) -> None:
     Kept(tmp_path / "a").until(8.3)
     second = Kept(tmp_path / "b", tmp_path / "a")
@@ -310,6 +312,7 @@ def test_numbers_that_are_made_up_neither_fill_disks_nor_use_themselves_up(
         assert made.nodes[uid].schedule.cuts.number < 1 << 20
 
 
+@pytest.mark.slow
 def test_in_an_honest_run_every_number_is_believed(tmp_path: Path) -> None:
     made = Kept(tmp_path / "a", checkpoint={"every": 1}, **WAYS["push_sum"])
     made.until(LIMIT)
@@ -327,6 +330,7 @@ class Silent(Kept):
         return node
 
 
+@pytest.mark.slow
 def test_a_member_that_says_nothing_holds_up_the_next_checkpoint_for_a_time_out_alone(tmp_path: Path) -> None:
     made = Silent(tmp_path / "a", checkpoint={"every": 5}, rounds=250)
     world = made.until(LIMIT, faults=Faults(), config=CONFIG.model_copy(update={"timeout_seconds": 4.0}))

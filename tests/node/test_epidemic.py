@@ -175,6 +175,7 @@ def _world(faults: Faults, *, slow: int | None = None, graph: str = "el_local", 
     return made, world
 
 
+@pytest.mark.slow
 def test_a_slow_node_slows_nobody_and_no_node_runs_away() -> None:
     made, world = _world(Faults(), slow=2, rounds=60)
     assert not any(process.error for process in world.lives)

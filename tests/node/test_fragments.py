@@ -219,7 +219,7 @@ SPECS = [Spec(BLOCK_ELEMENTS + 77), Spec(BLOCK_ELEMENTS + 100, 2, 1), Spec(BLOCK
 SMALL = [Spec(377), Spec(400, 2, 1), Spec(777, 3, 0)]
 
 
-@pytest.mark.sampled(one=["transport"])
+@pytest.mark.sampled(one=["transport", "schedule"])
 @pytest.mark.parametrize(("transport", "schedule"), [
     *((transport, "sequential") for transport in (*NETWORKED, BATCHED)),
     *((transport, "overlapped") for transport in ("shared_memory", "tcp", "collective")),
@@ -237,6 +237,7 @@ def test_every_transport_gives_the_bits_of_the_twin(transport: str, schedule: st
         assert not networked.made[0].counters.faults
 
 
+@pytest.mark.sampled(one=["transport"])
 @pytest.mark.parametrize("transport", ["ipc", "shared_memory", "collective", BATCHED])
 def test_there_may_be_more_fragments_than_payloads_of_two_rounds(transport: str) -> None:
     """All of them are under way before the first one is mixed: no bound of a queue is in their way."""

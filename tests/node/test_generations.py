@@ -204,6 +204,7 @@ def test_the_root_may_die_and_the_next_one_reports() -> None:
     assert run.nodes[1].merged is not None
 
 
+@pytest.mark.slow
 def test_several_die_one_after_the_other() -> None:
     run = Run(make("exponential", nodes=8), rounds=25)
     for uid in (7, 0, 4):

@@ -49,6 +49,7 @@ def test_a_regression_is_learned_and_told_by_its_own_metrics() -> None:
     assert isinstance(data, OpenedData) and whole.samples == 100
 
 
+@pytest.mark.slow
 def test_parts_of_the_test_set_give_the_figures_of_all_samples() -> None:
     quick = ["node.rounds=3", "node.evaluate_every=0"]
     _, _, whole = ran(CONFIGS / "quickstart.yaml", *quick)

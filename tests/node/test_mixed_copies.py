@@ -70,6 +70,7 @@ def changed(lives: Lives, change: Callable[[list[Any]], None]) -> tuple[Lives, s
     raise AssertionError("none was mixed again")
 
 
+@pytest.mark.sampled(one=["change", "said"])
 @pytest.mark.parametrize(("change", "said"), [
     (lambda each: each.__setitem__(3, "0" * 16), "it mixed 0000.* which published it under that number"),
     (lambda each: each.__setitem__(1, 10**6), "published it under that number to this node: nothing"),

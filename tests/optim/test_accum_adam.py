@@ -152,6 +152,7 @@ def test_a_constant_gradient_gives_one_trajectory(s: int) -> None:
     torch.testing.assert_close(p.detach(), torch.full((5,), -0.4), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_larger_windows_have_smaller_second_moments() -> None:
     found = []
     for s in (1, 4, 16):

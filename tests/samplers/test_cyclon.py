@@ -36,6 +36,7 @@ def test_all_reach_all_by_the_targets_of_a_few_rounds(shuffled: Population) -> N
     assert sum(one[uid] == two[uid][4:] for uid in one) < 5
 
 
+@pytest.mark.slow
 def test_views_do_not_stay_where_they_began(shuffled: Population) -> None:
     """Uids of a random view are a third of the circle away, a quarter of 200."""
     apart = [min((uid - other) % 200, (other - uid) % 200)

@@ -37,6 +37,7 @@ def settled() -> Population:
     return population
 
 
+@pytest.mark.slow
 def test_nodes_find_those_with_their_label(settled: Population) -> None:
     """Three of four targets; the fourth is drawn, and one of ten has the label by chance."""
     assert _alike(_population()) < 0.2 and _alike(settled) > 0.75

@@ -35,6 +35,7 @@ def test_unknown_compression_is_named() -> None:
         load(ROOT / "configs" / "quickstart.yaml", ["sharing={name: full, compression: {name: int9}}"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["sharing"])
 @pytest.mark.parametrize("sharing", [
     "{name: full, compression: {name: bfloat16}}", "{name: jwins, compression: {name: zlib}}",

@@ -139,6 +139,7 @@ def test_rules_learn_the_rate_of_the_round(tmp_path: Path) -> None:
     assert told == [(hook, lr) for lr in trained for hook in ("begin", "adjust", "finish")]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["sharing", "least"])
 @pytest.mark.parametrize(("sharing", "least"), [
     ("{name: qg_momentum}", 0.8), ("{name: slowmo}", 0.8), ("{name: decentlam}", 0.8),

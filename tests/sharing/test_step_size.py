@@ -78,7 +78,7 @@ def default_of(name: str, graph: str) -> float:
     return search.default(largest)
 
 
-@pytest.mark.sampled(of=lambda name, graph: {COMPRESSORS[name]["name"], graph})
+@pytest.mark.sampled(of=lambda name, graph: {COMPRESSORS[name]["name"]})
 @pytest.mark.parametrize(("name", "graph"), cases())
 def test_nodes_come_together_at_the_default(name: str, graph: str) -> None:
     """The rules themselves, node by node, from models that began alike and were then driven apart."""
@@ -219,6 +219,7 @@ def test_a_large_star_takes_the_step_of_a_rule_without_a_graph() -> None:
     assert search.default(largest) < largest
 
 
+@pytest.mark.slow
 def test_a_small_star_takes_the_step_of_its_own_matrix() -> None:
     """Which bears less than a regular graph, and more than a rule that knows no graph would dare."""
     found, config, search = parts({"name": "choco"})

@@ -87,6 +87,7 @@ def test_large_sets_are_followed_coarsely_and_alike(monkeypatch: pytest.MonkeyPa
     assert np.abs(coarse / exact - 1).mean() < 0.1
 
 
+@pytest.mark.slow
 @given(networks(), st.lists(st.floats(0.1, 5), min_size=12, max_size=12), st.lists(st.floats(0, 3), min_size=12,
        max_size=12), st.lists(st.floats(0, 6), max_size=4))  # fmt: skip
 def test_flows_end_when_they_would_wherever_one_stops_to_look(

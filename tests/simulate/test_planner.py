@@ -111,6 +111,7 @@ def test_what_cannot_run_is_left_out_with_its_reason() -> None:
         plan.predictions(Choices(("{name: ringx",)))  # its last letter is no bracket
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_chosen_experiment(tmp_path: Path) -> None:
     links, chosen, picture = tmp_path / "links.yaml", tmp_path / "new" / "chosen.yaml", tmp_path / "plan.pdf"
     links.write_text(CABLE)

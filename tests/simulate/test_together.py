@@ -182,6 +182,7 @@ def by_events(world: World, rounds: int) -> list[list[float]]:
         now += step
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(worlds(), st.sampled_from([0, 24]))
 def test_rounds_are_those_of_a_loop_over_events(world: World, few: int) -> None:

@@ -96,6 +96,7 @@ def test_no_more_is_read_ahead_than_the_bound_says() -> None:
     assert len(one_by_one.started) == 8, "two for each thread where batches are small"
 
 
+@pytest.mark.slow
 def test_all_readers_of_a_process_have_one_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # readers of other tests
     before = sum(each.bytes for each in read_ahead._all)

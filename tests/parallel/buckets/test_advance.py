@@ -50,6 +50,7 @@ def test_a_snapshot_is_a_copy_with_marks(
     assert not made().unchanged(x, marks)
 
 
+@pytest.mark.slow
 @needs_loops
 @given(data=st.data(), elements=st.integers(1, 5000))
 def test_every_changed_bit_is_noticed(data: st.DataObject, elements: int) -> None:

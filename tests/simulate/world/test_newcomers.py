@@ -116,6 +116,7 @@ def test_who_was_granted_a_uid_by_a_leader_that_died_ends_and_may_ask_again() ->
     assert all(made.nodes[uid].round == 200 for uid in range(1, 5))
 
 
+@pytest.mark.sampled(one=["uid"])
 @pytest.mark.parametrize("uid", [1, 4])
 def test_a_node_leaves_in_peace_and_nobody_has_to_find_out(uid: int) -> None:
     """One of the mapping, and one that came."""
