@@ -24,7 +24,7 @@ from decentnode.graph.base import Graph
 from decentnode.optim.functions import tag_parameters
 from decentnode.parallel.averages import GlobalAverage, consensus_distance
 from decentnode.parallel.buckets.bucket import Bucket, make_buckets
-from decentnode.parallel.checks.alike import check_all_alike
+from decentnode.parallel.checks.alike import agree_on_step, check_all_alike
 from decentnode.parallel.checks.refusals import (
     check_makers,
     check_model,
@@ -239,6 +239,7 @@ class DecentralizedDataParallel(Module, Idles):
                 check_all_alike(model, plan, options, device_of_group())
             with by_all_ranks("take the values of rank 0"):
                 broadcast_all([*model.parameters(), *model.buffers()])
+        agree_on_step(plan)
         tag_parameters(model)
         return plan
 

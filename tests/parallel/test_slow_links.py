@@ -48,6 +48,14 @@ def test_ranks_do_what_the_formula_says(
         assert metrics["bytes_sent"] > 0.5 * bytes_per_value * values * steps
 
 
+@pytest.mark.parametrize("given", [{}, {"step_size": 0.25}])
+def test_ranks_take_the_step_that_one_of_them_has_searched(given: dict[str, float]) -> None:
+    searched = 0 if given else 1
+    step = given.get("step_size", 0.5)
+    found = run_ranks(3, compressing.searched, {**choco("int8"), **given})
+    assert found == [(searched, [step]), (0, [step]), (0, [step])]
+
+
 def spread_cases(topologies: list[Any], transport: str) -> list[tuple[Any, Any, dict[str, Any], float]]:
     """With the largest spread that may be left after 160 steps."""
     options: dict[str, Any] = {"transport": transport}

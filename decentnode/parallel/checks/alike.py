@@ -1,4 +1,4 @@
-"""What all ranks of a wrapper must have alike before they train: parameters, topology and sharing rule."""
+"""What all ranks of a wrapper have alike before they train: parameters, topology, sharing rule and its step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Module
 
+from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.agreement import check_alike
+from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.collectives import gather_texts
+from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
 
 def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: torch.device) -> None:
@@ -29,3 +32,19 @@ def check_all_alike(model: Module, plan: Plan, options: Sequence[str], device: t
     check_alike("topology", rows, device)
     check_alike("sharing rule", [plan.describe()], device)
     check_alike("option", options, device)
+
+
+def agree_on_step(plan: Plan) -> None:
+    """Blocking, on all ranks: the step of a rule that searches it becomes the one that rank 0 finds. Another processor
+    may find another one, and with two different ones the mean of the models would move.
+
+    Raises AssemblyError where rank 0 cannot search.
+    """
+    rule = plan.rule
+    if not isinstance(rule, Differences) or rule.config.step_size is not None:
+        return
+    with together("search the step of choco"):
+        if plan.rank == 0:
+            rule.choose_step(plan.graph)
+    if num_ranks() > 1:
+        rule.step_size = float(gather_texts(repr(rule.step_size), device_of_group(), "step")[0])

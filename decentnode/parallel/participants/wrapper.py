@@ -23,6 +23,7 @@ from decentnode.errors import GraphError, PeerLost
 from decentnode.graph.base import Graph
 from decentnode.parallel.averages import GlobalAverage
 from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.checks.alike import agree_on_step
 from decentnode.parallel.membership.job import Job
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import SharingRule, sharing_named
@@ -137,6 +138,7 @@ class WrapperParticipant:
         old = [number for number, uid in enumerate(self.job.members) if not reports[uid]["fresh"]]
         self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's own environment does not tell it
         steps.plan = self._plan_for(rank, world_size)
+        agree_on_step(steps.plan)
         for bucket, rule in zip(steps.buckets, steps.plan.rules(), strict=False):
             bucket.rule = rule
         inner = exchange_for(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)

@@ -41,7 +41,7 @@ class Differences(Full):
         return replace(Choco.step_search(config), state_per_matrix=True)
 
     def choose_step(self, graph: Graph) -> None:
-        """Sets the step where the config has none. May take seconds once; every rank finds the same."""
+        """Sets the step where the config has none. May take seconds once."""
         if self.config.step_size is None:  # an object may have had another graph before
             search, largest = self.step_search(self.config), largest_step(type(self), self.config, graph)
             self.step_size = search.without_graph() if largest is None else search.default(largest)

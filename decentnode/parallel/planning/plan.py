@@ -38,8 +38,8 @@ class Plan:
     def __init__(self, graph: Graph, rule: Sharing, rank: int, delayed: bool = False) -> None:
         """delayed: an exchange is mixed when the next one is about to begin, not in the step after it.
 
-        Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. May take
-        seconds for a rule whose step is searched (differences.py)."""
+        Raises ValueError if the graph lacks a property that the rule needs, or the rule cannot be delayed. The step of
+        a rule that has none is not searched yet (`checks.alike.agree_on_step`)."""
         self.graph, self.rule, self.rank, self.delayed = graph, rule, rank, delayed
         self.coding = coding_of(rule)
         """None where payloads are sent as they are."""
@@ -65,11 +65,9 @@ class Plan:
         if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
             raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '
                              f'"local_sgd", "every": 8}}, got {type(rule).__name__}')  # fmt: skip
-        if isinstance(rule, Differences):
-            if graph.period is None or graph.period > MOST_PHASES:
-                raise ValueError(f"topology must repeat after {MOST_PHASES} steps at most for choco, which keeps a "
-                                 "copy of the model for each of them and for each neighbor")  # fmt: skip
-            rule.choose_step(graph)
+        if isinstance(rule, Differences) and (graph.period is None or graph.period > MOST_PHASES):
+            raise ValueError(f"topology must repeat after {MOST_PHASES} steps at most for choco, which keeps a copy of "
+                             "the model for each of them and for each neighbor")  # fmt: skip
 
     def describe(self) -> str:
         """The rule and its configuration, in one line, for comparison between ranks."""

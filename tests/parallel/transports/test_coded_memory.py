@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import sharing_named
 from decentnode.parallel.planning.topologies import make_topology
@@ -28,6 +29,8 @@ class Rank(BucketExchange):
 
     def __init__(self, rank: int, n: int, topology: Any, sharing: Any, world: dict[tuple[int, int], Tensor]) -> None:
         plan = Plan(make_topology(topology, n, n), sharing_named(sharing), rank)
+        if isinstance(plan.rule, Differences):
+            plan.rule.choose_step(plan.graph)
         super().__init__(plan, 1.0)
         self.world = world
         draws = torch.Generator().manual_seed(rank)

@@ -6,12 +6,14 @@ import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from decentnode.parallel import DecentralizedDataParallel
+from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import Coding, coding_of, sharing_named
 from decentnode.parallel.planning.topologies import make_topology
@@ -36,6 +38,8 @@ def simulate(topology: Any, sharing: Any, n: int, steps: int, delayed: bool) -> 
     q_i is what is known of x_i: the decoded model, or a public copy for each round of the topology's period.
     """
     graph, rule = make_topology(topology, n, n), sharing_named(sharing)
+    if isinstance(rule, Differences):
+        rule.choose_step(graph)
     plans = [Plan(graph, rule, rank, delayed) for rank in range(n)]
     coding, models = coding_of(rule), [model().cpu() for _ in range(n)]
     sizes = [p.numel() for p in models[0].parameters()]
@@ -148,3 +152,18 @@ def refused(rank: int, n: int, topology: Any, sharing: Any, options: dict[str, A
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+def searched(rank: int, n: int, sharing: Any) -> tuple[int, list[float | None]]:
+    """(searches of this rank, the steps of its buckets' rules), where the ranks' processors would find different ones.
+    """
+    searches = []
+
+    def search(rule: Differences, _: Any) -> None:
+        searches.append(rule)
+        rule.step_size = 0.5 + rank / 8
+
+    with mock.patch.object(Differences, "choose_step", search):
+        wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology="ring", sharing=sharing)
+    rules = [bucket.rule for bucket in wrapped._gossip.buckets]
+    return len(searches), [rule.step_size for rule in rules if isinstance(rule, Differences)]
