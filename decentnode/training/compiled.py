@@ -28,9 +28,9 @@ class CompileConfig(Settings):
     their last bits."""
     backend: str = "inductor"
     """Backend of torch.compile: inductor, or one that is registered with torch._dynamo."""
-    dynamic: bool = False
+    dynamic: bool | None = None
     """false: every shape of a batch gets code of its own, at most 8 of them, so that the same batch always gives the
-    same bits. true: one code for all shapes, for rows of unequal length."""
+    same bits. true: one code for all shapes. Default: true for rows of unequal length, else false."""
     fullgraph: bool = False
     """Whether a model that cannot be compiled in one piece is an error."""
 
@@ -38,9 +38,9 @@ class CompileConfig(Settings):
 def compiled(module: nn.Module, config: CompileConfig, device: torch.device) -> Forward:
     """Returns the forward pass of `module`, compiled when a shape is first seen, in seconds to minutes.
 
-    The module itself stays as it is: its parameters may move to other storage, and whatever calls it directly runs
-    without the compiler. Raises EnvironmentFault where this machine has no compiler, or torch not this backend; calls
-    raise what `failure_of` translates.
+    config: its `dynamic` is true or false. The module itself stays as it is: its parameters may move to other storage,
+    and whatever calls it directly runs without the compiler. Raises EnvironmentFault where this machine has no
+    compiler, or torch not this backend; calls raise what `failure_of` translates.
     """
     import torch._dynamo  # 72 MB in a second: only where it is wanted
     import torch._inductor.config as inductor

@@ -18,12 +18,17 @@ from decentnode.training.supervised_config import SupervisedConfig
 class Gradients:
     """Computes gradients of the mean loss into .grad of the model's parameters."""
 
-    def __init__(self, config: SupervisedConfig, model: FlatModel, task: Task, loss: Loss, uid: int) -> None:
-        """Raises EnvironmentFault where the model is to be compiled and cannot be."""
+    def __init__(
+        self, config: SupervisedConfig, model: FlatModel, task: Task, loss: Loss, uid: int, *, unequal: bool
+    ) -> None:
+        """unequal: whether samples are rows of unequal length. Raises EnvironmentFault where the model is to be
+        compiled and cannot be."""
         self._config, self._model, self._task, self._loss = config, model, task, loss
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._forward: Forward = model.module
         chosen = CompileConfig() if config.compile is True else config.compile
+        if chosen and chosen.dynamic is None:
+            chosen = chosen.model_copy(update={"dynamic": unequal})
         self._compiles = bool(chosen)
         self._reuses_memory = False
         if chosen:

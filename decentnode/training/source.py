@@ -105,6 +105,11 @@ class Source:
         return self._length
 
     @property
+    def unequal(self) -> bool:
+        """Whether samples are rows of unequal length: then nearly every batch has a shape of its own."""
+        return self._lazy is None and self._inputs.unequal
+
+    @property
     def sample_elements(self) -> int:
         """How many numbers the inputs of one sample are, at most."""
         if self.images is not None:
@@ -202,6 +207,11 @@ class _Array:
     def plain(self) -> bool:
         """Whether this is an array, and not rows."""
         return self._rows is None
+
+    @property
+    def unequal(self) -> bool:
+        """Whether rows need not be of one length."""
+        return self._rows is not None and self._lengths is not None
 
     def holding(self, tensor: Tensor) -> _Array:
         """Returns another array with the values of `tensor`."""

@@ -63,9 +63,10 @@ class Supervised(Training):
         self.model = model
         self.task = task
         self._loss = Loss(config.loss_for(task.loss), config.label_smoothing, model.device)
-        self._gradients = Gradients(config, model, task, self._loss, uid)
         self._seed, self._uid = seed, uid
         self.share = NodeShare(config, model, data, seed=seed, uid=uid)
+        unequal = self.share.splits["train"][0].unequal
+        self._gradients = Gradients(config, model, task, self._loss, uid, unequal=unequal)
         self.evaluated = (EvaluatedSplit(shared=data.shared_test, pooled=data.pooled),)
         if data.own is not None:
             self.evaluated += (EvaluatedSplit("own", OWN.prefix, shared=False),)

@@ -19,6 +19,7 @@ from decentnode.build import build_in_process, step_all
 from decentnode.data.base import Samples
 from decentnode.errors import CheckpointError, Diverged, EnvironmentFault
 from decentnode.experiment import load
+from decentnode.samples import Rows
 from decentnode.training import compiled as compiling
 from decentnode.training import precision
 from decentnode.training.compiled import CompileConfig
@@ -177,7 +178,7 @@ def test_no_compiler_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         make(compile={"mode": "max-autotune"})
     monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(EnvironmentFault, match="needs triton for a GPU"):
-        compiling.compiled(linear(), CompileConfig(), torch.device("cuda"))
+        compiling.compiled(linear(), CompileConfig(dynamic=False), torch.device("cuda"))
 
 
 @pytest.mark.slow
@@ -234,6 +235,36 @@ def test_more_shapes_than_are_kept_are_an_error_and_not_other_bits(recompile_lim
     training = make(batch_size=5, local_epochs=1, compile=EAGER)  # 23 samples: the last batch has 3
     with pytest.raises(EnvironmentFault, match="batches have more than 1 shapes; dynamic: true makes one code for all"):
         training.local_update(0)
+
+
+class Marks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(9, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.embedding(x).mean(1))
+        return found
+
+
+@pytest.mark.parametrize("dynamic", [None, False], ids=str)
+def test_rows_of_unequal_length_have_one_code_unless_told_otherwise(
+    dynamic: bool | None, recompile_limit: Callable[[int], object]
+) -> None:
+    """Nine rounds of nine lengths; the steps of one are padded together."""
+    recompile_limit(2)
+    torch._dynamo.reset()
+    lengths = np.arange(2, 20)
+    rows = Rows(np.arange(200) % 9, np.arange(18), lengths)
+    plain, training = (
+        make(module=Marks, train=Samples(rows, np.arange(18) % 4, ids=True), batch_size=2, shuffle=False, compile=each)
+        for each in (False, {**EAGER, "dynamic": dynamic})
+    )
+    if dynamic is None:
+        assert torch.equal(run(training, range(9)), run(plain, range(9)))
+    else:
+        with pytest.raises(EnvironmentFault, match="dynamic: true makes one code for all"):
+            run(training, range(9))
 
 
 # -- memory formats, and the whole run ------------------------------------------------------------------------------
