@@ -170,14 +170,16 @@ class OpenedData:
         if partition.needs_machines:
             partition.set_machines(self._by_machine(uids))
         labels = dataset.train_targets()
+        keys = dataset.train_keys()
         if labels is None and partition.needs_labels:
-            raise DataError(f"partition {chosen.name} deals by classes, which this data has not; iid, fractions or "
-                            "by_key would do")  # fmt: skip
+            within = getattr(chosen, "within", chosen)
+            would = "iid, fractions or ordered" if keys is None else "iid, fractions, ordered or by_key"
+            raise DataError(f"partition {within.name} deals by classes, which this data has not; {would} would do")
         if labels is None:
             labels = np.broadcast_to(np.int64(0), (dataset.num_train(),))
         owner = rng.GLOBAL if not self.private else uids[0]
         generator = rng.stream(self._seed, owner, "partition", epoch if epoch else -1)
-        parts = partition.split(labels, len(uids), generator, dataset.train_keys())
+        parts = partition.split(labels, len(uids), generator, keys)
         return dict(sorted({**nothing, **dict(zip(uids, parts, strict=True))}.items()))
 
     def shares_among(self, members: Collection[int]) -> dict[int, np.ndarray]:

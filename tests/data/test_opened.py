@@ -151,8 +151,16 @@ def test_data_without_classes_is_dealt_by_number(tmp_path: Path) -> None:
     assert [len(part) for part in data.shares().values()] == [6, 6]
     assert [len(data.of(uid).test) for uid in range(2)] == [2, 2]
     assert arrays(data.of(0).train)[1].dtype == np.float32
-    with pytest.raises(DataError, match="partition shards deals by classes, which this data has not"):
-        opened(tmp_path, [0, 0], name="npz", file="r.npz", partition="shards").shares()
+    for partition in ("shards", {"name": "only_local", "within": "shards"}):
+        with pytest.raises(DataError, match=r"shards deals by classes, .*; iid, fractions or ordered would do"):
+            opened(tmp_path, [0, 0], name="npz", file="r.npz", partition=partition).shares()
+    for partition in ("iid", "fractions", "ordered"):
+        assert [len(part) for part in opened(tmp_path, [0, 0], name="npz", file="r.npz",
+                                             partition=partition).shares().values()] == [6, 6]  # fmt: skip
+    with np.load(tmp_path / "r.npz") as stored:
+        np.savez(tmp_path / "k.npz", **stored, owner=np.arange(12))
+    with pytest.raises(DataError, match="iid, fractions, ordered or by_key would do"):
+        opened(tmp_path, [0, 0], name="npz", file="k.npz", train_keys="owner", partition="shards").shares()
 
 
 def test_data_that_is_numbered_by_its_file_is_never_private(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class ByKey(Partition):
     ) -> list[np.ndarray]:
         require_samples(len(targets), num_nodes)
         if keys is None:
-            raise DataError("partition by_key needs a dataset whose samples have keys; choose another partition")
+            raise DataError("partition by_key needs a dataset whose samples have keys; iid, fractions or ordered would "
+                            "do")  # fmt: skip
         owners, owner_of, sizes = np.unique(keys, return_inverse=True, return_counts=True)
         each = self.config.keys_per_node or 1
         if len(owners) < num_nodes * each:
