@@ -23,6 +23,7 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
     mapping, chosen = experiment.make_mapping(), experiment.communication
     here = mapping.local(choose_machine(mapping, machine, config))
     devices_of(mapping, here)
+    experiment.open_data().check_private_files(here)
     check_memory(experiment, here)
     for uid in here:
         if chosen.key_folder is not None:
@@ -43,7 +44,8 @@ def command(
 ) -> None:
     """Check CONFIG: keys, values, graph, mapping and data. Exit code 2 when something is wrong.
 
-    With --machine also memory, devices and keys of that machine's nodes; exit code 3 when something is not there.
+    With --machine also memory, devices, keys and private data of that machine's nodes; exit code 3 when something is
+    not there.
     """
     from decentnode.experiment import load
 

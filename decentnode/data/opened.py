@@ -18,6 +18,8 @@ from decentnode.samples import AnySamples, DataSpec, NodeSamples
 
 PLACES = ("{uid}", "{machine}")
 """What paths of private data have in them."""
+TOLD_FILES = 5
+"""Most problems of private files of which each is told."""
 KEPT_DEALS = 3
 """Epochs whose shares are kept: the first, and those that nodes at different places are in."""
 
@@ -83,6 +85,26 @@ class OpenedData:
             raise DataError(f"data.sample_test must be at most the {there} test samples, got {wanted}")
         if self.private:
             self.dataset().check_private()
+
+    def private_problems(self, uids: Collection[int]) -> list[str]:
+        """What is wrong with the private files of these nodes: at most TOLD_FILES sentences, and how many more there
+        are. Those of other nodes are not opened."""
+        found = []
+        for group in self._groups() if self.private else ():
+            if not (mine := sorted(set(uids).intersection(group))):
+                continue
+            try:
+                self._shares_of(group)
+            except DataError as error:
+                found.append(f"node{'s' if len(mine) > 1 else ''} {', '.join(map(str, mine))}: {error}")
+        if len(found) > TOLD_FILES:
+            found[TOLD_FILES:] = [f"and {len(found) - TOLD_FILES} more of this kind"]
+        return found
+
+    def check_private_files(self, uids: Collection[int]) -> None:
+        """Raises DataError with what `private_problems` tells."""
+        if found := self.private_problems(uids):
+            raise DataError("data: " + "\n  ".join(found))
 
     def dataset(self, uid: int | None = None) -> Dataset:
         """The dataset that a node reads; None: any that is readable here. Raises DataError."""

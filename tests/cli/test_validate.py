@@ -3,11 +3,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner, Result
 
 from decentnode.cli import main
+from decentnode.errors import DataError
+from decentnode.experiment import load
+from decentnode.launch.children.messages import Request
+from decentnode.launch.supervising.prepare import facts
 from tests.data.files import write_image_folder
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -56,6 +61,34 @@ def test_problems_end_with_2_and_nothing_on_stdout(tmp_path):
     assert done.stderr == (
         f"{path}: 1 problem\n\n{path}:3:1: duplicate key 'seed', first given at line 2\n    seed: 1\n    ^\n"
     )
+
+
+PRIVATE = """graph: {name: ring, nodes: 3}
+mapping: {machines: %d, nodes_per_machine: %d%s}
+data: {name: npz, file: 'private{uid}.npz', num_classes: 3}
+model: logistic
+training: {}
+node: {rounds: 1}
+"""
+
+
+def test_files_of_each_node_s_own_are_looked_at_before_the_run(tmp_path):
+    """Those of this machine's nodes, once it is known which it is."""
+    targets = np.arange(12) % 3
+    for uid in (0, 2):
+        np.savez(tmp_path / f"private{uid}.npz", train_inputs=np.ones((12, 2), np.float32), train_targets=targets,
+                 test_inputs=np.ones((12, 2), np.float32), test_targets=targets)  # fmt: skip
+    one, three = tmp_path / "one.yaml", tmp_path / "three.yaml"
+    one.write_text(PRIVATE % (1, 3, ""))
+    three.write_text(PRIVATE % (3, 1, ", addresses: [127.0.0.1, 127.0.0.2, 127.0.0.3]"))
+    done = validate(str(one))
+    assert done.exit_code == 2 and "1 problem\n" in done.stderr
+    assert f"data: node 1: {tmp_path}/private1.npz: no such file; expected a .npz file (data.file)" in done.stderr
+    assert validate(str(three)).exit_code == validate(str(three), "--machine", "2").exit_code == 0
+    done = validate(str(three), "--machine", "1")
+    assert done.exit_code == 2 and f"data: node 1: {tmp_path}/private1.npz: no such file" in done.stderr
+    with pytest.raises(DataError, match=r"data: node 1: .*private1\.npz: no such file"):  # as a run's start does
+        facts(load(three), Request(str(three), machine=1))
 
 
 def test_set():

@@ -122,6 +122,21 @@ def test_private_files_are_read_by_their_owners_alone(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p1\.npz: no such file"):
         data.of(1)
     assert data.spec.num_classes == 3
+    assert data.private_problems([0, 2]) == []
+    with pytest.raises(DataError, match=r"^data: node 1: .*p1\.npz: no such file; expected a \.npz file"):
+        data.check_private_files(range(3))
+
+
+def test_files_of_their_own_that_are_not_there_are_told_in_bounds(tmp_path: Path) -> None:
+    private(tmp_path, ["p4.npz"])
+    (tmp_path / "p9.npz").write_bytes(b"no archive")
+    told = opened(tmp_path, [0] * 10, name="npz", file="p{uid}.npz", num_classes=3).private_problems(range(10))
+    assert [each.split(":")[0] for each in told] == ["node 0", "node 1", "node 2", "node 3", "node 5", "and 4 more of "
+                                                     "this kind"]  # fmt: skip
+    told = opened(tmp_path, [4, 4, 9], name="npz", file="p{machine}.npz", num_classes=3).private_problems(range(3))
+    assert len(told) == 1 and told[0].startswith("node 2: ") and "p9.npz" in told[0]
+    told = opened(tmp_path, [4, 4, 5, 5], name="npz", file="p{machine}.npz", num_classes=3).private_problems([2, 3])
+    assert len(told) == 1 and told[0].startswith("nodes 2, 3: ")
 
 
 def test_nodes_of_a_machine_share_its_files(tmp_path: Path) -> None:

@@ -50,9 +50,10 @@ def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
 
 
 def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
-    """The partition fits the number of classes, samples and nodes."""
-    graph, spec = graph_of(experiment), spec_of(experiment)
-    if graph is None or spec is None:
+    """The partition fits the number of classes, samples and nodes. Files of each node's own are all there where all
+    nodes are on one machine; those of several are looked at once it is known which machine this is."""
+    graph, spec, mapping = graph_of(experiment), spec_of(experiment), mapping_of(experiment)
+    if graph is None or spec is None or mapping is None:
         return
     partition = getattr(experiment.data, "partition", None)
     classes = getattr(partition, "classes", None)
@@ -61,8 +62,12 @@ def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
         message = f"must be at most {known}, the classes of {experiment.data.name}, got {classes}"
         yield Problem(("data", "partition", "classes"), message, other=("data", "name"))
         return
+    data = experiment.open_data()
+    if data.private and mapping.num_machines == 1:
+        yield from (Problem(("data",), f": {told}") for told in data.private_problems(range(mapping.num_nodes)))
+        return
     try:
-        experiment.open_data().shares()
+        data.shares()
     except UsageError as error:
         yield dataclasses.replace(raised("data.partition", error), other=("graph",))
 

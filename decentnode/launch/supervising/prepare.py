@@ -139,6 +139,7 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     found = _resumed_runs(experiment, request, len(machines))
     if not request.simulate:
         devices_of(mapping, machines[machine])
+    experiment.open_data().check_private_files(machines[machine])
     check_memory(experiment, machines[machine])
     inputs, kept = keep(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
