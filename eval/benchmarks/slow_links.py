@@ -62,6 +62,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "every 8, int8, delayed": {"sharing": {"name": "local_sgd", "every": 8, "compression": {"name": "int8"}},
                                "delayed": True},
     "every 4, int8": {"sharing": {"name": "local_sgd", "every": 4, "compression": {"name": "int8"}}},
+    "every 8, int4 changes": {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int4"},
+                                          "every": 8}},
+    "every 8, largest 2 %": {"sharing": {"name": "choco", "fraction": 0.02, "every": 8}},
 }  # fmt: skip
 """Ways of training; "alone" exchanges nothing. Of torch are those without a `sharing`."""
 AHEAD = 4

@@ -28,6 +28,8 @@ CASES: list[tuple[int, Any, Any, dict[str, Any], float, float]] = [
     (3, "ring", {"name": "ac", "rounds": 3, "compression": {"name": "float16"}}, {}, 4.0, 4e-4),
     (4, "one-peer-exp", choco("int8"), {}, 1.3, 2e-6),
     (3, "ring", {"name": "choco", "fraction": 0.2, "step_size": 0.3}, {}, 2 * 1.6, 2e-6),
+    (4, "one-peer-exp", {**choco("int8"), "every": 2}, {}, 1.3 / 2, 2e-6),
+    (3, "ring", {"name": "choco", "fraction": 0.2, "step_size": 0.3, "every": 2}, {"delayed": True}, 1.6, 2e-6),
     (4, "ring", {"name": "local_sgd", "every": 3}, {"delayed": True}, 4 / 3, 2e-6),
     (3, "complete", {"name": "local_sgd", "every": 4}, {"delayed": True, "transport": "collective"}, 4 / 3, 2e-6),
     (3, "ring", {"name": "local_sgd", "every": 2, "compression": {"name": "bfloat16"}}, {"delayed": True}, 2.0, 2e-6),
@@ -35,7 +37,8 @@ CASES: list[tuple[int, Any, Any, dict[str, Any], float, float]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(of=lambda n, topology, sharing, options, bytes_per_value, close: {sharing["name"], *options})
+@pytest.mark.sampled(of=lambda n, topology, sharing, options, bytes_per_value, close: {
+    sharing["name"], "every" in sharing and sharing["name"] == "choco", *options})  # fmt: skip
 @pytest.mark.parametrize(("n", "topology", "sharing", "options", "bytes_per_value", "close"), CASES)
 def test_ranks_do_what_the_formula_says(
     n: int, topology: Any, sharing: Any, options: dict[str, Any], bytes_per_value: float, close: float
@@ -69,6 +72,8 @@ def spread_cases(topologies: list[Any], transport: str) -> list[tuple[Any, Any, 
             found += [(topology, choco(codec), options, left) for codec, left in
                       (("bfloat16", 1e-3), ("int8", 1e-3), ("int4", 1e-3), ("qsgd", 0.04), ("sign", 0.3))]
             found += [(topology, "choco", options, 0.05)]
+            found += [(topology, {**choco("int8"), "every": 4}, {**options, "delayed": delayed}, 0.05)
+                      for delayed in (False, True)]  # fmt: skip
     return found
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from pydantic import Field
+
 from decentnode.config import component
 from decentnode.graph.base import Graph, RoundView
 from decentnode.sharing.choco import Choco, ChocoConfig
 from decentnode.sharing.full import Full
 from decentnode.sharing.step_size import Search, largest_step
+
+
+class DifferencesConfig(ChocoConfig):
+    """The keys of choco, and what runs have as `training.local_steps`."""
+
+    every: int = Field(1, ge=1)
+    """Number of steps per exchange (Singh et al., arXiv 1910.14280): ranks exchange after the last one of every so
+    many."""
 
 
 class Differences(Full):
@@ -19,17 +29,25 @@ class Differences(Full):
     them in that round keep. The mean of the models is kept whatever C is.
     """
 
-    Config: ClassVar[type[component.Config]] = ChocoConfig
+    Config: ClassVar[type[component.Config]] = DifferencesConfig
     requirements = replace(Full.requirements, doubly_stochastic=True, compresses=True)
-    config: ChocoConfig
+    config: DifferencesConfig
 
-    def __init__(self, config: ChocoConfig) -> None:
+    def __init__(self, config: DifferencesConfig) -> None:
         """Raises ValueError for a choice of entries whose number is random."""
         super().__init__(config)
         if config.choose == "random":
             raise ValueError("choose must be largest or all here, got random: how many entries are sent must be known "
                              "before")  # fmt: skip
         self.step_size = config.step_size
+
+    @classmethod
+    def of(cls, config: ChocoConfig) -> Differences:
+        """Returns the rule for the config of a `Choco`."""
+        return cls(DifferencesConfig(**dict(config)))
+
+    def exchange_number(self, round: int) -> int | None:
+        return round // self.config.every if (round + 1) % self.config.every == 0 else None
 
     @property
     def fraction(self) -> float:

@@ -54,13 +54,15 @@ def sharing_named(given: SharingRule) -> Sharing:
     class, or an object.
     """
     if isinstance(given, Sharing):
-        rule = Differences(given.config) if type(given) is Choco else given  # type: ignore[arg-type]
+        rule = Differences.of(given.config) if type(given) is Choco else given  # type: ignore[arg-type]
     elif isinstance(given, type):
-        rule = (Differences if given is Choco else given)(given.Config())
+        cls = Differences if given is Choco else given
+        rule = cls(cls.Config())
     else:
         section = {"name": given} if isinstance(given, str) else dict(given)
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")
-        rule = (Differences if cls is Choco else cls)(config_of("sharing", cls, section))
+        cls = Differences if cls is Choco else cls
+        rule = cls(config_of("sharing", cls, section))
     needs = rule.requirements
     lacks = next((why for bad, why in (
         (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),

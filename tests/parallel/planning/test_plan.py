@@ -94,11 +94,19 @@ def test_choco_is_one_rule_by_name_class_and_object() -> None:
     config = ChocoConfig(name="choco", choose="all", compression={"name": "int8"})  # type: ignore[arg-type]
     for given in (Choco, Choco(config), config.model_dump()):
         assert type(sharing_named(given)) is Differences
+    with pytest.raises(ValueError, match="every: Input should be greater than or equal to 1"):
+        sharing_named({"name": "choco", "every": 0})
+
+
+def test_choco_every_few_steps_uses_all_edges_of_a_topology_that_changes() -> None:
+    plan = Plan(make_topology("one-peer-exp", 4, 4), sharing_named({"name": "choco", "every": 2, "step_size": 1.0}), 0)
+    assert [(plan.view(step).sources, plan.phase(step)) for step in (1, 3, 5)] == [((1,), 0), ((2,), 1), ((1,), 0)]
+    assert not plan.view(2).sources and not plan.exchanges_after(2) and plan.exchanges_after(3)
 
 
 def test_the_step_of_an_object_is_that_of_the_graph_for_which_it_is_used() -> None:
     """missing="regroup" plans anew for other numbers of ranks, with the object that the script gave."""
-    rule = Differences(ChocoConfig(name="choco", fraction=0.1))
+    rule = Differences.of(ChocoConfig(name="choco", fraction=0.1))
     steps = []
     for graph in (make_topology("complete", 1, 1), make_topology({"name": "ring"}, 3, 1)):
         rule.choose_step(graph)
