@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.plan import Plan
-from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import gather_texts
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 
@@ -47,4 +47,5 @@ def agree_on_step(plan: Plan) -> None:
         if plan.rank == 0:
             rule.choose_step(plan.graph)
     if num_ranks() > 1:
-        rule.step_size = float(gather_texts(repr(rule.step_size), device_of_group(), "step")[0])
+        with by_all_ranks("take the step of rank 0"):
+            rule.step_size = float(gather_texts(repr(rule.step_size), device_of_group(), "step")[0])

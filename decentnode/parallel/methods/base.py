@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
 from decentnode.parallel.checks.refusals import check_steps_alone
-from decentnode.parallel.process_group.agreement import check_alike, together
+from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
 from decentnode.parallel.process_group.shutdown import close_at_exit
@@ -58,7 +58,8 @@ class MadeTogether(abc.ABCMeta):
         AssemblyError naming the rank and its error."""
         with together("make the optimizer"):
             made = super().__call__(*args, **kwargs)
-        made.begin()
+        with by_all_ranks("compare and average what they train"):
+            made.begin()
         return made
 
 

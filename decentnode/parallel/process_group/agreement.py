@@ -10,6 +10,8 @@ import torch
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
+from decentnode.parallel.process_group.ends import come, late
+from decentnode.words import names
 
 MAX_REASON = 2000
 
@@ -21,10 +23,19 @@ def by_all_ranks(what: str) -> Iterator[None]:
 
     what: their purpose, a verb and its object.
     """
+    come()
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(f"ranks cannot {what} together, as where one has ended: {reason_of(error)}") from error
+        raise _lost(what, error) from error
+
+
+def _lost(what: str, error: RuntimeError) -> PeerLost:
+    """Names the ranks that have not come to an operation that failed."""
+    absent = late()
+    word = "rank" if len(absent) == 1 else "ranks"
+    has_not_come = f"; {word} {names(absent)} had not come to it" if absent else ""
+    return PeerLost(f"ranks cannot {what} together, as where one has ended: {reason_of(error)}{has_not_come}", absent)
 
 
 @contextlib.contextmanager
@@ -32,8 +43,8 @@ def together(what: str) -> Iterator[None]:
     """A context that all ranks leave with success, or none. Its body must not wait for other ranks; its end blocks.
 
     what: the body's purpose, a verb and its object, for messages. Raises what the body raised on this rank; if it
-    raised on other ranks alone, AssemblyError naming the first of them and its error; RuntimeError where one has ended.
-    So no rank waits in vain.
+    raised on other ranks alone, AssemblyError naming the first of them and its error; PeerLost where one has ended. So
+    no rank waits in vain.
     Without a process group this process is the only rank.
     """
     failed: Exception | None = None
@@ -43,11 +54,12 @@ def together(what: str) -> Iterator[None]:
         failed = error
     told = "" if failed is None else f"{type(failed).__name__}: {failed}"[:MAX_REASON]
     try:
+        come()
         said = gather_texts(told, device_of_group(), what) if num_ranks() > 1 else [told]
     except RuntimeError as error:
         if failed is not None:
             raise failed from None
-        raise RuntimeError(f"ranks cannot {what} together, as where one has ended: {reason_of(error)}") from error
+        raise _lost(what, error) from error
     if failed is not None:
         raise failed
     for rank, reason in enumerate(said):

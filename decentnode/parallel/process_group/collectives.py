@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.process_group.default_group import num_ranks
-from decentnode.parallel.process_group.ends import first_error, use_store
+from decentnode.parallel.process_group.ends import first_end, use_store
 from decentnode.tensors import distinct
 
 MAX_TEXT_BYTES = 1 << 24
@@ -37,9 +37,12 @@ _BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.
 
 def reason_of(error: BaseException) -> str:
     """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause; and
-    the error with which a rank's script has ended, where one has told its own."""
-    said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_error()
-    return said if ended is None else f"{said}; the script of rank {ended[0]} ended with an error: {ended[1]}"
+    which rank's script has ended first, with its error, where it has told so."""
+    said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_end()
+    if ended is None:
+        return said
+    rank, reason = ended
+    return f"{said}; the script of rank {rank} " + (f"ended with an error: {reason}" if reason else "has ended")
 
 
 def gather_texts(text: str, device: torch.device, what: str, group: Any = None) -> list[str]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.parallel.process_group.ends import tell_error
+from decentnode.parallel.process_group.ends import tell_end
 
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.3
@@ -78,7 +78,7 @@ def keep(exchange: InFlight, memory: object) -> None:
 def _close_all() -> None:
     if os.getpid() not in _processes:
         return
-    tell_error()  # before the others see that this rank has left
+    tell_end()  # before the others see that this rank has left
     for wrapper in reversed(list(_alive)):  # a wrapper uses the job, which was made before it
         wrapper.close()
     for exchange, _ in _left:

@@ -33,6 +33,7 @@ from decentnode.communication.shared_memory.segment import (
 )
 from decentnode.errors import PeerLost
 from decentnode.parallel.buckets.bucket import Bucket
+from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import wait
@@ -196,7 +197,9 @@ class SharedMemoryExchange(BucketExchange):
         self._presence.enter_average()
         try:
             yield
-        except RuntimeError as error:
+        except ConnectionBroken:
+            raise
+        except (PeerLost, RuntimeError) as error:
             absence = self._who_left()
             if absence is None:
                 raise

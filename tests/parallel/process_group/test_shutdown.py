@@ -41,12 +41,13 @@ def test_the_error_that_ended_a_script_is_told_by_the_others(case: str, when: st
     assert f"the script of rank 1 ended with an error{when}: KeyError: 'no such" in last, errors
 
 
-@pytest.mark.parametrize("silent", [False, True])
-def test_an_error_that_ended_a_script_is_told_printable_and_short(silent: bool) -> None:
-    first, second = run_ranks(2, leaving.ends_with_an_error, silent)
-    assert second == (1, first), "the error that was told first"
-    if silent:
+@pytest.mark.parametrize("how", ["error", "without", "alone"])
+def test_how_a_script_ended_is_told_printable_and_short(how: str) -> None:
+    first, second = run_ranks(2, leaving.both_end, how)
+    assert second == (1, first), "what was told first"
+    if how == "alone":
         assert first is None
     else:
         rank, text = first
-        assert rank == 0 and text.startswith("ValueError: bad? file xxx") and len(text) < 400
+        assert rank == 0 and text.startswith("ValueError: bad? file xxx" if how == "error" else "") and len(text) < 400
+        assert bool(text) == (how == "error")

@@ -150,17 +150,19 @@ def ended_before(rank: int, n: int) -> None:
     DecentralizedDataParallel(model(), optimizer=SGD)
 
 
-def ends_with_an_error(rank: int, n: int, silent: bool) -> Any:
-    """Both scripts end with an error, rank 0's first, where it does not only print one: what each knows then, on rank 1
-    with its number."""
+def both_end(rank: int, n: int, how: str) -> Any:
+    """Both scripts end, rank 0's first, with an error or (without, alone) none: what each knows then, on rank 1 with
+    its number. alone: the store is not an agent's of torchrun."""
     text = "bad\x1b file " + "x" * 1000
-    if not silent:
-        for each in range(n):
-            if each == rank:
+    if how != "alone":
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for each in range(n):
+        if each == rank:
+            if how == "error":
                 sys.last_value = ValueError(text) if rank == 0 else PeerLost(text)
-                ends.tell_error()
-            dist.barrier()
-    return ends.first_error() if rank == 0 else (rank, ends.first_error())
+            ends.tell_end()
+        dist.barrier()
+    return ends.first_end() if rank == 0 else (rank, ends.first_end())
 
 
 def killed_in_average(rank: int, n: int, transport: Any) -> float | None:
