@@ -47,10 +47,21 @@ def with_buffer(buffer: torch.Tensor) -> nn.Module:
     (lambda: nn.LazyLinear(3), "parameter weight .* run a forward pass first"),
     (lambda: nn.Linear(3, 3, device="meta"), "parameter weight .* on the device meta"),
     (lambda: nn.Sequential(wrapper()), "must not be wrapped already, its module 0 is a Decent"),
-], ids=["transposed", "frozen part", "sparse", "windows", "lazy", "meta", "wrapped"])  # fmt: skip
+    (torch.inference_mode()(lambda: nn.Linear(3, 3)), r"weight must be made, and wrapped, outside of torch\.i"),
+], ids=["transposed", "frozen part", "sparse", "windows", "lazy", "meta", "wrapped", "inference"])  # fmt: skip
 def test_models_that_cannot_be_exchanged_are_refused(module: Callable[[], nn.Module], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         wrapper(module())
+
+
+def test_nothing_is_wrapped_in_inference_mode() -> None:
+    module = model()
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"0\.weight must be made, and wrapped, outside"):
+        wrapper(module)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"parameter 0 of the .* outside"):
+        CommOptimizer(SGD(module.parameters()), "EASGD", world_size=1)
+    with pytest.raises(ValueError, match=r"parameter 0 of .* on the device meta"):
+        CommOptimizer(SGD(nn.Linear(3, 3, device="meta").parameters()), "EASGD", world_size=1)
 
 
 @pytest.mark.parametrize(("options", "says"), [

@@ -82,8 +82,18 @@ def check_model(model: Module, wrapper: type[Module], views: bool) -> None:
         _check_shared(model)
 
 
+def check_exists(name: str, p: Tensor) -> None:
+    """Raises ValueError for a parameter without memory, and for what inference mode lets nobody change later. name: of
+    it."""
+    if is_lazy(p) or p.is_meta:
+        raise ValueError(f"{name} must be a dense tensor with memory, got {_kind(p)}")
+    if p.is_inference() or torch.is_inference_mode_enabled():
+        raise ValueError(f"{name} must be made, and wrapped, outside of torch.inference_mode()")
+
+
 def _check_parameter(name: str, p: Tensor) -> None:
-    if is_lazy(p) or p.is_meta or p.layout is not torch.strided or is_traceable_wrapper_subclass(p):
+    check_exists(f"parameter {name}", p)
+    if p.layout is not torch.strided or is_traceable_wrapper_subclass(p):
         raise ValueError(f"parameter {name} must be a dense tensor with memory, got {_kind(p)}")
     if p.requires_grad and shares_elements(p):
         raise ValueError(f"parameter {name} must have memory for each of its elements, got strides {p.stride()} "

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.checks.refusals import check_steps_alone
+from decentnode.parallel.checks.refusals import check_exists, check_steps_alone
 from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
@@ -109,6 +109,7 @@ class DistOptimizer(metaclass=MadeTogether):
         self._losses: deque[float] = deque(maxlen=comm_period)
         self.params: list[Tensor] = [p for group in local_optimizer.param_groups for p in group["params"]]
         for number, p in enumerate(self.params):
+            check_exists(f"parameter {number} of the optimizer", p)
             check_device(f"parameter {number} of the optimizer", p)
         check_steps_alone(local_optimizer)
         self.check_stable()
