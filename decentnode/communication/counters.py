@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 
 from decentnode.metrics.figures import PURPOSES, Purpose
-from decentnode.payload import Payload, PayloadBytes
+from decentnode.payload import SCALAR_BYTES, Payload, PayloadBytes
 
 EVALUATION = "evaluation/"
 """How the keys of means begin whose bytes count as evaluation; those of other means count as control."""
@@ -50,6 +50,11 @@ class EdgeCounters:
     def payload_bytes_sent(self) -> int:
         """Data and metadata."""
         return self.data_bytes_sent + self.metadata_bytes_sent
+
+    def received(self, size: int, scalars: Sized = ()) -> None:
+        """Count what came of a payload: so many bytes of tensors, and scalars, which count as they do where they were
+        sent (`Payload.bytes`)."""
+        self.payload_bytes_received += size + SCALAR_BYTES * len(scalars)
 
 
 @dataclass

@@ -115,7 +115,7 @@ class PathContext:
         if self.inbox.start_receive(key, source, list(tensors.values()), scalars or {}, let_go):
             edge = self.counters.edge(source)
             edge.frames_received += 1
-            edge.payload_bytes_received += size
+            edge.received(size, scalars or {})
             self.inbox.chunk_received(key, source, last=True)
 
 

@@ -46,7 +46,10 @@ def sent_of_a_run(transport: str, sharing: dict[str, object], graph: str = "comp
             together(made, work)
         found = [node.communication.counters.bytes_sent() for node in built]
         assert [{p: node.figures()[f"bytes_{p}"] for p in PURPOSES} for node in built] == found
-        assert all(edge.payload_bytes_received > 0 for c in made for _, edge in c.counters.known() if edge.frames_sent)
+        for here in made:
+            for uid, edge in here.counters.known():
+                assert edge.payload_bytes_received == made[uid].counters.edge(here.uid).payload_bytes_sent
+        assert any(edge.payload_bytes_received for _, edge in made[0].counters.known())
     return found
 
 
@@ -68,6 +71,13 @@ def test_what_a_rule_sends_is_one_number_whatever_carries_it(sharing: dict[str, 
     assert all(here["protocol"] == 0 for here in expected), "nothing travels in process"
     if sharing["name"] == "push_sum":
         assert {here["metadata"] for here in expected} == {ROUNDS * (N - 1) * SCALAR_BYTES}
+
+
+@pytest.mark.sampled(one=["transport"])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, BATCHED])
+def test_scalars_count_at_both_ends(transport: str) -> None:
+    found = sent_of_a_run(transport, {"name": "push_sum"}, "ring")
+    assert [each["metadata"] for each in found] == [ROUNDS * 2 * SCALAR_BYTES] * N
 
 
 @pytest.mark.sampled(one=["transport"])

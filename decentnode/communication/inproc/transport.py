@@ -42,7 +42,7 @@ class InprocExchange(Exchange):
             payload = owner.hub.payloads.pop((self._round, self._phase, source, owner.uid), None)
             if payload is not None:
                 received[source] = owner.brought(payload)
-                owner.counters.edge(source).payload_bytes_received += sum(t.nbytes for t in payload.tensors.values())
+                owner.counters.edge(source).received(sum(payload.bytes()))
         if owner.regrouping:
             received.clear()
         self._missing = frozenset(self._expected) - received.keys()
@@ -196,8 +196,7 @@ class Inproc(Communication[CommunicationConfig]):
                 payload = self.brought(kept.pop(each))
                 if round in (None, each):
                     found.append(Collected(source, each, payload))
-                    edge = self.counters.edge(source)
-                    edge.payload_bytes_received += sum(t.nbytes for t in payload.tensors.values())
+                    self.counters.edge(source).received(sum(payload.bytes()))
         return found
 
     def computed(self, round: int) -> Wait | None:  # noqa: ARG002

@@ -255,7 +255,7 @@ class SharedMemoryPath(Path):
         size = self._inbox.put_slot(source, round, totals, payload)
         edge = self._counters.edge(source)
         edge.frames_received += 1
-        edge.payload_bytes_received += size
+        edge.received(size, payload.scalars)
 
     def close(self, broken: bool) -> None:  # noqa: ARG002
         self._status.doorbell = None

@@ -303,6 +303,7 @@ class BatchedPath(CliquePath):
                 self._counters.fault("malformed", coming.uid, str(error))
                 raise RuntimeError(f"node {coming.uid}: {error}") from error
             self._pool.give(coming.header)
+            self._counters.edge(coming.uid).received(0, scalars)
             tensors = coming.buffers.cut(coming.totals)
             if not self._is_exact(each.key[1]):
                 coming.parts = pieces(each.plans, tensors)

@@ -223,4 +223,4 @@ class CliquePath(abc.ABC):
     def _count_received(self, uid: int, phase: int, totals: list[int], pieces: int) -> None:
         edge, plans, headers = self._counters.edge(uid), self._inbox.plans[phase], int(self._has_header(phase))
         edge.frames_received += pieces + headers
-        edge.payload_bytes_received += sum(t * p.spec.dtype.itemsize for p, t in zip(plans, totals, strict=True))
+        edge.received(sum(t * p.spec.dtype.itemsize for p, t in zip(plans, totals, strict=True)))

@@ -126,7 +126,7 @@ class CollectiveCall:
         edge.frames_received += len(self.launches)
         for plan, total in zip(self._plans, self._totals, strict=True):
             size = total * plan.spec.dtype.itemsize
-            edge.payload_bytes_received += size
+            edge.received(size)
             if self._kind == "all_reduce":
                 edge.saved_bytes += size - 2 * size // len(self._calls.members)
 

@@ -125,6 +125,7 @@ class TaggedPath(CliquePath):
             except ValueError as error:
                 self._counters.fault("malformed", uid, str(error))
                 return
+            self._counters.edge(uid).received(0, scalars)
             waits = self._post(uid, key, buffers, totals) if posted is None else posted
             self._inbox.start_receive(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
             self._take(uid, key, buffers, totals, waits)

@@ -220,7 +220,7 @@ class NodeProtocol:
             assert body is not None
             edge = self._counters.edge(message.source)
             edge.frames_received += 1
-            edge.payload_bytes_received += body.nbytes
+            edge.received(body.nbytes, message.scalars)
             self._inbox.put(message, body, now)
             if self._reconfiguration is not None:
                 self._reconfiguration.membership.watch.is_heard(message.source)

@@ -74,7 +74,8 @@ class TablePlan(Plan):
                 return [""] * len(self.targets)
             return [f'"{uid}":[{sent},{received},0,0,0.0]' for uid in range(len(self.targets))]
 
-        both, out, into = keys(data + metadata, data), keys(data + metadata, 0), keys(0, data)
+        size = data + metadata
+        both, out, into = keys(size, size), keys(size, 0), keys(0, size)
         if not self._graph.directed:
             return ["{" + ",".join(map(both.__getitem__, row)) + "}" for row in self.targets.tolist()]
         entries, found = self._entries, []
@@ -98,4 +99,4 @@ def count_edges(edges: list[dict[int, list[int]]], plan: Plan, data: int, metada
         for uid in view.neighbors:
             own.setdefault(uid, [0, 0])[0] += data + metadata
         for uid in view.sources:
-            own.setdefault(uid, [0, 0])[1] += data
+            own.setdefault(uid, [0, 0])[1] += data + metadata

@@ -129,7 +129,7 @@ class _Node:
         for uid in self.buffer_view.neighbors:
             self._communication.counters.edge(uid).data_bytes_sent += size
         for uid in self.buffer_view.sources:
-            self._communication.counters.edge(uid).payload_bytes_received += size
+            self._communication.counters.edge(uid).received(size)
 
     def sent(self) -> tuple[int, int, str]:
         """Returns data and metadata bytes of the round, and the JSON of its edges."""
