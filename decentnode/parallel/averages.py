@@ -23,8 +23,13 @@ class GlobalAverage:
         """The values that the local model had, while the module has the mean and may be brought back."""
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """From now on these are averaged. Only while no local model is remembered."""
+        """From now on these are averaged. Where a local model is remembered, those that were not averaged before have
+        in both models the values that they have now."""
+        before = self._tensors()
         self._params = list(params)
+        if self.local is not None:
+            known = {id(tensor): value for tensor, value in zip(before, self.local, strict=True)}
+            self.local = [known[id(each)] if id(each) in known else each.detach().clone() for each in self._tensors()]
 
     @torch.no_grad()
     def take(self, keep: bool, measure: bool, mean_of: Callable[[Tensor], Tensor] = mean_over_ranks) -> float:

@@ -249,7 +249,7 @@ class DecentralizedDataParallel(Module, Idles):
         self._watch = BackwardWatch(params if self._script_optimizer is None else [], self._step)
         self._own_alone()
         if self._member is not None:
-            self._member.attach(self.module, self._gossip, self._average)
+            self._member.attach(self.module, self._gossip, self._average, self._unfrozen, self._take_in_named)
         self._gossip.begin()  # a rank may be lost in the first launch already
         if self._member is not None:
             self._member.come()
@@ -349,7 +349,9 @@ class DecentralizedDataParallel(Module, Idles):
         self._look_for_unfrozen()
         if self._gossip.must_restart:
             restart(self._gossip)
-        if self._unfrozen.waiting:
+        if self._unfrozen.waiting and self._member is not None:
+            self._member.exchange_more()
+        elif self._unfrozen.waiting:
             self._gossip.exchange.drain()
             self._take_in(("the exchange of more parameters", "exchange more parameters"), lambda: None)
         self._gossip.local.apart.look()
@@ -362,7 +364,7 @@ class DecentralizedDataParallel(Module, Idles):
         found = self._unfrozen.found()
         if not found:
             return []
-        if self._member is not None or not self._takes_in:
+        if not self._takes_in:
             refuse_unfrozen(found[0][0])
         check_model(self.module, DecentralizedDataParallel, self._views)
         self._unfrozen.admit({name for name, _ in found})
@@ -374,26 +376,39 @@ class DecentralizedDataParallel(Module, Idles):
         """Blocking, on all ranks, with nothing in flight: exchanges the parameters that wait for it from now on, if any
         do after `admit`. what: as of `all_or_none`. Raises what `admit` raised, AssemblyError naming a rank that trains
         others."""
-        steps = self._gossip
-
-        def named() -> list[tuple[str, Parameter]]:
-            known = {name for name, _ in [*self._named, *self._unfrozen.waiting]}
-            return [(name, p) for name, p in self.module.named_parameters() if name in known]
-
         def check() -> None:
-            check_alike("list of trained parameters", [name for name, _ in named()], device_of_group())
+            named = self._named_with(self._unfrozen.waiting)
+            check_alike("list of trained parameters", [name for name, _ in named], device_of_group())
 
-        all_or_none(steps, what, admit, check, self._unfrozen.withdraw)
-        fresh = [p for _, p in self._unfrozen.waiting]
-        if fresh:
-            buckets = self._buckets_for(fresh, rules=steps.plan.rules(), first=len(steps.buckets))
-            steps.take_in(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
-            self._named = named()
-            params = [p for _, p in self._named]
-            steps.local.exchange(params)
-            self._average.exchange(params)
-            self._unfrozen.waiting.clear()
-            self._own_alone()
+        all_or_none(self._gossip, what, admit, check, self._unfrozen.withdraw)
+        if self._unfrozen.waiting:
+            buckets = self._buckets_of(self._unfrozen.take())
+            self._gossip.take_in(buckets, lambda plan, every: self._exchange_for(plan=plan, buckets=every))
+
+    def _take_in_named(self, names: Sequence[str]) -> None:
+        """Not blocking, while ranks regroup: parameters of these names, trained or not, are exchanged in the next
+        generation. Raises ValueError where the optimizer's groups do not tell where they belong."""
+        try:
+            self._unfrozen.admit(set(names))
+        except RuntimeError as error:  # which is a sign of a lost rank there
+            raise ValueError(str(error)) from error
+        self._gossip.add(self._buckets_of(self._unfrozen.take(names)))
+
+    def _named_with(self, more: Sequence[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+        """The parameters that are exchanged and these, in the module's order."""
+        known = {name for name, _ in [*self._named, *more]}
+        return [(name, p) for name, p in self.module.named_parameters() if name in known]
+
+    def _buckets_of(self, fresh: Sequence[tuple[str, Parameter]]) -> list[Bucket]:
+        """Buckets of parameters that are exchanged from now on."""
+        steps = self._gossip
+        buckets = self._buckets_for([p for _, p in fresh], rules=steps.plan.rules(), first=len(steps.buckets))
+        self._named = self._named_with(fresh)
+        params = [p for _, p in self._named]
+        steps.local.exchange(params)
+        self._average.exchange(params)
+        self._own_alone()
+        return buckets
 
     def _admit_trained_in(self, state_dict: Mapping[str, Any]) -> None:
         """Lets parameters wait that were exchanged in the run of a state."""
@@ -537,7 +552,13 @@ class DecentralizedDataParallel(Module, Idles):
         self._gossip.exchange.drain()
         if self._average.local is not None:  # else Decent-DP's face refuses
             self.revert_global_avg()
-        if self._takes_in and self._member is None:
+        if self._member is not None:
+            with contextlib.suppress(Exception):  # a state that cannot be read is told below
+                self._admit_trained_in(state_dict)
+            if self._unfrozen.waiting:
+                self._member.exchange_more()
+            self._gossip.exchange.drain()
+        elif self._takes_in:
             self._take_in(("load_state_dict", "load the state"), lambda: self._admit_trained_in(state_dict))
             self._gossip.exchange.drain()
         return load_together(

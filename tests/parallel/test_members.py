@@ -70,6 +70,42 @@ def test_while_nobody_dies_the_bits_are_those_without_regroup(transport: str, to
         assert without == with_regroup
 
 
+@pytest.mark.sampled(one=["options", "dies"])
+@pytest.mark.parametrize("dies", ["nobody", "before", "after"])
+@pytest.mark.parametrize("options", [
+    {"topology": "ring"}, {"transport": "collective", "step_in_backward": False},
+    {"sharing": {"name": "choco", "choose": "all", "compression": {"name": "int8"}}, "topology": "ring"},
+    {"sharing": {"name": "local_sgd", "every": 2}, "delayed": True}, {"param_as_bucket_view": False},
+], ids=["ring", "collective", "choco", "delayed", "copies"])  # fmt: skip
+def test_a_layer_that_is_unfrozen_is_exchanged_by_all_who_are_left(options: dict[str, Any], dies: str) -> None:
+    alive = range(3 if dies == "nobody" else 2)
+    with Crowd() as crowd:
+        crowd.found(3, free_ports(1), members.unfreezes, options, dies)
+        found = [crowd.hear(rank) for rank in alive]
+    mean = sum(alive) / len(alive)
+    for each in found:
+        assert (each["world"], each["optimized"]) == (len(alive), 4)
+        assert each["mean"] == pytest.approx(mean, abs=1e-5) and each["level"] == pytest.approx(mean, abs=0.05)
+
+
+@pytest.mark.slow
+def test_who_joins_after_a_layer_was_unfrozen_exchanges_it_too() -> None:
+    with Crowd() as crowd:
+        crowd.found(1, free_ports(1), members.unfrozen_is_joined, None)
+        crowd.start(members.unfrozen_is_joined, {}, crowd.hear(0))
+        crowd.hear(1)
+        found = [crowd.hear(number) for number in range(2)]
+    assert found[0]["names"] == found[1]["names"] and len(found[0]["names"]) == 4
+    assert all(each["moved"] > 0.01 and each["distance"] < 0.1 and each["buckets"] >= 2 for each in found)
+
+
+@pytest.mark.slow
+def test_a_state_with_a_layer_that_was_unfrozen_is_loaded_where_ranks_come_and_go() -> None:
+    with Crowd() as crowd:
+        crowd.found(2, free_ports(1), members.unfrozen_is_resumed)
+        assert [crowd.hear(rank) for rank in range(2)] == [(8, 4, True)] * 2
+
+
 def test_a_connection_that_breaks_in_the_first_launch_begins_another_generation() -> None:
     with Crowd() as crowd:
         crowd.found(2, free_ports(1), members.first_launch_breaks, "collective")

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,17 +20,19 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module
 
-from decentnode.errors import GraphError, PeerLost
+from decentnode.errors import AssemblyError, GraphError, PeerLost
 from decentnode.graph.base import Graph
 from decentnode.parallel.averages import GlobalAverage
 from decentnode.parallel.buckets.bucket import Bucket
 from decentnode.parallel.checks.alike import agree_on_step
+from decentnode.parallel.membership.control import ConnectionBroken
 from decentnode.parallel.membership.job import Job
 from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.planning.rules import SharingRule, sharing_named
 from decentnode.parallel.planning.topologies import TopologyLike
 from decentnode.parallel.process_group.collectives import gather_texts, wait
 from decentnode.parallel.steps.gossip_steps import GossipSteps
+from decentnode.parallel.steps.unfrozen import Unfrozen
 from decentnode.parallel.transports.base import BucketExchange
 from decentnode.parallel.transports.choice import exchange_for
 from decentnode.parallel.transports.regrouping import RegroupingExchange
@@ -62,15 +65,22 @@ class WrapperParticipant:
         self._module: Module
         self._steps: GossipSteps
         self._average: GlobalAverage
+        self._unfrozen: Unfrozen
+        self._take: weakref.WeakMethod[Callable[[Sequence[str]], None]]
 
     def wrap(self, inner: BucketExchange, buckets: Sequence[Bucket]) -> RegroupingExchange:
         self.exchange = RegroupingExchange(inner, buckets, self.job, self.regroup)
         return self.exchange
 
-    def attach(self, module: Module, steps: GossipSteps, average: GlobalAverage) -> None:
+    def attach(
+        self, module: Module, steps: GossipSteps, average: GlobalAverage, unfrozen: Unfrozen,
+        take_in: Callable[[Sequence[str]], None],
+    ) -> None:  # fmt: skip
         """Makes the wrapper the job's, which it may be told to regroup from now on. module: the wrapped one; steps,
-        average: of it. Raises as `Job.attach`."""
-        self._module, self._steps, self._average = module, steps, average
+        average, unfrozen: of it. take_in: a method of it, which exchanges more parameters by name from now on. Raises
+        as `Job.attach`."""
+        self._module, self._steps, self._average, self._unfrozen = module, steps, average, unfrozen
+        self._take = weakref.WeakMethod(take_in)
         words = {True: "trained", False: "frozen"}
         lines = [f"parameter {name} {tuple(p.shape)} {p.dtype} {words[p.requires_grad]}"
                  for name, p in module.named_parameters()]  # fmt: skip
@@ -108,6 +118,11 @@ class WrapperParticipant:
         if not self._in_step:
             self._resume()
 
+    def exchange_more(self) -> None:
+        """Blocking for about a second: another generation of the same ranks exchanges the parameters that wait for it,
+        too. A generation is what all ranks begin together, or none, whoever dies meanwhile."""
+        self.regroup(ConnectionBroken(f"rank {self._steps.plan.rank} trains more parameters"))
+
     @torch.no_grad()
     def _resume(self) -> None:
         """Begin the generation's first exchange."""
@@ -125,6 +140,7 @@ class WrapperParticipant:
 
     def report(self) -> dict[str, Any]:
         return {"position": self._position, "fresh": self.job.control.fresh, "local": self._local,
+                "unfrozen": self._unfrozen.groups, "waiting": [name for name, _ in self._unfrozen.waiting],
                 **self.exchange.report()}  # fmt: skip
 
     def settle(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
@@ -139,11 +155,12 @@ class WrapperParticipant:
         self._local = int(reports[self.job.members[old[0]]]["local"])  # a newcomer's own environment does not tell it
         steps.plan = self._plan_for(rank, world_size)
         agree_on_step(steps.plan)
+        self._take_in(reports)
         for bucket, rule in zip(steps.buckets, steps.plan.rules(), strict=False):
             bucket.rule = rule
         inner = exchange_for(self._transport, steps.plan, steps.buckets, self.exchange.timeout_seconds, self.job)
         self._first = max(int(reports[self.job.members[number]]["position"]) for number in old)
-        self.exchange.replace(inner, self._first, reports)
+        self.exchange.replace(inner, steps.buckets, self._first, reports)
         if len(old) < world_size:
             self._share(old, rank)
         schedule = steps.local.lr_scheduler
@@ -157,6 +174,21 @@ class WrapperParticipant:
             self.came_at = self._first
         self.job.control.has_model(self._first)
         logger.warning("rank %d of %d from step %d on", rank, world_size, self._first)
+
+    def _take_in(self, reports: Mapping[int, Mapping[str, Any]]) -> None:
+        """Exchanges what any rank trains that was frozen, in the buckets that all have alike: who comes lacks those of
+        before, and who has lost others in the midst of this has them already."""
+        told, own = [reports[uid] for uid in self.job.members], self._unfrozen.groups
+        wanted = max((each["unfrozen"] for each in told if not each["fresh"]), key=len)
+        if wanted[: len(own)] != own:
+            raise AssemblyError("this process exchanges other parameters than the others, which unfroze some while it "
+                                "was away: start it again")  # fmt: skip
+        known = {name for group in wanted for name in group}
+        waiting = {name for each in told for name in each["waiting"]} - known
+        take = self._take()
+        assert take is not None
+        for group in [*wanted[len(own) :], *([sorted(waiting)] if waiting else [])]:
+            take(group)
 
     def _plan_for(self, rank: int, world_size: int) -> Plan:
         local = self._local if world_size % self._local == 0 else 1

@@ -101,6 +101,11 @@ class GossipSteps:
             bucket.next_round(self.plan, -1, self.learning_rate)
         self.launch(0)
 
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """From the next step on, steps are of these buckets, too."""
+        self.buckets = [*self.buckets, *buckets]  # a step under way goes on with the list that it has
+        self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
+
     @torch.no_grad()
     def take_in(
         self, buckets: Sequence[Bucket], exchange_for: Callable[[Plan, Sequence[Bucket]], BucketExchange]
@@ -114,10 +119,9 @@ class GossipSteps:
         before.abandon()
         for bucket in self.buckets:
             bucket.renew_memory()
-        self.buckets += buckets
+        self.add(buckets)
         self.exchange = exchange_for(self.plan, self.buckets)
         self.exchange.bytes_sent, self.exchange.wait_seconds = before.bytes_sent, before.wait_seconds
-        self.part_steps = PartSteps(self.buckets) if suit_part_by_part(self.buckets) else None
         for bucket in buckets:
             bucket.begin_round(self.plan, self.taken, rate)
             bucket.scatter()

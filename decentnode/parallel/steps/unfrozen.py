@@ -26,6 +26,8 @@ class Unfrozen:
         self._known = [(name, p) for name, p in named if p.requires_grad]
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self.waiting: Named = []
+        self.groups: list[list[str]] = []
+        """The names of those that have waited, in the order in which they are exchanged."""
 
     def found(self) -> Named:
         """Parameters that were frozen so far and no longer are: they are to be admitted."""
@@ -42,6 +44,14 @@ class Unfrozen:
             self._known += fresh
             self.waiting += fresh
         self._frozen = [(name, p) for name, p in self._frozen if name not in names or not p.requires_grad]
+
+    def take(self, names: Sequence[str] | None = None) -> Named:
+        """Those of these names, in that order, or all, wait no longer: they are exchanged from now on."""
+        waiting = dict(self.waiting)
+        found = [(name, waiting.pop(name)) for name in (names or [*waiting])]
+        self.waiting = [*waiting.items()]
+        self.groups.append([name for name, _ in found])
+        return found
 
     def withdraw(self) -> None:
         """Parameters that wait and are still frozen wait no longer."""

@@ -236,10 +236,14 @@ class RegroupingExchange(BucketExchange):
         for bucket in self._buckets:
             bucket.renew_memory()  # operations that were broken off may still write into what they were given
 
-    def replace(self, inner: BucketExchange, first_step: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        """Blocking: go on with another exchange, whose first step is `first_step`."""
+    def replace(
+        self, inner: BucketExchange, buckets: Sequence[Bucket], first_step: int,
+        reports: Mapping[int, Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """Blocking: go on with another exchange, of these buckets, whose first step is `first_step`."""
         inner.bytes_sent, inner.wait_seconds = 0, 0.0
         self._put(inner)
+        self._buckets = list(buckets)
         self.mixed = [first_step - 1] * len(self._buckets)
         self.over = True
         self._count(reports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import signal
@@ -17,6 +18,7 @@ from torch import nn
 from decentnode.parallel import CommOptimizer, DecentralizedDataParallel, initialize_dist, job_address
 from decentnode.parallel.membership import generation_groups
 from decentnode.parallel.membership.control import ConnectionBroken
+from decentnode.parallel.participants import wrapper as participant
 from decentnode.parallel.steps.script_optimizer import ScriptOptimizer
 from decentnode.parallel.train import TrainingRun
 from decentnode.parallel.transports.base import BucketExchange
@@ -292,3 +294,75 @@ def alone(pipe: Connection) -> int:
 def other(pipe: Connection, join: str) -> None:
     initialize_dist(join=join, timeout_seconds=300)
     DecentralizedDataParallel(nn.Linear(3, 2), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+
+def frozen(lr: float, **more: Any) -> DecentralizedDataParallel:
+    """Its first layer is frozen."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(models.DEVICE)
+    module[0].requires_grad_(False)
+    return DecentralizedDataParallel(module, optimizer=functools.partial(torch.optim.Adam, lr=lr), **SETTINGS | more)
+
+
+def unfreezes(pipe: Connection, options: dict[str, Any], dies: str) -> dict[str, Any]:
+    """Ranks train a layer from step 5 on that was frozen, with their own values in it, and learn nothing. Rank 2 is
+    killed when it has dealt with that layer ("after", where it then makes its exchange), "before", or not."""
+    rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
+    model = frozen(0.0, **options)
+    base = float(model.module[0].bias.detach().mean())
+    with torch.no_grad():
+        model.module[0].bias.add_(rank)
+    if rank == 2 and dies == "after":
+        participant.exchange_for = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    draw = torch.Generator().manual_seed(rank)
+    while model.steps < 30:
+        model.module[0].requires_grad_(model.steps >= 5)
+        if rank == 2 and dies == "before" and model.steps == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, draw)
+    level = float(model.module[0].bias.detach().mean()) - base
+    with model.averaged():
+        mean = float(model.module[0].bias.detach().mean()) - base
+    return {"level": level, "mean": mean, "world": model.world_size,
+            "optimized": len(model.optimizer.param_groups[0]["params"])}  # fmt: skip
+
+
+def unfrozen_is_joined(pipe: Connection, join: str | None) -> dict[str, Any]:
+    """A rank trains a layer that was frozen until another one has come to it, and 20 steps more."""
+    rank, _ = initialize_dist(missing="regroup", join=join, min_ranks=1, timeout_seconds=300)
+    model = frozen(0.01)
+    first = model.module[0].bias.detach().clone()
+    draw = torch.Generator().manual_seed(rank)
+    pipe.send(("address", job_address()))
+    until = None if join is None else model.steps + 20
+    while model.steps != until:
+        model.module[0].requires_grad_(model.steps >= 5)
+        step(model, draw)
+        if until is None and model.world_size == 2:
+            until = model.steps + 20
+        if join is None and model.world_size == 1 and model.steps > 10:
+            pipe.poll(0.01)  # the other one is on its way
+    moved = float((model.module[0].bias.detach() - first).abs().max())
+    return {"names": [name for name, _ in model._named], "moved": moved,
+            "distance": model.consensus_distance(), "buckets": len(model._gossip.buckets)}  # fmt: skip
+
+
+def unfrozen_is_resumed(pipe: Connection) -> tuple[int, int, bool]:
+    """(steps, parameters that are exchanged, whether they are the saved ones) of a wrapper whose layer is still frozen,
+    which has loaded the state of one that had trained it."""
+    rank, _ = initialize_dist(missing="regroup", min_ranks=1, timeout_seconds=300)
+    model = frozen(0.01)
+    state = copy.deepcopy(model.state_dict())
+    trained = nn.Sequential(*(copy.deepcopy(each) for each in model.module))
+    trained.requires_grad_(True)
+    saved = torch.optim.Adam(trained.parameters(), lr=0.01)
+    trained(torch.ones(2, 6)).sum().backward()
+    saved.step()
+    extra = state["_extra_state"]
+    extra["optimizer"], extra["steps"] = saved.state_dict(), 7
+    extra["layout"] = [[(name, p.numel()) for name, p in trained.named_parameters()]]
+    state |= {f"module.{name}": value for name, value in trained.state_dict().items()}
+    model.load_state_dict(state)
+    same = all(map(torch.equal, model.module.parameters(), trained.parameters()))
+    step(model, torch.Generator().manual_seed(rank))
+    return model.steps, len(model._named), same
