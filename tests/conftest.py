@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -56,6 +56,15 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     marked = {mark.name for mark in request.node.iter_markers()}
     on_gpus = torch.cuda.is_initialized() or marked & {"gpu", "multigpu"}
     (torch.manual_seed if on_gpus else torch.default_generator.manual_seed)(0)
+
+
+@pytest.fixture
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The test's parameter `dtype` is torch's default, as scripts set it that train in 16 bits."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
 
 
 def wait_until(condition: Callable[[], object], what: object = "it did not come about", seconds: float = 60) -> None:

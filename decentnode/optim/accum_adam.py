@@ -132,7 +132,8 @@ class AccumAdam(Optimizer):
         beta1, beta2 = group["betas"]
         size, step, decay = group["accum_iter"], self.state[params[0]]["step"], group["weight_decay"]
         device = params[0].device
-        window = torch.full((), float(-(-step // size)), device=device)  # a tensor of a number would be copied there
+        # a tensor of a number would be copied there
+        window = torch.full((), float(-(-step // size)), dtype=torch.float32, device=device)
         adam = torch._fused_adamw_ if self._decoupled else torch._fused_adam_
 
         def apply(p: list[Tensor], g: list[Tensor], m: list[Tensor], v: list[Tensor]) -> None:

@@ -105,7 +105,7 @@ class Operator:
     def lost(self) -> float:
         """Returns the fraction of a normal vector's energy that C takes away."""
         with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
-            vector = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0))
+            vector = torch.randn(1, 1024, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
             return float((self.compressor()(vector) - vector).square().sum() / vector.square().sum())
 
     def _chosen(self, vectors: Tensor, draws: torch.Generator) -> Tensor | None:
@@ -114,7 +114,8 @@ class Operator:
         count = select.count_of(self.fraction, vectors.shape[1])
         if count == vectors.shape[1]:
             return None
-        scores = torch.rand(vectors.shape, generator=draws) if self.choose == "random" else vectors.abs()
+        random = self.choose == "random"
+        scores = torch.rand(vectors.shape, generator=draws, dtype=torch.float32) if random else vectors.abs()
         return scores.topk(count, dim=1, sorted=False).indices
 
     def of_chosen(self, values: Tensor) -> Tensor:

@@ -204,8 +204,8 @@ def distance_left(search: Search, matrices: Sequence[np.ndarray], step: float) -
     # a pool of threads that is started here would be broken in processes that are forked later
     with native.torch_threads(1), torch.no_grad(), torch.device("cpu"):
         draws = torch.Generator().manual_seed(0)
-        models = torch.randn(n, max(64, ENTRIES // n), generator=draws)
-        models += search.common * torch.randn(1, models.shape[1], generator=draws)
+        models = torch.randn(n, max(64, ENTRIES // n), generator=draws, dtype=torch.float32)
+        models += search.common * torch.randn(1, models.shape[1], generator=draws, dtype=torch.float32)
         pulls = [torch.from_numpy(w - np.eye(n)).to(torch.float32) for w in matrices]
         kept = [torch.zeros_like(models) for _ in (pulls if search.state_per_matrix else pulls[:1])]
         start = now = _distance(models)

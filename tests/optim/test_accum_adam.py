@@ -67,6 +67,25 @@ def test_gradients_of_another_dtype_are_converted(fused: bool | None, window: in
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_steps_are_counted_in_float32_whatever_a_script_has_as_default(
+    dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """In bfloat16 the 257th step is the 256th."""
+    found = []
+    for default in ("float32", "another"):
+        if default == "another":
+            request.getfixturevalue("default_dtype")
+        p = torch.zeros(5, dtype=torch.float32).requires_grad_()
+        p.grad = torch.linspace(-1, 1, 5, dtype=torch.float32)
+        optimizer = AccumAdam([p], lr=0.01, accum_iter=1, fused=True)
+        optimizer.step()
+        optimizer.state[p]["step"] += 255
+        optimizer.step()
+        found.append(p.detach())
+    assert torch.equal(*found)
+
+
 def reference(x: Tensor, grads: list[Tensor], s: int, lr: float, decay: float, decoupled: bool) -> Tensor:
     """docs/explanation/algorithms.rst, "AccumAdam", line by line in float64."""
     x, b1, b2, eps = x.double().clone(), 0.9, 0.999, 1e-8

@@ -122,6 +122,20 @@ def test_a_larger_step_does_not_bring_them_together(options: dict[str, Any], ste
     assert distance_left(search, matrices_of(ring), step) > 0.02
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_simulation_is_of_float32_whatever_a_script_has_as_default(
+    dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    _, _, search = parts({"name": "choco", "fraction": 0.5})
+    matrices = matrices_of(make("ring", nodes=4))
+    found = []
+    for default in ("float32", "another"):
+        if default == "another":
+            request.getfixturevalue("default_dtype")
+        found.append((distance_left(search, matrices, 0.5), search.operator.lost(), search.common))
+    assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_a_step_is_of_the_compressor_the_fraction_and_the_spectrum_alone() -> None:
     """Finer compression and slower graphs take larger steps; names and order of nodes do not matter."""

@@ -250,13 +250,14 @@ def _exact(lanes: int) -> bool:
     marks = np.zeros((1, 2), np.uint64)
     size = 64 * max(VECTORS) + 15
     for kind, decay, maximize in ((Adam, 0.0, False), (Adam, 0.1, True), (AdamW, 0.1, False)):
-        start = torch.randn(size, generator=draw, device="cpu")
+        start = torch.randn(size, generator=draw, dtype=torch.float32, device="cpu")  # whatever the default is
         theirs, x = Parameter(start.clone()), start.clone()
         optimizer = kind([theirs], lr=0.01, weight_decay=decay, maximize=maximize, fused=True)
-        moments = torch.zeros(2, size, device="cpu")
+        moments = torch.zeros(2, size, dtype=torch.float32, device="cpu")
         for step in range(1, 9):
-            draws = torch.randn(size, generator=draw, device="cpu")
-            theirs.grad = draws * 10.0 ** torch.randint(-9, 3, x.shape, generator=draw, device="cpu")
+            draws = torch.randn(size, generator=draw, dtype=torch.float32, device="cpu")
+            powers = torch.full_like(draws, 10.0) ** torch.randint(-9, 3, x.shape, generator=draw, device="cpu")
+            theirs.grad = draws * powers
             optimizer.step()
             row = (size, size - size % lanes, theirs.grad.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(),
                    *_constants(optimizer.param_groups[0], step, kind is AdamW))  # fmt: skip

@@ -180,7 +180,8 @@ class LSGD(DistOptimizer):
         scores, meeting = (state["scores"], state["meeting"]) if self.fits(state) else (None, None)
         if not self.fits(state):
             self.meet_anew(self.meetings)
-        self._scores = None if scores is None else Numbers([torch.tensor([each, 0, 0]).double() for each in scores])
+        told = None if scores is None else [torch.tensor([each, 0, 0], dtype=torch.float64) for each in scores]
+        self._scores = None if told is None else Numbers(told)
         self._meeting = None if meeting is None else _Meeting(meeting[0], *(each.clone() for each in meeting[1:]))
 
 

@@ -34,6 +34,23 @@ def marks_for(x: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return np.zeros((Loops.grains(x.numel() * x.element_size()), 2), np.uint64)
 
 
+@needs_exact
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("default_dtype")
+def test_the_trial_is_of_float32_whatever_a_script_has_as_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop wrote behind a trial of bfloat16."""
+    seen = []
+    run = Loops.advance
+
+    def checked(self: Loops, x: torch.Tensor, *rest: Any) -> None:
+        seen.append(x.dtype)
+        assert x.dtype == torch.float32
+        run(self, x, *rest)
+
+    monkeypatch.setattr(Loops, "advance", checked)
+    assert advance.vector.__wrapped__() == vector() and seen
+
+
 @needs_loops
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("elements", [1, 7, 1000, 2048, 5003, 600_001])
