@@ -13,7 +13,7 @@ import re
 import stat
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +22,9 @@ import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
+
+FLOAT32 = 3.4028234663852886e38
+"""The largest number of float32."""
 
 
 class Settings(pydantic.BaseModel):
@@ -55,9 +58,12 @@ class Settings(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="after")
     @classmethod
     def _no_endless_numbers(cls, value: Any) -> Any:
-        """Whole numbers of 64 bits are what torch, messages and files take; Python alone has larger ones."""
-        if _holds_more_than_64_bits(value):
+        """Whole numbers of 64 bits and numbers of float32 are what torch, messages and files take; Python alone has
+        larger ones."""
+        if _holds(value, lambda each: isinstance(each, int) and not -(1 << 63) <= each < 1 << 63):
             raise PydanticCustomError("bits", "must be within 64 bits, from -2^63 to 2^63 - 1")
+        if _holds(value, lambda each: isinstance(each, float) and abs(each) > FLOAT32):
+            raise PydanticCustomError("bits", "must be within float32, from -3.4e38 to 3.4e38")
         return value
 
 
@@ -109,10 +115,10 @@ def _holds_boolean(value: Any) -> bool:
     return isinstance(value, bool) or (isinstance(value, list) and any(_holds_boolean(v) for v in value))
 
 
-def _holds_more_than_64_bits(value: Any) -> bool:
+def _holds(value: Any, wrong: Callable[[Any], bool]) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_holds_more_than_64_bits, value))
-    return isinstance(value, int) and not -(1 << 63) <= value < 1 << 63
+        return any(_holds(each, wrong) for each in value)
+    return wrong(value)
 
 
 @functools.cache

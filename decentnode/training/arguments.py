@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from decentnode.config.component import Config, did_you_mean, load_class, nearest
+from decentnode.config.component import FLOAT32, Config, did_you_mean, load_class, nearest
 from decentnode.config.signature import parameters_of
 from decentnode.errors import UsageError
 
@@ -75,6 +75,8 @@ def check_arguments(
             raise problem_at(key, f"must be an argument of {name}; {known}", value)
         if isinstance(value, float) and not math.isfinite(value):
             raise problem_at(key, f"must be a finite number, got {value}", value)
+        if max(map(abs, numbers_in(value)), default=0) > FLOAT32:
+            raise problem_at(key, f"must be within float32, from -3.4e38 to 3.4e38, got {value}", value)
         default = parameters[key].default
         if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, bool | str):
             raise problem_at(key, f"must be a number, got {value!r}", value)
@@ -87,6 +89,15 @@ def check_arguments(
         culprits = [key for key, few in zip(given, alone, strict=True) if _refusal(make, few) == message]
         at = culprits[0] if culprits else "name"
         raise problem_at(at, f"must suit torch's {of.__name__}: {message}", given.get(at, name))
+
+
+def numbers_in(value: Any) -> Iterator[int | float]:
+    """Yields the numbers that an argument is, or is made of."""
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from numbers_in(each)
+    elif isinstance(value, int | float):
+        yield value
 
 
 def _refusal(make: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> str | None:

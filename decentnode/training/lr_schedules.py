@@ -10,6 +10,8 @@ import torch
 from pydantic import Field
 from torch.optim import lr_scheduler
 
+from decentnode.config.component import FLOAT32
+from decentnode.errors import Diverged
 from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen
 from decentnode.training.optimizers import trial
 
@@ -105,13 +107,23 @@ class LearningRateSchedule:
                 group["lr"] = peak * part if self.ticks < warmup else peak
 
     def tick(self) -> None:
-        """Set the next learning rate."""
+        """Set the next learning rate. Raises Diverged where it grows beyond what torch computes with."""
         self.ticks += 1
         self._warm()
         if self.ticks > self._config.warmup:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                self._torch.step()
+                try:
+                    self._torch.step()
+                except ArithmeticError as error:
+                    raise self._diverged(str(error)) from error
+        for group in self._optimizer.param_groups:
+            if not abs(group["lr"]) <= FLOAT32:
+                raise self._diverged(f"{float(group['lr']):g}")
+
+    def _diverged(self, what: str) -> Diverged:
+        return Diverged(f"the learning rate is {what} after {self.ticks} {self._config.every}s; choose other values of "
+                        f"training.lr_schedule {self._config.name}")  # fmt: skip
 
     def restore(self, ticks: int) -> None:
         """Begin anew and tick so many times. The learning rates are bit for bit those of the schedule that was

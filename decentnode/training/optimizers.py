@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from decentnode.optim.accum_adam import AccumAdam, AccumAdamW
-from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen, problem_at
+from decentnode.training.arguments import ArgumentsConfig, check_arguments, chosen, numbers_in, problem_at
 
 REFUSED = {
     "lbfgs": "it evaluates the loss several times per step",
     "sparseadam": "it takes sparse gradients only",
     "muon": "it takes matrices only, and models have vectors too",
 }
+LARGE = 1e9
+"""Arguments beyond it are tried in a step: their squares fit into float32, and into int64."""
 RESERVED = ("params", "capturable", "differentiable")
 
 
@@ -45,7 +47,7 @@ class OptimizerConfig(ArgumentsConfig):
         if self.name in REFUSED:
             raise problem_at("name", f"must be another optimizer than {self.name}: {REFUSED[self.name]}", self.name)
         found = _class_of(self.name)
-        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: trial(found, given))
+        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: _tried(found, given))
         return self
 
 
@@ -74,13 +76,26 @@ def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
     return trial(_class_of(config.name), config.arguments())
 
 
+def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
+    """As `trial`; with large arguments also takes a step: torch multiplies them, and what comes of it must fit into
+    float32. Steps import torch._dynamo."""
+    trial(of, arguments)
+    if max((abs(each) for value in arguments.values() for each in numbers_in(value)), default=0) > LARGE:
+        number = nn.Parameter(torch.zeros(1))
+        number.grad = torch.ones(1)
+        _made(of, [number], arguments).step()
+
+
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Returns the optimizer, fused where torch has a fused kernel for these parameters and the config does not choose.
 
     Fused: one pass over parameter, gradient and state instead of one per operation.
     """
-    found: Any = _class_of(config.name)
-    arguments = _as_tuples(config.arguments())
+    return _made(_class_of(config.name), parameters, config.arguments())
+
+
+def _made(found: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    arguments = _as_tuples(arguments)
     optimizer: torch.optim.Optimizer
     supported = inspect.signature(found).parameters
     if not {"fused", "foreach"} & set(arguments):
