@@ -15,7 +15,7 @@ GROUPS = {
     "back": ("knocked",),
     "refused": ("stranger", "wrong_identity", "handshake_failed", "refused", "turned_away", "wrong_config",
                 "wrong_seat", "not_encrypted", "replayed_login", "hello_flood"),
-    "fault": ("fault", "checksum_mismatch", "non_finite", "malformed_payload"),
+    "fault": ("fault", "checksum_mismatch", "non_finite", "malformed_payload", "loss_overflowed"),
     "control": ("control", "stopped", "early_stop"),
 }  # fmt: skip
 """Kinds of events by what they are on the time line. A generation is "dead" or "back" by who left or came."""

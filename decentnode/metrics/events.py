@@ -24,6 +24,7 @@ EVENTS: dict[str, str] = {
     "failed": "the node failed",
     "peer_lost": "a peer did not answer in time, or failed",
     "diverged": "the model held NaN or infinity",
+    "loss_overflowed": "a loss of an evaluation was NaN or infinity, while the model was not; the run goes on",
     "connection_lost": "a connection to this node broke",
     "connection_renewed": "nothing came through to the peer, and a new connection was made",
     "no_files": "no connection to a peer was made, as the process has as many open files as it may; it is tried again",

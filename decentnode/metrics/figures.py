@@ -33,6 +33,14 @@ NodeFigures = Mapping[str, float | int | str | None]
 """One node's closing figures, as `Node.figures` returns them."""
 
 
+def overflowed(figures: Mapping[str, Any], *, merged: bool) -> str:
+    """Returns which losses of a node's evaluation are NaN or infinity; empty where none is. merged: whether that of the
+    merged model counts, which all nodes have."""
+    named = {name: value for name, value in figures.items() if name == "loss" or name.endswith("_loss")
+             or (merged and name.endswith("loss_merged"))}  # fmt: skip
+    return ", ".join(f"{name} is {value}" for name, value in named.items() if not math.isfinite(value))
+
+
 @dataclass(frozen=True)
 class Figure:
     """One number of a run's summary."""

@@ -21,6 +21,7 @@ from decentnode.communication.run_state import Quorum, Steps, without_waits
 from decentnode.errors import Interrupted, PeerLost, Regrouping
 from decentnode.graph.base import Graph, RoundView
 from decentnode.metrics.dealt import packed
+from decentnode.metrics.figures import overflowed
 from decentnode.node.checkpoints.handover import deal_samples
 from decentnode.node.config import NodeConfig
 from decentnode.node.generations.beginning import NodeGenerations
@@ -351,7 +352,7 @@ class Node:
         if self.schedule.asynchronous and (self.round or ordered):
             self.doing = "evaluation"
             self.evaluation, self.evaluated = self._evaluator.alone(), self.round
-            self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+            self._record_evaluation(merged=False)
             return
         try:
             yield from self.evaluate(ordered=ordered)
@@ -367,13 +368,20 @@ class Node:
         found = yield from self._evaluator.evaluate(key, closing, (members.index(self.uid), len(members)))
         self.merged, self.evaluation, self.evaluated = found.merged, found.figures, self.round
         self.averages = None if found.average is None else (found.average, found.merged_average)
-        self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+        self._record_evaluation(merged=self.uid == members[0])
         if self.rounds.trace is not None:
             self.rounds.trace.evaluated(self.round, started)
         if not ordered:
             self.course.take(self.evaluation, self.round)
         if self.course.over and not closing:
             self.record({"kind": "early_stop", "round": self.round, "time": clock.wall(), **self.course.figures()})
+
+    def _record_evaluation(self, *, merged: bool) -> None:
+        """merged: as `overflowed`."""
+        self.record({"kind": "evaluation", "round": self.round, "time": clock.wall(), **self.evaluation})
+        if told := overflowed(self.evaluation, merged=merged):
+            logger.warning("evaluation after round %d: %s", self.round, told)
+            self.communication.counters.on_event("loss_overflowed", None, f"after round {self.round}: {told}")
 
     def figures(self) -> dict[str, float | int | str]:
         """Returns the node's closing figures, by the names of summary.json."""

@@ -174,3 +174,32 @@ def test_a_language_is_learned_from_pairs_of_texts(tmp_path: Path) -> None:
     model = nodes[0].training.model
     model.parameters.copy_(nodes[0].merged[: model.num_parameters])
     assert nodes[0].training.evaluate("test").metrics["bleu"] == pytest.approx(found["bleu_merged"])
+
+
+def test_an_evaluation_s_loss_that_overflows_is_told_by_its_node_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One test sample is far beyond what float32 can multiply; only node 1 is tested on it."""
+    draw = np.random.default_rng(0)
+    targets = np.arange(40) % 3
+    inputs = draw.normal(size=(40, 3)).astype(np.float32)
+    for uid in range(3):
+        tests = inputs[30:].copy()
+        if uid == 1:
+            tests[4] = [3e38, 3e38, -3e38]
+        np.savez(tmp_path / f"private{uid}.npz", train_inputs=10 * inputs[:30], train_targets=targets[:30],
+                 test_inputs=tests, test_targets=targets[30:])  # fmt: skip
+    (tmp_path / "a.yaml").write_text(
+        "graph: {name: ring, nodes: 3}\ndata: {name: npz, file: 'private{uid}.npz', num_classes: 3}\nmodel: logistic\n"
+        "training: {local_steps: 5, optimizer: {name: sgd, lr: 10}}\nnode: {rounds: 3, evaluate_every: 2}\n"
+    )
+    told: list[tuple[int, str, str]] = []
+    nodes = build_in_process(load(tmp_path / "a.yaml", ["communication=inproc"]))
+    for node in nodes:
+        node.communication.counters.on_event = lambda kind, _, text, uid=node.uid: told.append((uid, kind, text))
+    step_all(nodes)
+    assert [node.round for node in nodes] == [3] * 3 and math.isfinite(nodes[0].figures()["loss"])  # type: ignore[arg-type]
+    late = [each for each in told if "after round 3: " in each[2]]
+    assert [each[:2] for each in late] == [(0, "loss_overflowed"), (1, "loss_overflowed")]
+    assert "loss_merged is" in late[0][2] and "loss is" in late[1][2]
+    assert "evaluation after round 3: loss is" in caplog.text

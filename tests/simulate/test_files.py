@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.torch import load_file
@@ -91,6 +92,24 @@ def test_a_batched_run_that_diverges_fails_as_a_run_does(tmp_path: Path) -> None
     last = [each[-1]["kind"] for each in told(folder, "events.jsonl")]
     assert last.count("diverged") == 1 and last.count("peer_lost") == 3
     assert json.loads((folder / "nodes" / "000" / "status.json").read_text())["doing"] == "failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["simulate.engine=stepped", BATCHED], ids=["stepped", "batched"])
+def test_losses_of_evaluations_that_overflow_are_events(engine: str, tmp_path: Path) -> None:
+    draw, targets = np.random.default_rng(0), np.arange(40) % 3
+    inputs = draw.normal(size=(40, 3)).astype(np.float32)
+    tests = inputs.copy()
+    tests[4] = [3e38, 3e38, -3e38]
+    np.savez(tmp_path / "d.npz", train_inputs=10 * inputs, train_targets=targets, test_inputs=tests,
+             test_targets=targets)  # fmt: skip
+    outcome, folder, _ = ran(tmp_path, engine, f"data={{name: npz, file: {tmp_path}/d.npz}}", "model=logistic",
+                             "training={local_steps: 5, optimizer: {name: sgd, lr: 10}}")  # fmt: skip
+    assert outcome.exit_code == 0
+    for uid, events in enumerate(told(folder, "events.jsonl")):
+        found = [each["detail"] for each in events if each["kind"] == "loss_overflowed"]
+        assert found and found[-1].startswith("after round 5: loss is")
+        assert ("loss_merged is" in found[-1]) == (uid == 0)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +17,14 @@ from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.simulated_records import lines_of
 from decentnode.metrics.events import EventLog
-from decentnode.metrics.figures import VIRTUAL
+from decentnode.metrics.figures import VIRTUAL, overflowed
 from decentnode.metrics.writer import MetricsWriter, encode, finite
 from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
 from decentnode.simulate.virtual import VirtualTime
 from decentnode.system import write_atomic
 from decentnode.wire.orders import Action
+
+logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 1.0
 """Least time between two writings of all nodes' files."""
@@ -98,6 +101,9 @@ class Files(Sink):
             record = self._virtual.told(uid, record)
         self._lines[uid].append(encode(record))
         self.send(Progress(uid, finite(record)))
+        if record["kind"] == "evaluation" and (told := overflowed(record, merged=uid == self.task.uids[0])):
+            logger.warning("node %d: evaluation after round %d: %s", uid, record["round"], told)
+            self.event(uid, "loss_overflowed", f"after round {record['round']}: {told}")
 
     def ended(self, uid: int, rounds: int) -> dict[str, float]:
         """Returns when the node had ended its rounds, as a closing figure; nothing in a run without virtual time."""
