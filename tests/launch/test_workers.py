@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
@@ -264,3 +265,63 @@ def test_children_do_not_import_the_callers_script_again() -> None:
     with workers._without_main():
         assert sys.modules["__main__"] is not main and not hasattr(sys.modules["__main__"], "__file__")
     assert sys.modules["__main__"] is main
+
+
+class Unstarted:
+    """A process of a fork server that answers when `ready` is set."""
+
+    def __init__(self, works: bool = True) -> None:
+        self.ready, self.killed = threading.Event(), threading.Event()
+        self.works, self.pid, self.exitcode = works, 7, -9
+        self.sentinel, self._end = connection.Pipe(duplex=False)
+
+    def start(self) -> None:
+        assert self.ready.wait(60.0)
+        if not self.works:
+            raise EOFError("unexpected EOF")
+
+    def kill(self) -> None:
+        self.killed.set()
+        self._end.close()
+
+    def join(self, timeout: float) -> None:
+        assert self.sentinel.poll(timeout)
+
+
+def late(process: Unstarted, monkeypatch: pytest.MonkeyPatch) -> Worker:
+    monkeypatch.setattr(workers.forkserver, "start", lambda: None)
+    context = ForkServerContext()
+    context.Process = lambda **_: process  # type: ignore[method-assign,assignment]
+    return workers.start_later(context, SimpleNamespace(uids=[3]))  # type: ignore[arg-type]
+
+
+def test_a_node_is_started_again_without_a_wait_for_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Unstarted()
+    worker = late(process, monkeypatch)
+    before = worker.process.sentinel
+    assert worker.alive and not connection.wait([before], 0) and worker.process.pid is None
+    process.ready.set()
+    assert connection.wait([before], 60.0) and worker.process.sentinel is process.sentinel
+    assert worker.process.pid == 7
+    worker.kill()
+    worker.reap(60.0)
+    assert process.killed.is_set() and worker.exit_code == -9
+
+
+def test_a_node_that_comes_too_late_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Unstarted()
+    worker = late(process, monkeypatch)
+    worker.kill()
+    worker.reap(60.0)
+    assert not worker.alive and not process.killed.is_set()
+    process.ready.set()
+    assert process.killed.wait(60.0)
+
+
+def test_a_node_that_cannot_be_started_again_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Unstarted(works=False)
+    worker = late(process, monkeypatch)
+    process.ready.set()
+    assert connection.wait([worker.process.sentinel], 60.0) == [worker.process.sentinel]
+    worker.reap()
+    assert worker.exit_code == -signal.SIGKILL and not [*worker.messages()]

@@ -9,7 +9,7 @@ from decentnode import clock, entropy
 from decentnode.launch.children.messages import ChildMessage, Facts, Request, Task
 from decentnode.launch.children.sockets import SocketDir
 from decentnode.launch.files.provenance import usable_cores
-from decentnode.launch.supervising.workers import Context, Worker, end_all, start_node
+from decentnode.launch.supervising.workers import Context, Worker, end_all, start_later, start_node
 from decentnode.system import remove_temporaries
 
 
@@ -40,8 +40,8 @@ class LocalNodes:
 
     def start_again(self, uids: list[int], began: float | None) -> Worker:
         """Start nodes that have died once more, in one process, which asks the others to let it in; it is not among
-        `workers` yet. began: when the run began (`clock.now()`), for its faults."""
-        return start_node(self._context, self._task(uids, True, began))
+        `workers` yet. Returns at once. began: when the run began (`clock.now()`), for its faults."""
+        return start_later(self._context, self._task(uids, True, began))
 
     def worker_of(self, uid: int) -> Worker | None:
         """Returns the process of a node; None where it has ended."""

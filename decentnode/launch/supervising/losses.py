@@ -33,6 +33,7 @@ class Losses:
         self._run, self._end = run, end
         self._nodes, self._ledger, self._observer = run.nodes, run.ledger, run.command.observer
         self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
+        self._told_that_nobody_is_left = False
 
     def died(self, failed: Failed, told: bool = False) -> None:
         """A node died: the others go on without it where the config allows it, else the run fails. told: whether the
@@ -88,7 +89,9 @@ class Losses:
         if not again:
             return None
         if self.nobody_is_left and not any(worker.alive for worker in self._nodes.workers):
-            self._observer.notice("all nodes have died: none is left that could let them in again")
+            if not self._told_that_nobody_is_left:
+                self._told_that_nobody_is_left = True
+                self._observer.notice("all nodes have died: none is left that could let them in again")
             return None
         for uid in again:
             self._ledger.restarted(uid)

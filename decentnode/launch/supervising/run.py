@@ -106,8 +106,9 @@ class Run:
             if self.nodes.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
                 self.observer.resumed()
                 continue
-            for worker in self.nodes.workers:
-                self._listen(worker, ready)
+            # All that are gone are known before one is started again: with a fork server all nodes die at once.
+            for worker in [worker for worker in self.nodes.workers if self._listen(worker, ready)]:
+                self._losses.replace(worker)
             if self._early_end.near:
                 self._early_end.tick(clock.now())
             else:
@@ -117,9 +118,10 @@ class Run:
                 self._trackers.tick()
             self.observer.tick()
 
-    def _listen(self, worker: Worker, ready: Collection[Any]) -> None:
+    def _listen(self, worker: Worker, ready: Collection[Any]) -> bool:
+        """Obey what a process says. Returns whether it is gone since the last call."""
         if not worker.alive:
-            return
+            return False
         gone = worker.process.sentinel in ready
         worker.channel.flush()
         for message in worker.messages():
@@ -128,6 +130,7 @@ class Run:
             worker.reap()
             self.nodes.reaped(worker)
             self._on_exit(worker)
+        return gone
 
     def _on_message(self, worker: Worker, message: ChildMessage) -> None:
         if isinstance(message, Progress):
@@ -231,7 +234,6 @@ class Run:
         elif worker.finished.issuperset(worker.uids) and worker.exit_code not in (0, Interrupted.exit_code):
             uid = worker.uids[0]
             self._early_end.fail(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
-        self._losses.replace(worker)
 
     def _on_resumed(self, uid: int, record: Mapping[str, Any]) -> None:
         """A node goes on from a checkpoint: the observer hears of the first, and of all that could not be used."""

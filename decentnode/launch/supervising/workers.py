@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import sys
 import threading
@@ -12,15 +13,18 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
-from typing import Any
+from typing import Any, cast
 
 from decentnode import clock
 from decentnode.errors import ConfigError, DecentnodeError, EnvironmentFault, Interrupted, NodeFailed
+from decentnode.launch.children import forkserver
 from decentnode.launch.children.messages import ChildMessage, Facts, Failed, Header, Request, Task
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import StopSignals
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.supervising import entry
+
+logger = logging.getLogger(__name__)
 
 Context = ForkServerContext | ForkContext
 """What starts processes: the fork server, or this process, whose children have its objects."""
@@ -133,6 +137,70 @@ def start_child(
         process.start()
     theirs.close()
     return Worker(uids, process, Pipe(ours))
+
+
+def start_later(context: Context, task: Task) -> Worker:
+    """As `start_node`, but a fork server is not waited for: one that had died imports torch again for seconds, and
+    answers only then."""
+    if not isinstance(context, ForkServerContext):
+        return start_node(context, task)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=entry.node, args=(task, theirs), daemon=True)
+    return Worker(tuple(task.uids), cast("ForkServerProcess", LateProcess(process, theirs)), Pipe(ours))
+
+
+class LateProcess:
+    """A process that a thread starts, with what `Worker` uses of one. Where it cannot be started it has ended."""
+
+    def __init__(self, process: ForkServerProcess, theirs: connection.Connection) -> None:
+        """theirs: the child's end of its pipe, which is closed here once the child has it."""
+        self._process, self._theirs = process, theirs
+        self._lock = threading.Lock()
+        self._started = self._killed = False
+        self._begun, end = connection.Pipe(duplex=False)
+        """Readable once the process is started, or cannot be."""
+        threading.Thread(target=self._start, args=(end,), name="start", daemon=True).start()
+
+    def _start(self, end: connection.Connection) -> None:
+        try:
+            forkserver.start()
+            with _without_main():
+                self._process.start()
+            with self._lock:
+                self._started = True
+                if self._killed:
+                    self._process.kill()
+        except Exception as error:
+            logger.warning("a node could not be started again: %r", error)
+        finally:
+            self._theirs.close()
+            end.close()
+
+    @property
+    def sentinel(self) -> Any:
+        """What `multiprocessing.connection.wait` finds ready once the process has ended, or begun: this is then another
+        object."""
+        return self._process.sentinel if self._started else self._begun
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._started else None
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.exitcode if self._started else None
+
+    def kill(self) -> None:
+        """Kill the process; one that is not there yet is killed when it comes."""
+        with self._lock:
+            self._killed = True
+            if self._started:
+                self._process.kill()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the process, but of none that is not there yet."""
+        if self._started:
+            self._process.join(timeout)
 
 
 def late_nodes(workers: Sequence[Worker], phase: str) -> list[int]:
