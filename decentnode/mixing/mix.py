@@ -41,10 +41,9 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
     for each in (out, *[tensor for tensor, _ in received]):
         if each.shape != model.shape:
             raise ValueError(f"tensors that are mixed must be {list(model.shape)}, got {list(each.shape)}")
-    if model.device.type == "cuda" and _suits_kernel(out, model, received):
-        kernel = _kernel(model.device)
-        if kernel is not None:
-            return _by_kernel(kernel, out, model, weight, received)
+    kernel = _kernel_for(out, model, received)
+    if kernel is not None:
+        return _by_kernel(kernel, out, model, weight, received)
     if model.device.type == "cpu":
         if cpu.suits(out, model, received):
             cpu.weighted_sum(out, model, weight, received)
@@ -70,9 +69,19 @@ def _chain(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[T
             out[a:b].add_(scratch[: b - a].copy_(tensor[a:b]), alpha=w)
 
 
-def _suits_kernel(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
+def fuses(model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
+    """Whether `mix_into` takes as few `passes` over these as there can be, with the model's own memory as `out`."""
+    return model.device.type == "cpu" or _kernel_for(model, model, received) is not None
+
+
+def _kernel_for(
+    out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]
+) -> Callable[..., Any] | None:
+    """The launcher of the kernel, where it takes these."""
     tensors = [out, model, *(tensor for tensor, _ in received)]
-    return model.numel() > 0 and all(t.dtype in _KERNEL_TYPES and t.is_contiguous() for t in tensors)
+    suits = model.device.type == "cuda" and model.numel() > 0
+    suits = suits and all(t.dtype in _KERNEL_TYPES and t.is_contiguous() for t in tensors)
+    return _kernel(model.device) if suits else None
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from decentnode.graph.base import RoundView
+from decentnode.mixing import fuses, mix_into, passes
 from decentnode.parallel.buckets.advance import GRAIN_BYTES, MOST_ARRIVALS, Marks, Mixing, Rows, loops
 from decentnode.parallel.planning.plan import Plan
 from decentnode.payload import Payload
@@ -246,12 +247,14 @@ class Bucket:
         received = [self.received[uid] for uid in view.sources]
         for where, flat, sent, *theirs in self._blocks(part, self.flat, self.sent, *received):
             written = self._written(where, flat, sent)
-            in_one = self._hashes or (len(theirs) == 1 and not written)
-            self._count(flat, 2 + len(theirs) + written - cached if in_one else 2 + written + 3 * len(theirs))
             arrived = dict(zip(view.sources, theirs, strict=True))
             if self.rule.requirements.linear:
-                self._mix_linearly(flat, sent if written else None, arrived, view.weights, view.uid)
-            elif not written:
+                taken = self._mix_linearly(flat, sent if written else None, arrived, view.weights, view.uid)
+                self._count(flat, taken - cached)
+                continue
+            in_one = self._hashes or (len(theirs) == 1 and not written)
+            self._count(flat, 2 + len(theirs) + written - cached if in_one else 2 + written + 3 * len(theirs))
+            if not written:
                 self.rule.mix(flat, {uid: Payload({"x": x}) for uid, x in arrived.items()}, view)
             else:
                 mixed = sent.clone()
@@ -287,18 +290,18 @@ class Bucket:
 
     def _mix_linearly(
         self, flat: Tensor, sent: Tensor | None, arrived: Mapping[int, Tensor], weights: Mapping[int, float], uid: int
-    ) -> None:
-        """flat <- own weight flat + sum of weight * arrived, by ascending uid. sent: given if a script changed flat."""
-        if sent is not None:
-            flat.add_(sent, alpha=weights[uid] - 1.0)
-        elif len(arrived) == 1 and not self._hashes:
+    ) -> int:
+        """flat <- own weight flat + sum of weight * arrived, by ascending uid. sent: given if a script changed flat.
+        Returns how often S elements were read or written."""
+        if sent is None and len(arrived) == 1 and not self._hashes:
             ((peer, x),) = arrived.items()
             flat.lerp_(x, weights[peer])
-            return
-        else:
-            flat.mul_(weights[uid])
-        for peer, x in arrived.items():
-            flat.add_(x, alpha=weights[peer])
+            return 3
+        own, weighted = weights[uid], [(x, weights[peer]) for peer, x in arrived.items()]
+        if sent is not None:
+            own, weighted = 1.0, [(sent, own - 1.0), *weighted]
+        mix_into(flat, flat, own, weighted)
+        return 2 + len(weighted) if self._hashes else passes(len(weighted), fuses(flat, weighted))
 
     def _written(self, where: _Where, flat: Tensor, sent: Tensor) -> bool:
         if self._loops is not None:

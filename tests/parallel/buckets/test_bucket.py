@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from decentnode.config.component import Config
 from decentnode.graph.base import RoundView
+from decentnode.mixing import mix_into
 from decentnode.parallel.buckets import bucket as buckets
 from decentnode.parallel.buckets.advance import GRAIN_BYTES, loops
 from decentnode.parallel.buckets.bucket import Bucket, make_buckets
@@ -93,6 +94,25 @@ def test_passes_over_memory(looks: str, monkeypatch: pytest.MonkeyPatch) -> None
         made.params[0][0, 0] += 1  # the first block of 2048 is compared and mixed with what was sent
     made.mix(PAIR)
     assert made.moved_bytes == (5 + 6 + 5) * 16000 + (8192 if looks == "hashes" else 0)
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_gpu_mixes_all_that_arrived_in_one_launch(written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what a script wrote: a launch for each would read and write the bucket each time."""
+    made, calls = bucket("versions", monkeypatch), list[tuple[float, list[float]]]()
+
+    def mixed(out: torch.Tensor, model: torch.Tensor, own: float, given: list[tuple[torch.Tensor, float]]) -> None:
+        calls.append((own, [weight for _, weight in given]))
+        mix_into(out, model, own, given)
+
+    monkeypatch.setattr(buckets, "mix_into", mixed)
+    if written:
+        with torch.no_grad():
+            made.params[0][0, 0] += 1
+    before = made.moved_bytes
+    made.mix(VIEW)
+    assert calls == [(1.0, [-0.5, 0.2, 0.3]) if written else (0.5, [0.2, 0.3])]
+    assert made.moved_bytes - before == (4 + written) * 16000
 
 
 def test_types_sizes_and_order() -> None:
