@@ -311,7 +311,9 @@ def test_models(name: str, keys: dict[str, Any]) -> None:
         outputs = model.module(inputs.to(device))
         outputs.float().square().mean().backward()
         found.append([outputs.detach().cpu(), model.gradients().cpu()])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-2, atol=1e-4)
+    # Not each entry: where rounding takes a ReLU's input to the other side of zero, a few of millions are others.
+    assert torch.dist(found[1][1], found[0][1]) < 1e-2 * found[0][1].norm()
 
 
 # -- all nodes at once --------------------------------------------------------------------------------------------
