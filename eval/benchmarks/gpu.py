@@ -109,28 +109,32 @@ def _without_memory(latest: Path) -> str:
 
 
 def rounds(tiny: bool) -> Iterator[Row]:
-    """Whole rounds of 8 nodes on one GPU beside the same local steps by one process without any exchange."""
+    """Whole rounds of 8 nodes on one GPU beside the same local steps by one process without any exchange; of small
+    kernels also with all nodes in one process, as a GPU takes the work of several in turn."""
     gpu = on_gpu()
     nodes, count = (2, 4) if tiny else (8, 40)
     for name, batch in (("gn_lenet", 8),) if tiny else (("gn_lenet", 8), ("resnet, depth: 18", 128), ("gn_lenet", 128)):
-        yield _round_row(name, nodes, batch, count, gpu)
+        yield from _round_rows(name, nodes, batch, count, gpu)
 
 
-def _round_row(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Row:
+def _round_rows(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Iterator[Row]:
     from common import CONFIG, floor_seconds, round_records
 
     graph = "{name: ring, nodes: 2}" if nodes == 2 else f"{{name: regular, nodes: {nodes}, degree: 4}}"
     overrides = [f"graph={graph}", f"model={{name: {name}}}", f"node.rounds={count}", f"training.batch_size={batch}",
                  f"mapping.nodes_per_machine={nodes}", f"mapping.device={'cuda' if gpu else 'cpu'}"]  # fmt: skip
     floor = floor_seconds(overrides, nodes, max(4, count // 2), processes=1)
-    with tempfile.TemporaryDirectory() as folder:
-        run_summary(overrides, folder, str(CONFIG))
-        latest = next(Path(folder).glob("*/latest"))
-        seconds = statistics.median(
-            statistics.median(record["seconds"] for record in records) for records in round_records(latest) if records
-        )
-    return Row("rounds", f"{nodes} nodes with {name}, batch {batch}: round", 1e3 * seconds, "ms", 1e3 * floor,
-               note="ceiling: the local steps of all nodes one after the other")  # fmt: skip
+    for together in (1, nodes) if batch == 8 else (1,):
+        with tempfile.TemporaryDirectory() as folder:
+            run_summary([*overrides, f"mapping.nodes_per_process={together}"], folder, str(CONFIG))
+            latest = next(Path(folder).glob("*/latest"))
+            seconds = statistics.median(
+                statistics.median(record["seconds"] for record in records) for records in round_records(latest)
+                if records
+            )  # fmt: skip
+        where = ", in one process" if together > 1 else ""
+        yield Row("rounds", f"{nodes} nodes with {name}, batch {batch}{where}: round", 1e3 * seconds, "ms", 1e3 * floor,
+                  note="ceiling: the local steps of all nodes one after the other")  # fmt: skip
 
 
 def codecs(tiny: bool) -> Iterator[Row]:
