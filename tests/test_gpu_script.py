@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -74,6 +74,20 @@ def test_a_case_that_hangs_or_dies_leaves_its_rows_and_says_so(
     assert found["environment"] == ["this machine"]
     assert [(row["what"], row["note"]) for row in found["rows"]] == [("first", ""), ("the case", why)]
     assert [row.failed for row in report.rows] == [False, True]
+
+
+def test_what_fails_in_a_case_leaves_the_rest_of_it(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory that does not suffice for some of its sizes."""
+
+    def simulated(nodes: int, tiny: bool) -> Iterator[Any]:
+        yield gpu.Row("simulator", f"{nodes} nodes: node-updates", 1.0)
+        if nodes == 1024:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+
+    monkeypatch.setattr(gpu, "_simulated", simulated)
+    rows = list(gpu.simulator(False))
+    assert [row.what for row in rows if row.failed] == ["1024 nodes"] and len(rows) == 6
+    assert rows[2].note == "failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB."
 
 
 def test_a_case_knows_how_long_it_has(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from gpu_mixing import KERNEL, ipc, mix_named, mixing, profile_ipc, profile_mixi
 from gpu_nccl import nccl
 from gpu_profiles import Profile
 from gpu_report import Report
-from gpu_rows import CONFIGS, ROOT, Row, milliseconds, on_gpu, python_header, run_summary
+from gpu_rows import CONFIGS, ROOT, Row, kept, milliseconds, on_gpu, python_header, run_summary
 from gpu_steps import bare_milliseconds, profile_wrapper, training, wrapper
 from gpu_tests import CASE_UNTIL, tests
 from gpu_waits import host, profile_host
@@ -71,31 +71,34 @@ def ceilings(tiny: bool) -> Iterator[Row]:
 
 def bits(tiny: bool) -> Iterator[Row]:
     """Models of a run over the memory of one GPU (on the CPU: shared memory) beside those of the same run inproc."""
+    device = "cuda" if on_gpu() else "cpu"
+    for n in (2,) if tiny else (2, 16, 8, 4):
+        yield from kept("bits", f"{n} nodes on one {device}", _bits_of(n, device))
+
+
+def _bits_of(n: int, device: str) -> Iterator[Row]:
     import torch
     from safetensors.torch import load_file
 
-    device = "cuda" if on_gpu() else "cpu"
-    config = str(CONFIGS / "quickstart.yaml")
-    for n in (2,) if tiny else (2, 16, 8, 4):
-        graph = f"graph={{name: {'ring' if n < 5 else 'regular'}, nodes: {n}{', degree: 4' if n > 4 else ''}}}"
+    graph = f"graph={{name: {'ring' if n < 5 else 'regular'}, nodes: {n}{', degree: 4' if n > 4 else ''}}}"
 
-        def models(way: str, n: int = n, graph: str = graph) -> tuple[list[dict[str, Any]], str]:
-            with tempfile.TemporaryDirectory() as folder:
-                run_summary([graph, f"mapping={{name: linear, nodes_per_machine: {n}, device: {device}}}",
-                             "node.rounds=10", "node.evaluate_every=0", f"communication={way}"],
-                            folder, config)  # fmt: skip
-                latest = next(Path(folder).glob("*/latest"))
-                found = [load_file(path) for path in sorted(latest.glob("models/[0-9]*.safetensors"))]
-                return found, _without_memory(latest)
+    def models(way: str) -> tuple[list[dict[str, Any]], str]:
+        with tempfile.TemporaryDirectory() as folder:
+            run_summary([graph, f"mapping={{name: linear, nodes_per_machine: {n}, device: {device}}}",
+                         "node.rounds=10", "node.evaluate_every=0", f"communication={way}"],
+                        folder, str(CONFIGS / "quickstart.yaml"))  # fmt: skip
+            latest = next(Path(folder).glob("*/latest"))
+            found = [load_file(path) for path in sorted(latest.glob("models/[0-9]*.safetensors"))]
+            return found, _without_memory(latest)
 
-        with ThreadPoolExecutor() as pool:
-            (found, why), (expected, _) = pool.map(models, ("auto", "inproc"))
-        if len(found) != n or len(expected) != n:
-            raise RuntimeError(f"{n} nodes left {len(found)} and {len(expected)} models")
-        most = max(float((a[key] - b[key]).abs().max()) for a, b in zip(found, expected, strict=True) for key in a
-                   if torch.is_floating_point(a[key]))  # fmt: skip
-        yield Row("bits", f"{n} nodes on one {device}, largest difference to inproc", most, "", asked="0",
-                  note=f"failed: not by shared memory: {why}" if why else "")  # fmt: skip
+    with ThreadPoolExecutor() as pool:
+        (found, why), (expected, _) = pool.map(models, ("auto", "inproc"))
+    if len(found) != n or len(expected) != n:
+        raise RuntimeError(f"{n} nodes left {len(found)} and {len(expected)} models")
+    most = max(float((a[key] - b[key]).abs().max()) for a, b in zip(found, expected, strict=True) for key in a
+               if torch.is_floating_point(a[key]))  # fmt: skip
+    yield Row("bits", f"{n} nodes on one {device}, largest difference to inproc", most, "", asked="0",
+              note=f"failed: not by shared memory: {why}" if why else "")  # fmt: skip
 
 
 def _without_memory(latest: Path) -> str:
@@ -114,7 +117,8 @@ def rounds(tiny: bool) -> Iterator[Row]:
     gpu = on_gpu()
     nodes, count = (2, 4) if tiny else (8, 40)
     for name, batch in (("gn_lenet", 8),) if tiny else (("gn_lenet", 8), ("resnet, depth: 18", 128), ("gn_lenet", 128)):
-        yield from _round_rows(name, nodes, batch, count, gpu)
+        yield from kept("rounds", f"{nodes} nodes with {name}, batch {batch}",
+                        _round_rows(name, nodes, batch, count, gpu))  # fmt: skip
 
 
 def _round_rows(name: str, nodes: int, batch: int, count: int, gpu: bool) -> Iterator[Row]:
@@ -152,26 +156,30 @@ def codecs(tiny: bool) -> Iterator[Row]:
     repeats = 2 if tiny else 10
     copy = milliseconds(lambda: target.copy_(model), gpu, repeats, queued=True)
     note = f"one copy: {copy:.3f} ms"
-    for fraction in (0.01, 0.1):
+
+    def of_the_largest(fraction: float) -> Iterator[Row]:
         count = select.count_of(fraction, elements)
         at = select.largest(model.abs(), count)
-        for what, work in (
-            ("choosing", lambda: select.largest(model.abs(), count)),  # noqa: B023
-            ("Rice coding of indices", lambda: indices.encode(at, elements)),  # noqa: B023
-        ):
+        for what, work in (("choosing", lambda: select.largest(model.abs(), count)),
+                           ("Rice coding of indices", lambda: indices.encode(at, elements))):  # fmt: skip
             taken = milliseconds(work, gpu, repeats, queued=True)
             yield Row("codecs", f"top {fraction:.0%}: {what}", taken / copy, "copies", note=note)
-    for name in ("float16", "int8", "int4", "qsgd", "sign"):
+
+    for fraction in (0.01, 0.1):
+        yield from kept("codecs", f"top {fraction:.0%}", of_the_largest(fraction))
+
+    def both_ways(name: str) -> Iterator[Row]:
         found = load_class(name, CODECS, "compression")
         codec = found(found.Config.model_validate({"name": name}))
         draw = torch.Generator(device).manual_seed(1)
         coded = codec.encode(model, draw)
-        for what, work in (
-            ("encode", lambda: codec.encode(model, draw)),  # noqa: B023
-            ("decode", lambda: codec.decode(coded, elements, model.dtype)),  # noqa: B023
-        ):
+        for what, work in (("encode", lambda: codec.encode(model, draw)),
+                           ("decode", lambda: codec.decode(coded, elements, model.dtype))):  # fmt: skip
             taken = milliseconds(work, gpu, repeats, queued=True)
             yield Row("codecs", f"{name}: {what}", taken / copy, "copies", note=note)
+
+    for name in ("float16", "int8", "int4", "qsgd", "sign"):
+        yield from kept("codecs", name, both_ways(name))
 
 
 def staging(tiny: bool) -> Iterator[Row]:
@@ -213,6 +221,11 @@ def staging(tiny: bool) -> Iterator[Row]:
 def simulator(tiny: bool) -> Iterator[Row]:
     """Node-updates per second of the batched engine (one local step and one mixing of one node), beside bare
     steps of SGD of one node after the other, with no data to gather, nothing mixed and nothing recorded."""
+    for nodes in (16,) if tiny else (64, 1024, 256, 16, 4096):
+        yield from kept("simulator", f"{nodes} nodes", _simulated(nodes, tiny))
+
+
+def _simulated(nodes: int, tiny: bool) -> Iterator[Row]:
     import torch
 
     from decentnode.experiment import load
@@ -221,28 +234,26 @@ def simulator(tiny: bool) -> Iterator[Row]:
 
     gpu = on_gpu()
     device, batch = torch.device("cuda" if gpu else "cpu"), 8
-    for nodes in (16,) if tiny else (64, 1024, 256, 16, 4096):
-        experiment = load(None, [
-            f"graph={{name: regular, nodes: {nodes}, degree: 4}}", "model=gn_lenet",
-            f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {device.type}}}",
-            "data={name: synthetic, train_samples: 50000, test_samples: 1000, partition: iid}",
-            "data.input_shape=[3, 32, 32]",
-            f"training={{name: supervised, batch_size: {batch}, local_steps: 1, optimizer: {{name: sgd, lr: 0.05}}}}",
-            "node={rounds: 1000000, evaluate_every: 0, check_finite: false}", "simulate.engine=batched",
-        ], environ={}, check=False)  # fmt: skip
-        engine = choose(experiment).batched
-        assert engine is not None
-        times = []
-        for _ in range(4 if tiny else 12):  # a step ends with the losses of all nodes on the host
-            began = time.perf_counter()
-            engine.step()
-            times.append(time.perf_counter() - began)
-        module = make_model(experiment, experiment.open_data().spec).to(device)
-        floor = 1e-3 * bare_milliseconds(module, batch, tiny, gpu)
-        yield Row("simulator", f"{nodes} nodes with gn_lenet, batch {batch}: node-updates",
-                  nodes / statistics.median(times[2:]), "/s", 1 / floor,
-                  note=f"beside it: bare steps, one node after the other{_peak(gpu)}")  # fmt: skip
-        del engine, module
+    experiment = load(None, [
+        f"graph={{name: regular, nodes: {nodes}, degree: 4}}", "model=gn_lenet",
+        f"mapping={{name: linear, nodes_per_machine: {nodes}, device: {device.type}}}",
+        "data={name: synthetic, train_samples: 50000, test_samples: 1000, partition: iid}",
+        "data.input_shape=[3, 32, 32]",
+        f"training={{name: supervised, batch_size: {batch}, local_steps: 1, optimizer: {{name: sgd, lr: 0.05}}}}",
+        "node={rounds: 1000000, evaluate_every: 0, check_finite: false}", "simulate.engine=batched",
+    ], environ={}, check=False)  # fmt: skip
+    engine = choose(experiment).batched
+    assert engine is not None
+    times = []
+    for _ in range(4 if tiny else 12):  # a step ends with the losses of all nodes on the host
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+    module = make_model(experiment, experiment.open_data().spec).to(device)
+    floor = 1e-3 * bare_milliseconds(module, batch, tiny, gpu)
+    yield Row("simulator", f"{nodes} nodes with gn_lenet, batch {batch}: node-updates",
+              nodes / statistics.median(times[2:]), "/s", 1 / floor,
+              note=f"beside it: bare steps, one node after the other{_peak(gpu)}")  # fmt: skip
 
 
 def _peak(gpu: bool) -> str:

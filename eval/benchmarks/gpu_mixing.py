@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gpu_profiles import Event, Profile, told, trace_of
-from gpu_rows import Row, failure, milliseconds, on_gpu
+from gpu_rows import Row, failure, kept, milliseconds, on_gpu
 
 ARRIVALS = (1, 2, 4, 8)
 KERNEL = "_weighted_sum"
@@ -23,20 +23,23 @@ def mixing(tiny: bool) -> Iterator[Row]:
     """x <- w x + sum_k w_k r_k with d arrivals, beside copies of such models in the same process."""
     import torch
 
-    from decentnode.mixing import passes
-
     gpu = on_gpu()
     yield from _launched() if gpu else _interpreted()
     for elements in (100_000,) if tiny else (25_000_000, 1_000_000_000):
         for dtype in (torch.float32, torch.bfloat16):
-            size = dtype.itemsize * elements
-            copy = sustained(lambda: _copy_of(elements, dtype), 2 * size, gpu)  # noqa: B023
-            for arrivals in ARRIVALS:
-                moved = size * passes(arrivals, fused=True)
-                speed = sustained(lambda: _mix_of(elements, dtype, arrivals), moved, gpu)  # noqa: B023
-                name = str(dtype).removeprefix("torch.")
-                yield Row("mixing", f"{arrivals} arrivals, {elements / 1e6:g} M elements, {name}", speed, "GB/s", copy,
-                          ">= .85")  # fmt: skip
+            what = f"{elements / 1e6:g} M elements, {str(dtype).removeprefix('torch.')}"
+            yield from kept("mixing", what, _mixed(elements, dtype, what, gpu))
+
+
+def _mixed(elements: int, dtype: Any, what: str, gpu: bool) -> Iterator[Row]:
+    from decentnode.mixing import passes
+
+    size = dtype.itemsize * elements
+    copy = sustained(lambda: _copy_of(elements, dtype), 2 * size, gpu)
+    for arrivals in ARRIVALS:
+        moved = size * passes(arrivals, fused=True)
+        speed = sustained(lambda: _mix_of(elements, dtype, arrivals), moved, gpu)  # noqa: B023
+        yield Row("mixing", f"{arrivals} arrivals, {what}", speed, "GB/s", copy, ">= .85")
 
 
 def sustained(make: Callable[[], Callable[[], object]], moved: int, gpu: bool) -> float:

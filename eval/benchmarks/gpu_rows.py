@@ -8,7 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,14 @@ class Row:
 
 def failure(case: str, what: str, error: BaseException) -> Row:
     return Row(case, what, None, note=f"failed: {type(error).__name__}: {' '.join(str(error).split())[-300:]}")
+
+
+def kept(case: str, what: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """These rows; one that says why in the place of those that an error leaves out. What comes behind them may run."""
+    try:
+        yield from rows
+    except Exception as error:
+        yield failure(case, what, error)
 
 
 def python_header() -> Path:
