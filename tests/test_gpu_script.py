@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from decentnode.config.component import Config
+from decentnode.parallel.buckets.bucket import make_buckets
+from decentnode.sharing.full import Full
+
 BENCHMARKS = Path(__file__).parents[1] / "eval" / "benchmarks"
 SCRIPT = f"""
 import os, sys, time
@@ -376,3 +380,14 @@ def test_the_models_whose_steps_are_measured(gpu: ModuleType) -> None:
         assert made[0](torch.randn(2, 3, 224, 224)).shape == (2, 1000)
         assert made[1](torch.zeros(2, 512, dtype=torch.int64)).shape == (2, 512, 50257)
     assert [sum(p.numel() for p in each.parameters()) for each in made] == [25_557_032, 124_439_808]
+
+
+def test_weights_behind_an_odd_number_of_classes_are_measured(gpu: ModuleType) -> None:
+    """As the model's name says: no vector of 16 bytes begins where they do."""
+    steps = importlib.import_module("gpu_steps")
+    whats = [what for what, _, _ in steps._wrapped_cases(False, False)]
+    assert len(whats) == 7 and [what for what in whats if steps.UNALIGNED in what] == [whats[4]]
+    with torch.device("meta"):
+        (bucket,) = make_buckets([*steps.resnet50(10).parameters()], 1 << 30, True, iter([Full(Config())]))
+    places = {p.storage_offset() * p.element_size() % 16 for p in bucket.params if p.ndim == 4}
+    assert places == {8}
