@@ -38,8 +38,10 @@ def _rows(run: RecordedRun, metric: str, uids: Sequence[int], virtual: bool) -> 
     at = run.virtual_seconds() if virtual else {}
     for rounds, told in run.by_node(metric).items():
         values = [value for value, _ in told.values()]
+        # Nodes in rounds of their own may tell of one after others have finished the next: no common moment.
+        moment = (seconds[rounds][0], int(sent[rounds][0])) if rounds in seconds else ("", "")
         yield [
-            run.path.name, metric, rounds, seconds[rounds][0], int(sent[rounds][0]),
+            run.path.name, metric, rounds, *moment,
             *([at.get(rounds, "")] if virtual else []), statistics.fmean(values),
             statistics.pstdev(values), min(values), max(values), merged[rounds][1][0] if rounds in merged else "",
             *(told[uid][0] if uid in told else "" for uid in uids),

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.errors import UsageError
-from decentnode.report.reading.runs import lines
+from decentnode.report.reading.runs import Line, RecordedRun, lines
 from decentnode.report.series_table import csv_of
 from tests.report.test_runs import fake_run
 
@@ -39,6 +39,16 @@ def test_every_round_has_the_nodes_their_mean_and_the_merged_model(tmp_path: Pat
     merged = drawn[0].series("accuracy", "rounds", merged=True)
     assert [float(row["merged"]) for row in rows if row["figure"] == "accuracy" and row["merged"]] == merged.mean
     assert all(row["merged"] == "" for row in rows if row["figure"] == "loss")
+
+
+def test_a_round_that_a_slow_node_alone_ended_with_has_no_moment_in_common(tmp_path: Path) -> None:
+    """Its place in time would be after that of the next round."""
+    records = {uid: [{"kind": "round", "round": r, "time": 100.0 + r * seconds, "loss": 1.0} for r in range(rounds)]
+               + [{"kind": "evaluation", "round": rounds, "time": 150.0, "accuracy": 0.5}]
+               for uid, rounds, seconds in ((0, 9, 1.0), (1, 3, 9.0))}  # fmt: skip
+    text = csv_of([Line("a", (RecordedRun(tmp_path, records),))], ["accuracy"])
+    rows = [(row["rounds"], row["seconds"], row["node_0"], row["node_1"]) for row in csv.DictReader(io.StringIO(text))]
+    assert rows == [("3", "", "", "50.0"), ("9", "50.0", "50.0", "")]
 
 
 def test_one_figure_of_several_runs(tmp_path: Path) -> None:
