@@ -73,6 +73,8 @@ class ParallelText(SequenceDataset):
         sources = [path for both in self._files.values() for path in both]
         self.index = indexed("parallel_text", sources, options, self._build, config.cache_folder(base_dir))
         self._places = {split: np.array(self.index[f"{split}_length"]) for split in self._files}
+        # Mapped once: rows of one array are taken together, and lie on a device once.
+        self._mapped = {name: self.index[name] for split in self._files for name in (f"{split}_tokens", f"{split}_y")}
 
     @property
     def spec(self) -> DataSpec:
@@ -94,8 +96,8 @@ class ParallelText(SequenceDataset):
     def _samples(self, part: Part, indices: np.ndarray) -> Samples:
         places = self._places[part]
         lengths, starts = places[indices], (np.cumsum(places) - places)[indices]
-        return Samples(Rows(self.index[f"{part}_tokens"], starts, lengths, PAD),
-                       Rows(self.index[f"{part}_y"], starts, lengths, PADDING), ids=True)  # fmt: skip
+        return Samples(Rows(self._mapped[f"{part}_tokens"], starts, lengths, PAD),
+                       Rows(self._mapped[f"{part}_y"], starts, lengths, PADDING), ids=True)  # fmt: skip
 
     # -- conversion -------------------------------------------------------------------------------------------
 

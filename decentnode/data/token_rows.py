@@ -17,11 +17,12 @@ class TokenRows:
 
     def __init__(self, index: Index, split: str, padding: int) -> None:
         self._index, self._split, self._padding = index, split, padding
+        self._tokens = index[f"{split}_tokens"]  # mapped once: rows of one array lie on a device once
         self._lengths = index[f"{split}_length"].astype(np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
 
     def samples(self, indices: np.ndarray) -> Samples:
-        rows = Rows(self._index[f"{self._split}_tokens"], self._starts[indices], self._lengths[indices], self._padding)
+        rows = Rows(self._tokens, self._starts[indices], self._lengths[indices], self._padding)
         return Samples(rows, np.array(self._index[f"{self._split}_y"][indices]), ids=True)
 
 

@@ -76,6 +76,11 @@ class Task(Component, abc.ABC):
         come; nothing waits for their device."""
         return len(targets)
 
+    def parts(self, targets: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Returns how many of `units` each sample has, [B]; None where each sample is one. Simulations that compute all
+        nodes at once need it where `units` gives a tensor. Nothing waits for the targets' device."""
+        return None
+
     @abc.abstractmethod
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Returns by name the sums of one batch, as `align` returns it: scalars on its device. Not differentiated."""

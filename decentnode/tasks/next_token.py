@@ -69,6 +69,9 @@ class NextToken(Task):
     def units(self, targets: Tensor) -> int | Tensor:
         return (targets != PADDING).sum()
 
+    def parts(self, targets: Tensor) -> Tensor:
+        return (targets != PADDING).reshape(len(targets), -1).sum(1)
+
     def measure(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         counted = targets != PADDING
         chosen = targets.clamp(min=0)

@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -74,15 +75,18 @@ class Source:
     @classmethod
     def joined(cls, sources: Sequence[Source]) -> Source | None:
         """Returns a source with the samples of all `sources` behind each other. Their own arrays are views of it from
-        then on, so that nothing is held twice. None where they cannot be joined: samples that are made when they are
-        taken, or rows of a longer sequence."""
+        then on, so that nothing is held twice; of rows, whose sequence is one for all, the places are. None where they
+        cannot be joined: samples that are made when they are taken, or rows of several sequences."""
         first = sources[0]
-        if any(each._lazy is not None or not each._plain or each._way != first._way for each in sources):
+        if any(each._lazy is not None or each._way != first._way for each in sources):
             return None
         joined = copy.copy(first)
         joined.kept, joined._length = None, sum(map(len, sources))
         for name in ("_inputs", "_targets"):
             arrays = [getattr(each, name) for each in sources]
+            if arrays[0].rows is not None:
+                setattr(joined, name, arrays[0].with_rows([each.rows for each in arrays]))
+                continue
             whole = torch.cat([each.tensor for each in arrays])
             setattr(joined, name, arrays[0].holding(whole))
             start = 0
@@ -92,14 +96,9 @@ class Source:
         return joined
 
     @property
-    def _plain(self) -> bool:
-        return self._inputs.plain and self._targets.plain
-
-    @property
     def _way(self) -> tuple[object, ...]:
         """What must be alike of samples that are taken together."""
-        shapes = [(each.tensor.dtype, each.mask, each.tensor.shape[1:]) for each in (self._inputs, self._targets)]
-        return self._scale, self._offset, self._ids, *shapes
+        return self._scale, self._offset, self._ids, self._inputs.way, self._targets.way
 
     def __len__(self) -> int:
         return self._length
@@ -195,23 +194,38 @@ class _Array:
         array = array.view(SIGNED.get(array.dtype, array.dtype))
         self._device = device
         self.elements = math.prod(values.shape[1:])
-        self._rows = values if isinstance(values, Rows) else None
-        self._sequence = _sequence_of(array, device, move) if self._rows is not None else None
+        self.rows = values if isinstance(values, Rows) else None
+        self._sequence = _sequence_of(array, device, move) if self.rows is not None else None
         self.tensor = move(torch.from_numpy(array), device) if self._sequence is None else self._sequence.tensor
-        if self._rows is not None:
-            self._starts = torch.from_numpy(np.asarray(self._rows.starts, np.int64))
-            fixed = isinstance(self._rows.lengths, int)
-            self._lengths = None if fixed else torch.from_numpy(np.asarray(self._rows.lengths, np.int64))
+        if self.rows is not None:
+            self._place(self.rows)
+
+    def _place(self, rows: Rows) -> None:
+        self.rows, self.elements = rows, math.prod(rows.shape[1:])
+        self._starts = torch.from_numpy(np.asarray(rows.starts, np.int64))
+        fixed = isinstance(rows.lengths, int)
+        self._lengths = None if fixed else torch.from_numpy(np.asarray(rows.lengths, np.int64))
 
     @property
-    def plain(self) -> bool:
-        """Whether this is an array, and not rows."""
-        return self._rows is None
+    def way(self) -> tuple[object, ...]:
+        """What must be alike of samples that are taken together."""
+        kind = self.tensor.dtype, self.mask, self.tensor.shape[1:]
+        if self.rows is None:
+            return kind
+        return *kind, self._sequence, self.rows.padding, self.rows.lengths if self._lengths is None else None
+
+    def with_rows(self, every: Sequence[Rows]) -> _Array:
+        """Returns the rows of all `every` behind each other, whose `way` is this one's."""
+        found, first = copy.copy(self), every[0]
+        starts, lengths = (np.concatenate([np.asarray(value, np.int64) for value in values]) for values in (
+            [each.starts for each in every], [np.atleast_1d(each.lengths) for each in every]))  # fmt: skip
+        found._place(replace(first, starts=starts, lengths=first.lengths if self._lengths is None else lengths))
+        return found
 
     @property
     def unequal(self) -> bool:
         """Whether rows need not be of one length."""
-        return self._rows is not None and self._lengths is not None
+        return self.rows is not None and self._lengths is not None
 
     def holding(self, tensor: Tensor) -> _Array:
         """Returns another array with the values of `tensor`."""
@@ -227,15 +241,15 @@ class _Array:
 
     def take(self, indices: Tensor) -> Tensor:
         """As `Source.take`, of this array or these rows as they are."""
-        if self._rows is None:
+        if self.rows is None:
             return self.read(self.tensor.index_select(0, moved(indices, self._device)))
         starts = moved(self._starts.index_select(0, indices), self._device)
         if self._lengths is None:
-            return self.read(self.tensor[starts[:, None] + torch.arange(self._rows.longest, device=self._device)])
+            return self.read(self.tensor[starts[:, None] + torch.arange(self.rows.longest, device=self._device)])
         lengths = self._lengths.index_select(0, indices)
         width = torch.arange(int(lengths.max()) if len(lengths) else 0, device=self._device)
         there = width < moved(lengths, self._device)[:, None]
         found = self.read(self.tensor[torch.where(there, starts[:, None] + width, 0)])
         if not found.is_floating_point():
             found = found.to(torch.int64)  # the padding of targets is negative
-        return found.where(there.reshape(*there.shape, *[1] * (found.ndim - 2)), self._rows.padding)
+        return found.where(there.reshape(*there.shape, *[1] * (found.ndim - 2)), self.rows.padding)

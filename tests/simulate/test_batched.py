@@ -242,6 +242,27 @@ def test_transformers_row_by_row(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("model", "data"), [
+    ("gpt", "{name: token_file, file: %s/t.bin, test_file: %s/t.bin, window: 12, vocabulary: 50}"),
+    ("gpt", "{name: text, file: %s/t.txt, window: 12, stride: 5}"),
+    ("transformer", "{name: parallel_text, source: %s/train.de, target: %s/train.en, test_source: %s/test.de.gz, "
+                    "test_target: %s/test.en.gz, length: 8}"),
+], ids=["windows", "text", "unequal"])
+def test_texts_of_all_nodes_at_once(model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 7 windows, of which an epoch has no whole number; texts of unequal length have unequal numbers of
+    tokens, over which a step's loss is a mean."""
+    monkeypatch.setenv("DECENTNODE_CACHE", str(tmp_path / "cache"))
+    draw = np.random.default_rng(0)
+    draw.integers(0, 50, 600).astype(np.uint16).tofile(tmp_path / "t.bin")
+    (tmp_path / "t.txt").write_text("".join(draw.choice(list("abc d\n"), 900)))
+    write_pairs(tmp_path, ["ein Haus und noch eins", "ein Hund", "kein Hund"] * 9, ["a house", "dogs", "no dog"] * 9)
+    config = experiment(f"data={data}".replace("%s", str(tmp_path)), f"model={TRANSFORMERS[model]}", "node.rounds=4",
+                        "training={batch_size: 7, local_steps: 3, optimizer: {name: sgd, lr: 0.05}}")  # fmt: skip
+    engine = compare(config, "vmap")
+    assert engine.steps.name == "vmap"
+
+
+@pytest.mark.slow
 def test_rows_have_the_bits_of_stepped_nodes() -> None:
     config = experiment("node.rounds=3", "mapping.device=cpu")  # a GPU adds in another order for all nodes at once
     nodes, _ = stepped(config)

@@ -69,3 +69,20 @@ def test_lazy_samples_are_made_for_every_batch_anew() -> None:
     assert inputs.tolist() == [[6.5], [5.5]] and targets.tolist() == [13, 11] and len(source) == 10
     source.take(torch.tensor([3]))
     assert drawn.made == 3
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_rows_of_one_sequence_are_joined_by_their_places(fixed: bool) -> None:
+    values = np.arange(40, dtype=np.int32)
+    places, lengths = np.arange(6) * 5, 4 if fixed else np.array([2, 5, 3, 1, 4, 2])
+    rows = Rows(values, places, lengths, 0)
+    samples = Samples(rows, Rows(values, places, lengths, PADDING), ids=True)
+    parts = [Source(samples.take(each), CPU) for each in (np.array([4, 1]), np.array([3]), np.array([0, 5]))]
+    joined, order = Source.joined(parts), torch.tensor([4, 1, 3, 0, 5])
+    assert joined is not None and len(joined) == 5 and joined.unequal is not fixed
+    for one, other in zip(joined.take(torch.arange(5)), Source(samples, CPU).take(order), strict=True):
+        assert torch.equal(one, other)
+    assert [each.tolist() for each in parts[1].take(torch.tensor([0]))] == \
+        [each.tolist() for each in Source(samples, CPU).take(torch.tensor([3]))]  # fmt: skip
+    other = Samples(Rows(values.copy(), places, lengths, 0), Rows(values, places, lengths, PADDING), ids=True)
+    assert Source.joined([parts[0], Source(other, CPU)]) is None, "of another sequence"

@@ -49,8 +49,7 @@ class StackedSteps(Steps):
         )  # fmt: skip
         self._source, members = joined_samples(trainings)
         inputs, targets = self._source.take(torch.from_numpy(members[0][:2]))
-        if not isinstance(population.task.units(targets), int):
-            raise Unsuitable(f"task {population.task.config.name} counts parts of samples")
+        self._check_parts(targets)
         forward.check(inputs)
         self._sampler = StackedSampler([each.sampler for each in trainings], members)  # type: ignore[attr-defined]
         self._steps = trainings[0].steps_per_round  # type: ignore[attr-defined]
@@ -62,6 +61,17 @@ class StackedSteps(Steps):
         self._optimizer = make_optimizer(config.optimizer, self._leaves)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
         self._gradient = torch.zeros_like(population.rows[: self._block])
+
+    def _check_parts(self, targets: Tensor) -> None:
+        """Raises Unsuitable where the task's mean loss is not one over `Task.parts`."""
+        task = self.population.task
+        units, parts = task.units(targets), task.parts(targets)
+        if parts is None and isinstance(units, int):
+            return
+        if parts is None or int(parts.sum()) != int(units):
+            raise Unsuitable(f"task {task.config.name} counts parts of samples")
+        if self._config.loss_for(task.loss).arguments().keys() & {"weight", "ignore_index"}:
+            raise Unsuitable("the loss does not weigh all parts of samples alike")
 
     def _bytes_per_node(self, members: np.ndarray) -> int:
         """Returns what one node takes while it is computed: its row three times, and activations."""
@@ -80,7 +90,7 @@ class StackedSteps(Steps):
         for a, leaf in zip(self._starts, self._leaves, strict=True):
             leaf.data = population.rows[a : a + self._block]
         lr, count = self.learning_rate, population.num_nodes
-        totals = torch.zeros(count, dtype=torch.float64, device=population.device)
+        totals, units = torch.zeros(2, count, dtype=torch.float64, device=population.device)
         norms = torch.zeros(count, device=population.device)
         samples = np.zeros(count, np.int64)
         for _ in range(self._steps):
@@ -88,14 +98,16 @@ class StackedSteps(Steps):
             samples += counts
             for a, leaf in zip(self._starts, self._leaves, strict=True):
                 part = slice(a, a + len(leaf))
-                totals[part] += self._step(leaf, chosen[part], counts[part], norms[part], directions, a)
+                losses, parts = self._step(leaf, chosen[part], counts[part], norms[part], directions, a)
+                totals[part] += losses
+                units[part] += parts
             if config.lr_schedule.every == "step":
                 self._schedule.tick()
         if config.lr_schedule.every == "round":
             self._schedule.tick()
         norms /= max(self._steps, 1)
-        found = torch.stack([totals, norms.double()]).cpu()  # the only point where the host waits for the device
-        losses = found[0].numpy() / np.maximum(samples, 1)
+        found = torch.stack([totals, norms.double(), units]).cpu()  # the only point where the host waits for the device
+        losses = found[0].numpy() / np.maximum(found[2].numpy(), 1)
         raise_if_diverged(losses, round)
         norm = found[1].tolist() if config.takes_norm else []
         return Local(losses, np.full(count, self._steps), samples, lr, [{"gradient_norm": each} for each in norm])
@@ -103,12 +115,13 @@ class StackedSteps(Steps):
     def _step(
         self, leaf: Tensor, chosen: np.ndarray, counts: np.ndarray, norms: Tensor,
         directions: list[Direction] | None, first: int,
-    ) -> Tensor:
-        """Make one step of a block. Returns the summed losses [n] of its nodes, float64."""
+    ) -> tuple[Tensor, Tensor]:
+        """Make one step of a block. Returns the summed losses [n] of its nodes, float64, and over how many units of the
+        task they are [n]."""
         chosen = chosen[:, : counts.max()]  # where all are short, none is filled up, and the bits are those of a node
         rows = leaf.detach()
         parts = [view.detach().requires_grad_() for view in self.population.views(rows)]
-        losses, means = self._losses_of(parts, chosen, counts)
+        losses, units, means = self._losses_of(parts, chosen, counts)
         found = torch.autograd.grad(means, parts)
         gradient = self._gradient[: len(rows)]
         for home, each in zip(self.population.views(gradient), found, strict=True):
@@ -124,25 +137,36 @@ class StackedSteps(Steps):
         leaf.grad = gradient
         self._optimizer.step()
         leaf.grad = None
-        return losses.detach().double()
+        return losses.detach().double(), units
 
-    def _losses(self, rows: Tensor, chosen: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+    def _losses(self, rows: Tensor, chosen: np.ndarray, count: int) -> tuple[Tensor, Tensor, Tensor]:
         return self._losses_of(self.population.views(rows), chosen.reshape(count, -1), np.full(count, len(chosen)))
 
-    def _losses_of(self, parts: Sequence[Tensor], chosen: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _losses_of(
+        self, parts: Sequence[Tensor], chosen: np.ndarray, counts: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the summed losses [n] of nodes with these parameters on their samples [n, B], of which the first
-        `counts` [n] count, and the sum over the nodes of their mean losses, whose gradient is that of each."""
+        `counts` [n] count; over how many units of the task each is [n]; and the sum over the nodes of their mean
+        losses, whose gradient is that of each."""
         nodes, batch = chosen.shape
         device, task = self.population.device, self.population.task
         inputs, targets = self._source.take(torch.from_numpy(chosen.reshape(-1)))
         outputs = self.forward(parts, inputs.unflatten(0, (nodes, batch)))
-        each = self._loss(*task.align(outputs.flatten(0, 1), targets)).reshape(nodes, batch, -1).mean(2)
+        each = self._loss(*task.align(outputs.flatten(0, 1), targets)).reshape(nodes, batch, -1)
+        of_samples = task.parts(targets)
+        if of_samples is None:
+            each, units = each.mean(2), moved(torch.from_numpy(counts), device)
+        else:
+            each, of_samples = each.sum(2), of_samples.reshape(nodes, batch)
+            units = of_samples.sum(1)
         if counts.min() == batch:
             losses = each.sum(1)
-            return losses, losses.sum() / batch
+            return losses, units, losses.sum() / batch if of_samples is None else (losses / units).sum()
         there = moved(torch.from_numpy(np.arange(batch) < counts[:, None]), device)
         losses = (each * there).sum(1)
-        return losses, (losses / moved(torch.from_numpy(counts), device)).sum()
+        if of_samples is not None:
+            units = (of_samples * there).sum(1)
+        return losses, units, (losses / units).sum()
 
 
 def plain_config(population: Population) -> SupervisedConfig:
