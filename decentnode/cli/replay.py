@@ -54,7 +54,7 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
     for warning in warnings(experiment, lives):
         click.echo(f"warning: {warning}", err=True)
     try:
-        told = {"run": str(folder), **_checked(experiment, lives)}
+        told = {"run": str(folder), **_checked(experiment, lives, folder)}
         if not only_check:
             told |= _repeated(experiment, lives, folder)
     except Violation as violation:
@@ -119,14 +119,17 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
     return found
 
 
-def _checked(experiment: Experiment, lives: Lives) -> dict[str, Any]:
+def _checked(experiment: Experiment, lives: Lives, folder: Path) -> dict[str, Any]:
     from decentnode.build import limits_of
+    from decentnode.metrics import summary as summaries
     from decentnode.simulate.world.records import check_generations, check_payloads, unseen
 
     limits, founders = limits_of(experiment), experiment.make_graph().num_nodes
+    summary = summaries.read(folder / "summary.json")
+    rounds = summary["rounds"] if summary.get("ended") == "early_stop" else limits.rounds
     found = {
         "nodes": len(lives), "processes": sum(map(len, lives.values())), "payloads": check_payloads(lives),
-        "generations": check_generations(lives, min_nodes=limits.min_nodes, rounds=limits.rounds, founders=founders),
+        "generations": check_generations(lives, min_nodes=limits.min_nodes, rounds=rounds, founders=founders),
     }  # fmt: skip
     elsewhere = unseen(lives)
     return {**found, "unseen": elsewhere} if elsewhere else found

@@ -179,6 +179,10 @@ class Hooks(Generic[ConfigT]):
     def enter(self, round: int) -> None:
         """A round begins here. Raises Regrouping when the generation has ended."""
 
+    def ends_after(self, rounds: int) -> None:
+        """The run ends after so many rounds, fewer than planned, on all nodes alike: members that say goodbye from now
+        on have ended, too, and are not missed."""
+
     def raise_if_over(self) -> None:
         """Raises Regrouping when the generation has ended, and what every wait raises once the run has failed."""
 

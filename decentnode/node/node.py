@@ -243,6 +243,8 @@ class Node:
 
     def _end(self) -> Steps[None]:
         """What comes after the last round: nodes stop together, evaluate, and tell their closing figures."""
+        if self.course.over:
+            self.communication.ends_after(self.round)
         if self.schedule.asynchronous:
             yield from self._end_together()
         if self._orders.stopping():

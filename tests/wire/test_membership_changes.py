@@ -27,6 +27,22 @@ def test_who_said_goodbye_after_the_last_round_is_not_missed() -> None:
     assert world.agreed[1].members == (0, 1)
 
 
+def test_who_said_goodbye_after_an_early_end_is_not_missed() -> None:
+    """What is left closes the run, however few they are."""
+    world = World(4, min_nodes=3, rounds=7)
+    for process in world.processes.values():
+        process.membership.position = process.membership.last_round = 5
+    for uid in (0, 1):
+        for source in (2, 3):
+            world.processes[uid].membership.receive(Bye(RUN, 0, source), world.now)
+    assert all(world.processes[uid].membership.steady for uid in (0, 1))
+    world.kill(3)
+    world.kill(2)
+    world.kill(1)
+    world.run(4 * SUSPECT)
+    assert world.agreed[1].members == (0,)
+
+
 def test_who_says_goodbye_while_there_are_rounds_left_has_failed() -> None:
     """Node 4 may not be counted by both sides of a broken network: neither of two is more than half of five."""
     world = World(5)

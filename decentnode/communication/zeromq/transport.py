@@ -259,6 +259,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if self._generations is not None:
             self._generations.enter(round)
 
+    def ends_after(self, rounds: int) -> None:
+        if self._generations is not None:
+            self._generations.ends_after(rounds)
+
     def raise_if_over(self) -> None:
         self._status.raise_if_over()
 

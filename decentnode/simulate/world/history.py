@@ -232,14 +232,18 @@ class History(Witness):
 
     def in_force(self) -> list[Generation]:
         """Generations that all their members belong to, and in which rounds may begin."""
-        rounds = self.world.setting.limits.rounds if self.world.setting.limits is not None else 0
         bound: dict[Name, set[int]] = {}
         for uid, process in self.world.processes.items():
             if process.alive:
                 bound.setdefault(process.transport.session.name, set()).add(uid)
         entered = [self.generations[name] for name in bound if name in self.generations]
         whole = [each for each in entered if bound[each.name] >= {*each.members}]
-        return [each for each in whole if each.first_round < rounds and not each.stopping]
+        return [each for each in whole if not each.stopping and each.first_round < self._rounds()]
+
+    def _rounds(self) -> int:
+        """How many rounds the run has: fewer than planned once a node has ended it early."""
+        known = [process.transport.reconfiguration for process in self.world.processes.values() if process.alive]
+        return min((each.membership.last_round for each in known if each is not None), default=0)
 
     # -- after everything that happens --------------------------------------------------------------------------
 

@@ -257,6 +257,10 @@ class Simulated(Communication[ZeroMQConfig]):
         if self.reconfiguration is not None:
             self.reconfiguration.enter(round)
 
+    def ends_after(self, rounds: int) -> None:
+        if self.reconfiguration is not None:
+            self.reconfiguration.ends_after(rounds)
+
     def raise_if_over(self) -> None:
         self.facts.raise_if_over()
 

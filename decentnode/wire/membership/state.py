@@ -74,6 +74,9 @@ class MemberState:
         """The owner sets it when the run is to stop. It is never reset."""
         self.position = 0
         """How many rounds are over here once the one under way is."""
+        self.last_round = limits.rounds
+        """How many rounds the run has, as far as this node knows: fewer than planned once an evaluation has ended it.
+        The owner sets it."""
         self.fresh = False
         """Whether this node has no model yet: it came from outside."""
         self.guest = False
@@ -156,13 +159,13 @@ class MemberState:
         """Whether a generation may come into force: rounds need `min_nodes` that are present (point 2 there), and
         those that are needed."""
         counted = set(generation.members)
-        if generation.first_round >= self.limits.rounds:
+        if generation.first_round >= self.last_round:
             counted |= self.left
         return generation.stopping or self.limits.suffice(self.in_mapping(counted))
 
     def over(self) -> bool:
         """Whether this node begins no further round, so that others of its generation may have finished."""
-        return self.stopping or self.position >= self.limits.rounds
+        return self.stopping or self.position >= self.last_round
 
     def new_name(self, number: int) -> Name:
         return number, new_origin(self.uid, self._draw)

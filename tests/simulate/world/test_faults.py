@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decentnode.communication.zeromq.config import ZeroMQConfig
 from decentnode.errors import PeerLost
-from decentnode.faults import AnyFault, Break, Cut, Faults, HalfOpen, Kill, Link, Pause, Restart, Slow
+from decentnode.faults import AnyFault, Break, Cut, Delay, Faults, HalfOpen, Kill, Link, Pause, Restart, Slow
 from decentnode.graph.base import RoundView
 from decentnode.metrics.history import History as Recorder
 from decentnode.payload import Payload
@@ -165,6 +165,38 @@ def test_a_closing_mean_that_takes_longer_than_the_time_out_ends_nothing(pieces:
     for node in made.nodes.values():
         assert node.round == 2 and node.evaluation["contributors"] == 3
     assert not members_of(made)
+
+
+@pytest.mark.parametrize("uid", range(1, NODES))
+def test_after_an_early_end_nobody_misses_who_has_ended(uid: int) -> None:
+    """Node 0's closing figures come half a second late. Who had ended by then was taken for one that had left in the
+    midst of the run, and a generation without it was begun."""
+    stop = {"figure": "consensus_rms", "better": "higher", "patience": 2}  # which falls: the first value is the best
+    late = Delay(source=(0,), to=(uid,), by_seconds=0.5, plane="control")
+    made, world = world_with(late, rounds=LONG, early_stop=stop, evaluate_every=1, lr=0.0)
+    told = list[tuple[str, str]]()
+
+    def began(process: Process) -> None:
+        process.transport.counters.on_event = lambda kind, _peer, detail: told.append((kind, detail))
+
+    world.began = began
+    assert world.run(60.0) and not any(process.error for process in world.lives)
+    assert "generation_over" not in dict(told), told
+    assert {node.round for node in made.nodes.values()} == {2} and not members_of(made)
+    assert all(len(made.nodes[0].reports) == NODES and node.course.over for node in made.nodes.values())
+
+
+@pytest.mark.parametrize("at", [2.0, 2.8])
+def test_a_death_as_a_run_ends_early_changes_nothing_for_the_others(at: float) -> None:
+    """Before the others have ended, which takes a generation without it, and after."""
+    stop = {"figure": "consensus_rms", "better": "higher", "patience": 2}
+    late = (Delay(source=(0,), to=(uid,), by_seconds=0.5, plane="control") for uid in (3, 4))
+    made, world = world_with(*late, Kill(nodes=(4,), at_seconds=at), rounds=LONG, early_stop=stop, evaluate_every=1,
+                             lr=0.0)  # fmt: skip
+    assert world.run(60.0) and world.happened["kill"] == 1
+    assert [process.error for process in world.lives[:4]] == [None] * 4
+    assert {made.nodes[uid].round for uid in range(4)} == {2}
+    assert members_of(made) == ([[0, 1, 2, 3]] if at == 2.0 else [])
 
 
 @pytest.mark.sampled(one=["slow"])

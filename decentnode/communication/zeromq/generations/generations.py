@@ -64,6 +64,11 @@ class Generations:
         with self._driver.lock:
             self.reconfiguration.enter(round)
 
+    def ends_after(self, rounds: int) -> None:
+        """As `Reconfiguration.ends_after`."""
+        with self._driver.lock:
+            self.reconfiguration.ends_after(rounds)
+
     def begin_at(self, round: int) -> None:
         """As `Reconfiguration.begin_at`."""
         with self._driver.lock:

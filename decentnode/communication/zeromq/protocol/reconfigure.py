@@ -264,6 +264,13 @@ class Reconfiguration:
             self.facts.raise_if_over()
             self.catches_up = round < self.generation.first_round
             self.membership.position = max(self.membership.position, round + 1)
+            self.membership.last_round = self.membership.limits.rounds
+
+    def ends_after(self, rounds: int) -> None:
+        """No round begins here after so many, unless `enter` says otherwise: the members of the next generation may
+        have gone on. Who says goodbye from now on has ended like this node."""
+        self.membership.position = max(self.membership.position, rounds)
+        self.membership.last_round = rounds
 
     def begin_at(self, round: int) -> None:
         """Rounds below `round` are over: a generation without this node's peers begins no earlier one."""
