@@ -114,6 +114,7 @@ def test_a_table_that_was_stopped_goes_on(
     assert tables.Store("abd").found == {}
 
 
+@pytest.mark.slow
 def test_images_are_divided_anew_where_few_are_for_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: tuple[ModuleType, ModuleType]
 ) -> None:

@@ -153,6 +153,7 @@ def test_cuda_in_use_is_told_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> N
         experiment().run(processes=True, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_of_objects_says_elsewhere_what_it_lacks() -> None:
     run = experiment(rounds=0).run(progress=False)
     with pytest.raises(ConfigError, match="model was an object of the program that made this experiment"):

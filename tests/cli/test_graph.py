@@ -59,6 +59,7 @@ def test_an_experiment_has_a_graph_and_weights_too(tmp_path: Path) -> None:
     assert "leave out --nodes" in run("info", tmp_path / "x.yaml", "-n", 8, code=2)
 
 
+@pytest.mark.sampled(one=["suffix"])
 @pytest.mark.parametrize("suffix", ["png", "pdf", "svg"])
 def test_draw(tmp_path: Path, suffix: str) -> None:
     run("draw", "base_k_plus_1", "-n", 6, "-o", tmp_path / f"g.{suffix}")

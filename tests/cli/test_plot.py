@@ -29,6 +29,7 @@ def test_axes_metrics_and_several_runs_in_one_figure(tmp_path: Path) -> None:
     assert Path(result.output.strip()).name == "loss_by_bytes_2_runs.png"
 
 
+@pytest.mark.slow
 def test_repeats_failures_and_papers(tmp_path: Path) -> None:
     for k in (1, 2, 3):
         fake_run(tmp_path / "exp" / f"r{k}", nodes=1, seed=k, status="failed" if k == 3 else "finished")

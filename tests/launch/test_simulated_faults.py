@@ -197,6 +197,7 @@ def test_a_run_without_faults_to_which_nodes_come_is_a_world_too(tmp_path: Path)
         StruckRun(Task(Request(""), [0], 0, None, 1, "", True, 2.0, "", resume=["x"]), experiment, print, print)
 
 
+@pytest.mark.slow
 def test_newcomers_that_never_come_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first takes the only place and stays; one waits to the end, one gives up, one comes after the end."""
     node = {"rounds": 20, "evaluate_every": 0, "missing": "regroup", "newcomers": 1}

@@ -152,6 +152,7 @@ def test_a_pattern_that_finds_nothing_is_told_with_its_place() -> None:
     assert "lora.targets must match nn.Linear layers, got 'output'; names: 1, 3" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_files_of_a_run_and_to_start_from(tmp_path: Path) -> None:
     nodes = run()
     module = nodes[0].training.model.module

@@ -211,6 +211,7 @@ def test_blocks_that_start_as_their_shortcuts(keys: dict[str, Any]) -> None:
         make("resnet", zero_init=True, **{**keys, "norm": "none"})
 
 
+@pytest.mark.slow
 def test_residual_nets_start_with_signals_of_one_size() -> None:
     """Deep nets that start with vanishing or exploding outputs do not learn."""
     for name, keys in (("resnet", {"depth": 110}), ("resnet", {"depth": 56, "norm": "group"}), ("vgg", {"depth": 19})):

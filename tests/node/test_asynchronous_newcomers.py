@@ -88,6 +88,7 @@ def test_a_newcomer_is_admitted_while_each_node_is_in_a_round_of_its_own(way: st
     assert spread(made.nodes) < (0.4 if way == "pairs" else 0.1) and 5 in given  # chance decides which pairs average
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_push_sum_keeps_the_mass_when_a_node_comes_and_brings_a_weight_of_one(seed: int) -> None:
@@ -105,6 +106,7 @@ def test_push_sum_keeps_the_mass_when_a_node_comes_and_brings_a_weight_of_one(se
         assert other not in sender.view.neighbors and sender._sent[other].w == receiver._seen[uid].w > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_pairs_keep_their_sum_when_a_node_comes_between_them(seed: int) -> None:

@@ -120,6 +120,7 @@ def test_a_run_that_was_killed_goes_on_from_rounds_of_each_nodes_own(tmp_path: P
         assert mass(third)[1] == pytest.approx(NODES, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holds", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_checkpoint_has_received_what_another_one_has_not_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: bool

@@ -68,6 +68,7 @@ def test_a_node_that_writes_none_says_so_at_the_end(tmp_path: Path) -> None:
     assert (figures["checkpoints"], figures["checkpoints_kept"], figures["checkpoints_missed"]) == (0, 0, 3)
 
 
+@pytest.mark.slow
 def test_what_an_earlier_process_wrote_counts_as_kept(tmp_path: Path) -> None:
     Fleet(tmp_path / "a", rounds=3, checkpoint={"every": 1, "keep": 9}).run()
     again = Fleet(tmp_path / "a", rounds=2, checkpoint={"every": 1, "keep": 9}).nodes[0].checkpoints

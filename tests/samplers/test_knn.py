@@ -53,6 +53,7 @@ def test_or_by_other_measures_or_those_without_it(options: dict[str, object], lo
     assert low <= _alike(population) <= high
 
 
+@pytest.mark.slow
 def test_targets_that_are_not_drawn_stay_between_two_refreshes(settled: Population) -> None:
     chosen = {uid: set(each[:4]) & set(each[4:]) for uid, each in settled.targets(2).items()}
     assert {len(each) for each in chosen.values()} <= {3, 4}

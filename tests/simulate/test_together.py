@@ -192,6 +192,7 @@ def test_rounds_are_those_of_a_loop_over_events(world: World, few: int) -> None:
     assert found.end == pytest.approx(np.array(by_events(world, 4)), rel=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(worlds())
 def test_no_connection_passes_more_than_it_can_and_all_arrives(world: World) -> None:

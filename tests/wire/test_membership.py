@@ -116,6 +116,7 @@ def test_only_the_larger_side_of_a_cut_goes_on_and_the_smaller_comes_back() -> N
     assert world.settled()
 
 
+@pytest.mark.slow
 def test_two_members_that_cannot_speak_to_each_other_do_not_bring_down_the_rest() -> None:
     world = World(5)
     world.cut = {frozenset((3, 4))}

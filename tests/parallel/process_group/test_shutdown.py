@@ -41,6 +41,7 @@ def test_the_error_that_ended_a_script_is_told_by_the_others(case: str, when: st
     assert f"the script of rank 1 ended with an error{when}: KeyError: 'no such" in last, errors
 
 
+@pytest.mark.sampled(one=["how"])
 @pytest.mark.parametrize("how", ["error", "without", "alone"])
 def test_how_a_script_ended_is_told_printable_and_short(how: str) -> None:
     first, second = run_ranks(2, leaving.both_end, how)

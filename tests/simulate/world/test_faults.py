@@ -321,6 +321,7 @@ def world_of_patience(*plan: AnyFault, link: Link, rounds: int, pace: float = 0.
     return history, world
 
 
+@pytest.mark.slow
 def test_a_frozen_node_is_left_out_soon_where_the_others_answer_fast() -> None:
     history, _ = world_of_patience(Pause(nodes=(1,), at_seconds=4.0, seconds=6.0), link=Link(), rounds=40, pace=0.5)
     left_out = [when for when, uid, _, what in history.log if uid == 0 and what.startswith("generation ")]

@@ -91,6 +91,7 @@ def test_newcomers_do_not_make_up_for_members_of_the_mapping() -> None:
     assert members(made)[-1] == [0, 1, 2, 3, 4, 5] and made.nodes[5].round == 300
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["seed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_newcomers_come_over_links_that_lose_and_repeat(seed: int) -> None:
@@ -116,6 +117,7 @@ def test_who_was_granted_a_uid_by_a_leader_that_died_ends_and_may_ask_again() ->
     assert all(made.nodes[uid].round == 200 for uid in range(1, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["uid"])
 @pytest.mark.parametrize("uid", [1, 4])
 def test_a_node_leaves_in_peace_and_nobody_has_to_find_out(uid: int) -> None:

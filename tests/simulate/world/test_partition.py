@@ -111,6 +111,7 @@ def test_both_sides_train_on_and_become_one_model(rule: str) -> None:
         torch.testing.assert_close(own, other, rtol=0, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(one=["by"])
 @pytest.mark.parametrize("by", ["samples", "rounds"])
 def test_a_model_counts_by_what_was_trained_since_the_sides_parted(by: str) -> None:
