@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import signal
 import statistics
@@ -271,8 +272,9 @@ def main() -> None:
                 until, steps = found.until(options.target)
                 first = until if way == "DDP" else first
                 _, _, accuracy, worst = found.curve[-1]
+                ratio = until / first if math.isfinite(first) else math.nan  # of a time that is not known
                 print(f"{way:24} {1e3 * found.step_seconds:6.0f} ms {found.step_bytes / 1e6:8.2f} MB {until:9.1f} s "
-                      f"{steps:9.0f} {until / first:7.2f} {accuracy:11.1%} {worst:7.1%}", flush=True)
+                      f"{steps:9.0f} {ratio:7.2f} {accuracy:11.1%} {worst:7.1%}", flush=True)
 
 
 if __name__ == "__main__":
