@@ -72,6 +72,7 @@ def spread_cases(topologies: list[Any], transport: str) -> list[tuple[Any, Any, 
             found += [(topology, choco(codec), options, left) for codec, left in
                       (("bfloat16", 1e-3), ("int8", 1e-3), ("int4", 1e-3), ("qsgd", 0.04), ("sign", 0.3))]
             found += [(topology, "choco", options, 0.05)]
+        if topology == "one-peer-exp":
             found += [(topology, {**choco("int8"), "every": 4}, {**options, "delayed": delayed}, 0.05)
                       for delayed in (False, True)]  # fmt: skip
     return found
