@@ -38,7 +38,7 @@ EVALUATION_ELEMENTS = 1 << 17
 """Input elements of one evaluation batch (42 images of 3x32x32): a convolution's activations are ten times as many.
 GN-LeNet on 1,000 images takes .13 s so and .27 s at eight times the batch, and the process stays smaller. Of images of
 224x224 it is one: ResNet-50 takes 37 MB and .20 s of CPU for it; for 8 together 240 MB and .17 s each, for 32 583 MB
-and no less time."""
+and .28 s each."""
 OUTPUT_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Elements of the outputs for one evaluation batch: a value per token of a vocabulary for every place of a text takes
 more memory than all else. On a GPU 1 GB, five rows of GPT-2."""

@@ -10,11 +10,11 @@ from pydantic import Field
 from decentnode.config import component
 from decentnode.graph.base import Graph, RoundView
 from decentnode.sharing.choco import Choco, ChocoConfig
-from decentnode.sharing.full import Full
+from decentnode.sharing.local_sgd import LocalSGD, LocalSGDConfig
 from decentnode.sharing.step_size import Search, largest_step
 
 
-class DifferencesConfig(ChocoConfig):
+class DifferencesConfig(ChocoConfig, LocalSGDConfig):
     """The keys of choco, and what runs have as `training.local_steps`."""
 
     every: int = Field(1, ge=1)
@@ -22,7 +22,7 @@ class DifferencesConfig(ChocoConfig):
     many."""
 
 
-class Differences(Full):
+class Differences(LocalSGD):
     """q_i = C(x_i - h_i) is sent, h_j += q_j, x_i += gamma sum_j W_ij (h_j - h_i) (arXiv 1902.00340, algorithm 2).
 
     On a topology that repeats after several rounds, ranks have a public copy for each of them, which all that hear of
@@ -30,7 +30,7 @@ class Differences(Full):
     """
 
     Config: ClassVar[type[component.Config]] = DifferencesConfig
-    requirements = replace(Full.requirements, doubly_stochastic=True, compresses=True)
+    requirements = replace(LocalSGD.requirements, doubly_stochastic=True, compresses=True)
     config: DifferencesConfig
 
     def __init__(self, config: DifferencesConfig) -> None:
@@ -46,9 +46,6 @@ class Differences(Full):
         """Returns the rule for the config of a `Choco`."""
         return cls(DifferencesConfig(**dict(config)))
 
-    def exchange_number(self, round: int) -> int | None:
-        return round // self.config.every if (round + 1) % self.config.every == 0 else None
-
     @property
     def fraction(self) -> float:
         """Of the entries of a bucket, that are sent."""
@@ -61,7 +58,8 @@ class Differences(Full):
     def choose_step(self, graph: Graph) -> None:
         """Sets the step where the config has none. May take seconds once."""
         if self.config.step_size is None:  # an object may have had another graph before
-            search, largest = self.step_search(self.config), largest_step(type(self), self.config, graph)
+            config = self.config.model_copy(update={"every": 1})  # whatever it is: the step is searched once
+            search, largest = self.step_search(config), largest_step(type(self), config, graph)
             self.step_size = search.without_graph() if largest is None else search.default(largest)
 
     def plan(self, view: RoundView) -> RoundView:
