@@ -65,6 +65,25 @@ def toml(path: Path, tables: dict[str, object]) -> None:
     path.write_text("\n".join([*lines, ""]))
 
 
+def digits(folder: Path, name: str = "MNIST") -> None:
+    """Drawn images as files, which torchvision reads where it is installed."""
+    raw = folder / name / "raw"
+    raw.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    patterns = draw.integers(0, 256, (10, 28, 28))
+    for split, count in (("train", 2048), ("t10k", 512)):
+        labels = draw.integers(0, 10, count)
+        images = (patterns[labels] + 3 * draw.integers(0, 256, (count, 28, 28))) // 4
+        (raw / f"{split}-images-idx3-ubyte").write_bytes(
+            struct.pack(">4i", 0x803, count, 28, 28) + images.astype(np.uint8).tobytes())
+        (raw / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">2i", 0x801, count) + labels.astype(np.uint8).tobytes())
+
+
+def fashion(folder: Path) -> None:
+    digits(folder / "data", "FashionMNIST")
+
+
 def cnn(folder: Path) -> None:
     (folder / "log/0").mkdir(parents=True)
     toml(folder / "data.toml", {"num_classes": 10})
@@ -123,7 +142,7 @@ CONFIGS = ("--data-cfg", "data.toml", "--train-cfg", "train.toml")
 SDTL = ("--ip_address", "127.0.0.1", "--node_gpus", str(RANKS), "--dataset", "fashionmnist", "--model", "simplenetwork",
         "--epochs", "3", "--bs", "16", "--lr", "0.05", "--save_model")  # fmt: skip
 ORIGINALS = (
-    Original("decent-dp", "tests/test.py", ".", (*TORCHRUN, "tests/test.py"), r"Training loss: ([\d.]+)"),
+    Original("decent-dp", "tests/test.py", ".", (*TORCHRUN, "tests/test.py"), r"Training loss: ([\d.]+)", digits),
     Original("experiments", "cnn/cnn/decent_train.py", "cnn", (*TORCHRUN, "-m", "cnn.decent_train", *CONFIGS),
              r"Epoch: \d+, Train Loss: ([\d.]+)", cnn, saved="log/0/checkpoints/model_3.pt"),
     Original("experiments", "transformer/src/decent_train.py", "transformer",
@@ -133,7 +152,7 @@ ORIGINALS = (
              (*TORCHRUN, "-m", "gpt.decent_train", "--config", "config.toml"), r"Train loss: ([\d.]+)", gpt2,
              saved="log/0/checkpoint.pth"),
     *(Original("sdtl", f"main.py {name}", ".", ("main.py", *SDTL, "--dist_optim_name", name),
-               r"^\d+,0,[\d.]+,([\d.]+),", files="export/experiment/messages.csv",
+               r"^\d+,0,[\d.]+,([\d.]+),", fashion, files="export/experiment/messages.csv",
                saved="export/experiment/model_params-end-w0.pt") for name in ("EASGD", "LSGD")),
 )  # fmt: skip
 

@@ -246,8 +246,18 @@ def _batches(made: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _array(given: Any) -> np.ndarray:
-    """What a Dataset gives; a tensor may lie on a GPU."""
-    return given.detach().cpu().numpy() if isinstance(given, torch.Tensor) else np.asarray(given)
+    """What a Dataset gives; a tensor may lie on a GPU, and an image of Pillow has its channels first, as torchvision's
+    ToTensor makes it."""
+    if isinstance(given, torch.Tensor):
+        return given.detach().cpu().numpy()
+    found = np.asarray(given)
+    if not type(given).__module__.startswith("PIL."):
+        return found
+    if found.dtype.kind == "b":
+        found = found * np.uint8(255)
+    elif found.dtype != np.uint8:
+        found = found.astype(np.float32)
+    return found.transpose(2, 0, 1) if found.ndim == 3 else found[None]
 
 
 def _arrays(samples: Samples) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,11 @@ from decentnode.models.libraries import called, library
 from decentnode.samples import DataSpec
 from decentnode.system import hub_offline
 
+AUXILIARY = {"googlenet": 0.3, "inception_v3": 0.4}
+"""Models of torchvision that have outputs beside those of their last layer in training, and by how much their losses
+count: Szegedy et al. 2015, arXiv 1409.4842, section 5; TensorFlow's slim, whose weights torchvision's are."""
+OLDER_KEY = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
+"""Of the layers of DenseNet in its files, which are older than its classes."""
 
 class VisionConfig(ModelConfig):
     pretrained: bool = False
@@ -71,26 +77,31 @@ class Torchvision(Model):
         self.config = config
 
     def make(self, data: DataSpec) -> nn.Module:
-        name = self.config.name
+        name, config = self.config.name, self.config
         channels, outputs = image_shape(name, data, 1)[0], outputs_of(name, data)
         if channels != 3:
             raise UsageError(f"model {name} needs images of 3 channels, got {channels}")
         models: Any = library("torchvision.models", name)
         chosen = name.partition(":")[2]
-        known = models.list_models()
+        known = models.list_models(models)  # others, such as those that mark pixels, may fetch a part of theirs
         if chosen not in known:
             near = ", ".join(each for each in known if chosen in each)
-            raise UsageError(f"torchvision has no model {chosen!r}" + (f"; it has {near}" if near else ""))
-        module = called(name, lambda: models.get_model(chosen, weights=None, num_classes=outputs,
-                                                       **self.config.arguments))  # fmt: skip
-        if self.config.pretrained:
-            _load_pretrained(module, models.get_model_weights(chosen), name)
+            raise UsageError(f"torchvision has no model {chosen!r} that classifies images"
+                             + (f"; it has {near}" if near else ""))  # fmt: skip
+        given = config.arguments
+        if chosen in AUXILIARY:  # as torchvision has them with its weights, and without a warning of what may change
+            given = {"transform_input": config.pretrained, "init_weights": True, **given}
+        module = called(name, lambda: models.get_model(chosen, weights=None, num_classes=outputs, **given))
+        if chosen in AUXILIARY:
+            module.auxiliary_weight = AUXILIARY[chosen]  # type: ignore[assignment]
+        if config.pretrained:
+            _load_pretrained(module, models.get_model_weights(chosen), name, outputs)
         return module
 
 
-def _load_pretrained(module: nn.Module, weights: Any, name: str) -> None:
-    """Copies the library's default weights from its local cache, but for those of another shape, of the layer that
-    names the classes. Raises UsageError."""
+def _load_pretrained(module: nn.Module, weights: Any, name: str, outputs: int) -> None:
+    """Copies the library's default weights from its local cache, but for those of layers that name the classes, where
+    there are others. Raises UsageError."""
     url: str = weights.DEFAULT.url
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     try:
@@ -99,9 +110,13 @@ def _load_pretrained(module: nn.Module, weights: Any, name: str) -> None:
         raise UsageError(f"model.pretrained: {path} is not there; {url} has it where there is a network") from error
     except Exception as error:
         raise UsageError(f"model.pretrained: {path} cannot be read as weights: {told(error)[:300]}") from error
+    found = {OLDER_KEY.sub(r"\1\2", key): value for key, value in found.items()}
     own = module.state_dict()
     fitting = {key: value for key, value in found.items() if key in own and own[key].shape == value.shape}
-    left = sorted({key.rpartition(".")[0] for key in own if key not in fitting})
-    if len(left) > 1:
-        raise UsageError(f"model.pretrained: {path} has no weights for {', '.join(left[:5])} of {name}")
-    module.load_state_dict(fitting, strict=False)
+    of_classes = {key for key in found.keys() & own.keys() - fitting.keys()
+                  if own[key].shape[0] == outputs and own[key].shape[1:] == found[key].shape[1:]}  # fmt: skip
+    # torch knows what older files need not have: they count no batches of a norm
+    missing = set(module.load_state_dict(fitting, strict=False).missing_keys) - of_classes
+    if missing:
+        layers = sorted({key.rpartition(".")[0] or key for key in missing})
+        raise UsageError(f"model.pretrained: {path} has no weights for {', '.join(layers[:5])} of {name}")

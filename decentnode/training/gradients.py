@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decentnode.tasks.base import Task
 from decentnode.tensors import FlatModel
@@ -13,6 +13,14 @@ from decentnode.training.compiled import CompileConfig, Forward, compiled, failu
 from decentnode.training.losses import Loss
 from decentnode.training.precision import Attempt, LossScale, autocast, unsupported
 from decentnode.training.supervised_config import SupervisedConfig
+
+
+def all_outputs(module: nn.Module, given: Any) -> list[Any]:
+    """What a module has given for a batch: its outputs, and behind them auxiliary ones, whose losses are added with the
+    module's `auxiliary_weight`; of a tuple, where it has one."""
+    if isinstance(given, tuple) and hasattr(module, "auxiliary_weight"):
+        return [each for each in given if each is not None]
+    return [given]
 
 
 class Gradients:
@@ -101,20 +109,30 @@ class Gradients:
     def _batch_loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, int | Tensor]:
         """Returns the mean loss of a batch and the number of its units."""
         with autocast(self._config.amp, self._model.device):
-            outputs, wanted = self.aligned("train", self._forward, inputs, targets)
+            (outputs, wanted), *others = self._all_aligned("train", self._forward, inputs, targets)
             loss: Tensor = self._loss.mean(outputs, wanted)
+            for other in others:
+                loss = loss + self._model.module.auxiliary_weight * self._loss.mean(*other)
         return loss.float() if self._config.amp else loss, self._task.units(targets)
 
     def aligned(self, use: str, forward: Forward, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the model's outputs and the targets as the task takes them. The first batch of every use is checked.
         """
+        return self._all_aligned(use, forward, inputs, targets)[0]
+
+    def _all_aligned(
+        self, use: str, forward: Forward, inputs: Tensor, targets: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """As `aligned`; auxiliary outputs, with the targets, stand behind."""
         if self._config.channels_last and inputs.ndim == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        outputs, wanted = self._task.align(forward(inputs), targets)
+        outputs = all_outputs(self._model.module, forward(inputs))
+        found = [self._task.align(each, targets) for each in outputs]
         if use not in self._checked:
-            self._task.check(outputs, wanted)
+            for each in found:
+                self._task.check(*each)
             self._checked.add(use)
-        return outputs, wanted
+        return found
 
     def drop(self) -> None:
         for p in self._parameters:  # as Optimizer.zero_grad, without its 60 us

@@ -85,8 +85,11 @@ def _adds_to(total: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
 
 
 def load(module: nn.Module, moments: Tensor) -> None:
-    """Set the running statistics to the mean and variance of `moments` (from `measure`), in place."""
+    """Set the running statistics to the mean and variance of `moments` (from `measure`), in place. Layers that had no
+    values, as those of auxiliary outputs have in training alone, keep theirs."""
     for layer, part in _parts(module, moments):
+        if not part[0]:
+            continue
         channels = layer.num_features
         mean = part[1 : 1 + channels] / part[0]
         variance = (part[1 + channels :] / part[0] - mean.square()).clamp(min=0)

@@ -81,6 +81,8 @@ def without_gpu():
         for tensor in tensors:
             all_reduce(tensor, op)
 
+    # A build for CUDA would ask the GPU for its name, and optimizers for its stream.
+    dist.is_nccl_available, torch.accelerator.current_accelerator = lambda: False, lambda *_, **__: None
     dist.init_process_group, dist.all_reduce = init_process_group, all_reduce
     dist.all_reduce_multigpu = all_reduce_multigpu
 

@@ -129,6 +129,30 @@ def test_the_keys_of_a_resolved_file_are_taken_as_those_that_were_written(keys: 
     assert parts(count=10, train=True) == (9, 1), "written: the class is asked for no other part"
 
 
+class Pictures(Numbers):
+    """Images of Pillow, as torchvision's datasets give them without a transform."""
+
+    def __init__(self, mode: str = "RGB") -> None:
+        super().__init__(8)
+        self.pixels = np.random.default_rng(1).integers(0, 256, (4, 5, 3), np.uint8)
+        self.image = pytest.importorskip("PIL.Image").fromarray(self.pixels).convert(mode)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.image, index % 2
+
+
+@pytest.mark.parametrize("mode, channels", [("RGB", 3), ("L", 1), ("1", 1), ("I", 1)])
+def test_images_have_their_channels_first(mode: str, channels: int) -> None:
+    data = opened("Pictures", mode=mode)
+    assert data.spec.input_shape == (channels, 4, 5) and data.spec.inputs == "values"
+    train = data.of(0).train
+    assert isinstance(train, LazySamples)
+    found = train.fetch(np.arange(1))
+    pixels = np.asarray(Pictures(mode).image.convert("L" if channels == 1 else "RGB")).reshape(4, 5, channels)
+    assert np.array_equal(np.asarray(found.inputs)[0], pixels.transpose(2, 0, 1))
+    assert found.scale == (1.0 if mode == "I" else 1 / 255)
+
+
 def test_labels_are_dealt_and_own_test_samples_chosen_without_making_a_sample() -> None:
     data = opened("Points", count=40, partition={"name": "shards", "shards": 1}, test="own")
     found = [data.of(uid) for uid in range(2)]

@@ -193,6 +193,15 @@ def vision(name: str) -> Any:
     return found
 
 
+class DenseNet(nn.Module):
+    """The names of torchvision's: its files are older, and call `norm1` of a layer `norm.1`."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.denselayer1 = nn.ModuleDict({"norm1": nn.BatchNorm2d(3), "conv1": nn.Conv2d(3, 2, 1)})
+        self.classifier, self.beside = nn.Linear(2, outputs), nn.Linear(2, outputs)
+
+
 def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", vision("timm"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -216,7 +225,7 @@ def test_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert make("torchvision:resnet9", IMAGES)(torch.zeros(2, 3, 16, 16)).shape == (2, 10)
     with pytest.raises(UsageError, match="needs images of 3 channels, got 1"):
         make("torchvision:resnet9", DataSpec((1, 8, 8), num_classes=4))
-    with pytest.raises(UsageError, match="torchvision has no model 'resnet'; it has resnet9"):
+    with pytest.raises(UsageError, match="torchvision has no model 'resnet' that classifies images; it has resnet9"):
         make("torchvision:resnet", IMAGES)
     with pytest.raises(UsageError, match=r"checkpoints/resnet9-abc\.pth is not there; https://download"):
         make("torchvision:resnet9", IMAGES, pretrained=True)
@@ -227,10 +236,31 @@ def test_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     module = make("torchvision:resnet9", IMAGES, pretrained=True)
     assert torch.equal(module[0].weight, trained["0.weight"]) and module[3].weight.shape == (10, 2)  # type: ignore[index]
     torch.save({"3.weight": trained["3.weight"]}, path)
-    with pytest.raises(UsageError, match="has no weights for 0, 3"):
+    with pytest.raises(UsageError, match="has no weights for 0 of"):
         make("torchvision:resnet9", IMAGES, pretrained=True)
     path.write_bytes(b"nothing")
     with pytest.raises(UsageError, match="cannot be read as weights"):
+        make("torchvision:resnet9", IMAGES, pretrained=True)
+
+
+def test_older_weights_of_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They count no batches of norms; several layers may name the classes."""
+    stand_in = vision("torchvision.models")
+    stand_in.get_model = lambda name, weights, num_classes: DenseNet(num_classes)
+    monkeypatch.setitem(sys.modules, "torchvision", types.ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.models", stand_in)
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    trained = DenseNet(1000).state_dict()
+    older = {key.replace("norm1", "norm.1").replace("conv1", "conv.1"): value for key, value in trained.items()
+             if not key.endswith("num_batches_tracked")}  # fmt: skip
+    (tmp_path / "checkpoints").mkdir()
+    path = tmp_path / "checkpoints" / "resnet9-abc.pth"
+    torch.save(older, path)
+    found = make("torchvision:resnet9", IMAGES, pretrained=True).state_dict()
+    same = {key for key, value in found.items() if torch.equal(value, trained[key])}
+    assert same == {key for key in trained if key.startswith("denselayer1.")}
+    torch.save({**older, "denselayer1.conv.1.weight": torch.zeros(4, 3, 1, 1)}, path)
+    with pytest.raises(UsageError, match=r"has no weights for denselayer1\.conv1 of"):
         make("torchvision:resnet9", IMAGES, pretrained=True)
 
 

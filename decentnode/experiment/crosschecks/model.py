@@ -21,6 +21,7 @@ from decentnode.models.weights import check_weights
 from decentnode.samples import DataSpec
 from decentnode.tasks.base import Task, shape_of
 from decentnode.tensors import problem_of, training_bytes
+from decentnode.training.gradients import all_outputs
 from decentnode.training.losses import Loss
 from decentnode.training.source import Source
 from decentnode.training.supervised import evaluating
@@ -136,8 +137,9 @@ def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, wha
     with _blame(("model",), f"{what} raised", "data"):
         outputs: Any = module(inputs)
     try:
-        found = task.align(outputs, targets)
-        task.check(*found)
+        found = [task.align(each, targets) for each in all_outputs(module, outputs)]
+        for each in found:
+            task.check(*each)
     except UsageError as error:
         raise Unsuitable(Problem(("model",), f": {error}", other=("task",))) from error
     except Exception as error:
@@ -146,7 +148,7 @@ def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, wha
         text = f"{what} gives {gives} for a batch, which task {task.config.name} cannot use"
         why = f": {told(error)}" if isinstance(outputs, Tensor) else "; it takes a tensor"
         raise Unsuitable(Problem(("model",), f": {text}{why}", other=("task",))) from error
-    return found
+    return found[0]
 
 
 def _loss_of(experiment: Experiment, task: Task) -> Loss | None:

@@ -1,0 +1,185 @@
+"""Datasets of torchvision itself, and its transforms beside what image_folder and augmentation do, pixel by pixel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from decentnode import Experiment
+from decentnode.config.component import load_class
+from decentnode.data import DATASETS
+from decentnode.data.image_folder import ImageFolder
+from decentnode.data.opened import OpenedData
+from decentnode.training.augment import ResizedCropConfig, drawn_box, flipped, shifted
+from tests.real_torchvision import torchvision
+
+from .files import open_dataset, write_idx, write_image_folder
+
+vision = torchvision()
+v1, v2 = vision.transforms, vision.transforms.v2
+COUNT = 20
+
+
+def opened(name: str, folder: Path, **keys: Any) -> OpenedData:
+    name = f"torchvision.datasets:{name}"
+    config = load_class(name, DATASETS, "data").Config.model_validate({"name": name, **keys})
+    return OpenedData(config, DATASETS, folder, [0, 0], 1)
+
+
+def fetched(data: OpenedData, count: int = 3) -> Any:
+    return data.of(0).train.fetch(np.arange(count))  # type: ignore[union-attr]
+
+
+# -- datasets
+
+
+def test_images_without_a_transform_are_those_of_to_tensor(tmp_path: Path) -> None:
+    data = opened("FakeData", tmp_path, size=COUNT, image_size=[3, 6, 9], num_classes=4)
+    assert (data.spec.input_shape, data.spec.num_classes) == ((3, 6, 9), 4)
+    found, share = fetched(data), data.of(0).train.indices  # type: ignore[union-attr]
+    made = vision.datasets.FakeData(COUNT, (3, 6, 9), 4, transform=v1.ToTensor())
+    for place, (pixels, target) in enumerate(zip(found.inputs, found.targets, strict=True)):
+        wanted, label = made[int(share[place])]
+        assert np.array_equal(np.float32(pixels) / 255, wanted.numpy()) and target == label
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "F", "I", "I;16"])
+def test_images_of_every_mode(mode: str) -> None:
+    """As pixels of 0 to 1 where they have 8 bits, and as they are where they have more."""
+    from decentnode.data.torch_data import batch
+
+    draw = np.random.default_rng(2)
+    pixels = draw.integers(0, 256, (5, 4, 3), np.uint8)
+    of_mode = {"I;16": lambda: Image.fromarray(draw.integers(0, 30000, (5, 4)).astype(np.uint16))}
+    image = of_mode.get(mode, lambda: Image.fromarray(pixels).convert(mode))()
+    assert image.mode == mode
+    found = batch([image], [0], "here")
+    wanted = v1.ToTensor()(image).numpy().astype(np.float32)
+    assert np.allclose(np.asarray(found.inputs)[0] * np.float32(found.scale), wanted, atol=1e-7) and not found.ids
+
+
+def test_files_by_the_name_of_the_class(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    raw = tmp_path / "digits" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    images, labels = draw.integers(0, 256, (30, 28, 28), np.uint8), draw.integers(0, 10, 30).astype(np.uint8)
+    write_idx(raw, images, labels)
+    data = opened("MNIST", tmp_path, root=str(tmp_path / "digits"))
+    assert data.spec.input_shape == (1, 28, 28) and data.spec.num_classes == 10
+    mine = data.of(0)
+    assert len(mine.train) + len(data.of(1).train) == 30 and len(mine.test) > 0, "train and test by its own argument"
+    share = mine.train.indices  # type: ignore[union-attr]
+    assert np.array_equal(fetched(data).inputs[:, 0], images[share[:3]])
+    write_image_folder(tmp_path / "d", classes=3, per_class=4)
+    folder = opened("ImageFolder", tmp_path, root=str(tmp_path / "d" / "train"))
+    assert folder.spec.num_classes == 3 and folder.spec.input_shape[0] == 3
+
+
+@pytest.mark.parametrize("transform", [
+    v1.Compose([v1.RandomCrop(8, padding=2), v1.ToTensor(), v1.Normalize((0.5,) * 3, (0.5,) * 3)]),
+    v2.Compose([v2.ToImage(), v2.RandomCrop(8, padding=2), v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize((0.5,) * 3, (0.5,) * 3)]),
+    v2.Compose([v2.ToImage(), v2.CenterCrop(8)]),
+], ids=["v1", "v2", "v2 of bytes"])  # fmt: skip
+def test_objects_with_transforms(tmp_path: Path, transform: Any) -> None:
+    train, test = (vision.datasets.FakeData(count, (3, 8, 8), 4, transform=transform) for count in (24, 8))
+    experiment = Experiment.from_objects(
+        lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4)), train, test, nodes=3, rounds=2,
+        local_steps=1, batch_size=4)  # fmt: skip
+    done = experiment.run(run_dir=tmp_path / "runs", progress=False)
+    assert 0 <= done.summary["accuracy_mean"] <= 1
+
+
+# -- transforms beside image_folder and augmentation
+
+
+def folder_of(folder: Path, image: Image.Image, suffix: str, **keys: Any) -> Any:
+    for split in ("train", "val"):
+        for label in "ab":
+            (folder / split / label).mkdir(parents=True, exist_ok=True)
+            image.save(folder / split / label / f"0{suffix}")
+    found = open_dataset({"name": "image_folder", "folder": str(folder), "cache": str(folder / "cache"), **keys})
+    assert isinstance(found, ImageFolder)
+    return found
+
+
+def pictured(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    draw = np.random.default_rng(width * 1000 + height)
+    coarse = Image.fromarray(draw.integers(0, 256, (5, 7, 3), np.uint8)).resize((width, height))
+    return Image.fromarray(np.asarray(coarse) ^ draw.integers(0, 32, (height, width, 3), np.uint8)).convert(mode)
+
+
+def ready(samples: Any) -> np.ndarray:
+    """Inputs as a model gets them."""
+    scale, offset = (np.array(each, np.float32)[:, None, None] for each in (samples.scale, samples.offset))
+    found: np.ndarray = np.asarray(samples.inputs)[0] * scale + offset
+    return found
+
+
+@pytest.mark.parametrize("width, height, mode, suffix", [
+    (50, 37, "RGB", ".png"), (37, 50, "RGB", ".jpg"), (31, 16, "L", ".png"), (33, 97, "P", ".png"),
+    (16, 16, "RGB", ".jpg"), (64, 21, "RGBA", ".png"), (29, 41, "CMYK", ".jpg"), (40, 40, "L", ".jpg"), (18, 19, "1", ".png"),
+])  # fmt: skip
+@pytest.mark.parametrize("size, resize", [(8, 9), (14, 16), (15, 22)])
+def test_the_middle_is_that_of_resize_and_center_crop(
+    tmp_path: Path, width: int, height: int, mode: str, suffix: str, size: int, resize: int
+) -> None:
+    data = folder_of(tmp_path / "d", pictured(width, height, mode), suffix, size=size, resize=resize)
+    found = data.train(np.arange(1)).fetch(np.arange(1))
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    for t, begin in ((v1, [v1.ToTensor()]), (v2, [v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])):
+        cut = t.Compose([t.Resize(resize), t.CenterCrop(size)])
+        theirs = vision.datasets.ImageFolder(str(tmp_path / "d" / "train"), cut)
+        image, label = theirs[0]
+        assert np.array_equal(np.asarray(found.inputs)[0], np.asarray(image).transpose(2, 0, 1))
+        assert label == found.targets[0] and theirs.classes == ["a", "b"]
+        wanted = t.Compose([*begin, t.Normalize(mean, std)])(image)
+        assert np.abs(ready(found) - wanted.numpy()).max() < 1e-6
+
+
+@pytest.mark.parametrize("width, height", [(50, 37), (20, 90), (9, 9)])
+def test_random_resized_crops_are_those_of_the_same_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, height: int
+) -> None:
+    """torchvision computes ratios in float32: a side that falls between two pixels may be rounded otherwise."""
+    image, config = pictured(width, height), ResizedCropConfig()
+    lazy = folder_of(tmp_path / "d", image, ".png", size=8).train(np.arange(1))
+    draw, rolled = np.random.default_rng(4), iter(())
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, a, b: self.fill_(a + (b - a) * next(rolled)))
+    same = 0
+    for _ in range(40):
+        numbers = draw.integers(0, 1 << 31, 22).tolist()
+        rolled, placed = iter([n / (1 << 31) for n in numbers[:20]]), iter(numbers[20:])
+
+        def rolls(low: int, high: int, size: Any, placed: Any = placed) -> torch.Tensor:
+            return torch.tensor([low + (next(placed) * (high - low) >> 31)])
+
+        monkeypatch.setattr(torch, "randint", rolls)
+        top, left, h, w = v1.RandomResizedCrop.get_params(image, config.scale, config.ratio)
+        box = drawn_box(numbers, width, height, config)
+        assert np.abs(np.array(box) - (left, top, left + w, top + h)).max() <= 1
+        if box != (left, top, left + w, top + h):
+            continue
+        same += 1
+        found = lazy.begin(np.arange(1), lambda *_, box=box: box).result()
+        for t in (v1.functional, v2.functional):
+            wanted = t.resized_crop(image, top, left, h, w, [8, 8])
+            assert np.array_equal(np.asarray(found.inputs)[0], np.asarray(wanted).transpose(2, 0, 1))
+    assert same >= 38
+
+
+@pytest.mark.parametrize("edge", [False, True])
+def test_shifts_and_mirrored_images_are_those_of_random_crop_and_flip(edge: bool) -> None:
+    images = torch.randint(0, 256, (4, 3, 7, 6), generator=torch.Generator().manual_seed(1)).float()
+    down, right, which = torch.tensor([2, 0, -2, 1]), torch.tensor([-1, 2, 0, -2]), torch.tensor([True, False] * 2)
+    found = flipped(shifted(images, down, right, None if edge else 0.0), which)
+    for t in (v1.functional, v2.functional):
+        for place in range(4):
+            padded = t.pad(images[place], [2] * 4, 0, "edge" if edge else "constant")
+            wanted = t.crop(padded, 2 + int(down[place]), 2 + int(right[place]), 7, 6)
+            assert torch.equal(found[place], t.hflip(wanted) if which[place] else wanted)
