@@ -22,7 +22,7 @@ class RunCount:
         """total: runs to make."""
         self.total = total
         self.done = 0
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or Console(stderr=True, highlight=False, emoji=False)
         self._seconds: dict[str, list[float]] = {}
         """Of the finished runs, by config."""
         self._begun = clock.now()

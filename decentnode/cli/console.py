@@ -66,7 +66,7 @@ class ConsoleObserver(Observer):
         others. page: shows the run in a browser, from when it has a folder."""
         self._page = page
         self.output = output
-        self.console = Console(file=cast(IO[str], output))
+        self.console = Console(file=cast(IO[str], output), emoji=False)
         self.started = started
         self.share = share
         self.quiet = quiet

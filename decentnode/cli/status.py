@@ -38,7 +38,7 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
         if dead:
             click.echo(dead, err=True)
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if once or not console.is_terminal or not going(found):
         if found:
             console.print(table(found, edges))

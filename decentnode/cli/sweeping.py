@@ -25,7 +25,7 @@ class ConsoleWatcher(Watcher):
 
     def __init__(self, output: Output, live: bool | None = None, quiet: bool = False) -> None:
         self.output = output
-        self.console = Console(file=cast(IO[str], output))
+        self.console = Console(file=cast(IO[str], output), emoji=False)
         self.quiet = quiet
         self.live = (self.console.is_terminal if live is None else live) and not quiet
         self._live: Live | None = None

@@ -29,7 +29,7 @@ def live_table(state: State, now: float, note: str, max_rows: int) -> Renderable
         table.add_column(column, justify="left" if column == "point" else "right", overflow="ellipsis", no_wrap=True)
     for each in state.running[:max_rows]:
         value = "-" if each.value is None else f"{each.metric} {each.value:.4f}"
-        table.add_row(each.point.label, f"{each.round}/{each.prepared.rounds}", value, duration(now - each.since))
+        table.add_row(Text(each.point.label), f"{each.round}/{each.prepared.rounds}", value, duration(now - each.since))
     parts: list[RenderableType] = [bar, table]
     if len(state.running) > max_rows:
         parts.append(Text(f"... and {len(state.running) - max_rows} more points under way", style="dim"))

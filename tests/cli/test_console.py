@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from rich.console import Console
 
 from decentnode.cli import console as module
 from decentnode.cli.console import ConsoleObserver
 from decentnode.cli.output import Output
+from decentnode.cli.sweeping import ConsoleWatcher
 from decentnode.clock import VirtualClock, use
 from decentnode.launch.children.messages import Failed
+from decentnode.sweeps.conduct import State
+from decentnode.sweeps.progress import live_table as sweep_table
 from tests.launch.facts import FACTS
 
 
@@ -76,6 +82,30 @@ def test_only_nodes_of_a_run_that_starts_are_said_to_be_connected(join: bool) ->
     (observer.asks_to_join if join else observer.joined)(1.0)
     assert output.drain(30)
     assert ("all connected" in out.getvalue(), "let them in" in out.getvalue()) == (not join, join)
+
+
+@pytest.mark.parametrize("shown_by", [lambda out: ConsoleObserver(out, started=0.0, share="", live=False).header,
+                                      lambda out: lambda lines: ConsoleWatcher(out, live=False).say(lines[0][1])],
+                         ids=["run", "sweep"])  # fmt: skip
+def test_a_class_of_ones_own_is_printed_as_it_is_written(shown_by: Callable[[Output], Callable[..., None]]) -> None:
+    """rich has an emoji for :beer: and hundreds of other words."""
+    out = io.StringIO()
+    output = Output(out)
+    shown_by(output)([["sharing", "beer:Beer: 2.7 kB per message, [all] of it"]])
+    assert output.drain(30)
+    assert "beer:Beer: 2.7 kB per message, [all] of it" in out.getvalue()
+
+
+def test_the_table_of_a_sweep_shows_values_in_brackets() -> None:
+    """The label of a point names keys and values; rich would take [full,.1] for a mark."""
+    point = SimpleNamespace(label="sharing.name,training.optimizer.lr=[full,.1]")
+    under_way = SimpleNamespace(point=point, round=1, prepared=SimpleNamespace(rounds=2), value=None, since=0.0)
+    sweep = SimpleNamespace(sign=1, metric="accuracy", measured=SimpleNamespace(by_name={"accuracy": None}))
+    state = SimpleNamespace(sweep=sweep, ended=[], running=[under_way], started=0.0, total=2,
+                            seconds_left=lambda _now: None)  # fmt: skip
+    console = Console(file=io.StringIO(), width=200)
+    console.print(sweep_table(cast(State, state), 1.0, "", 10))
+    assert point.label in cast(io.StringIO, console.file).getvalue()
 
 
 HEADER = [["graph", "ring, 4 nodes"], ["warning", "listens on everything"]]
