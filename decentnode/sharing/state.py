@@ -1,10 +1,14 @@
-"""State for checkpoints of rules that keep tensors between rounds."""
+"""The state for checkpoints of rules that keep tensors between rounds."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from torch import Tensor
+
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.hooks import Hooks
+from decentnode.sharing.wrapper import Wrapper
 
 
 class Tensors:
@@ -24,3 +28,13 @@ class Tensors:
             raise ValueError(f"state of {type(self).__name__} must have {self.TENSORS}, got {unknown}")
         for name in self.TENSORS:
             setattr(self, name, state[name].clone() if name in state else None)
+
+
+def left_out(rule: Sharing) -> list[str]:
+    """Returns the attributes with tensors, as Class.name, of a rule that has no `state_dict`, so that no checkpoint has
+    them. A rule whose tensors are of one round says so with `Tensors` and no names."""
+    while isinstance(rule, Wrapper):
+        rule = rule.rule
+    if type(rule).state_dict is not Hooks.state_dict:
+        return []
+    return sorted(f"{type(rule).__name__}.{name}" for name, value in vars(rule).items() if isinstance(value, Tensor))

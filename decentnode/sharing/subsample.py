@@ -20,6 +20,7 @@ from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing, SharingConfig
 from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.operator import sizes_at
+from decentnode.sharing.state import Tensors
 from decentnode.sharing.topk import mix_filled
 from decentnode.tensors import moved
 
@@ -41,7 +42,7 @@ class SubsampleConfig(SharingConfig):
         return self
 
 
-class Subsample(Sharing):
+class Subsample(Tensors, Sharing):
     """Sends a random part of the model. It follows from seed, sender and round, so that no indices are sent."""
 
     Config: ClassVar[type[component.Config]] = SubsampleConfig

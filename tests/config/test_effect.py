@@ -87,6 +87,17 @@ def test_only_rules_that_would_do_are_named(write: Any, schedule: str) -> None:
     assert "; sharing: full would do, or schedule: sequential" in told
 
 
+def test_a_rule_whose_direction_nobody_would_ask_for_is_refused(write: Any) -> None:
+    rule = "    def direction(self, gradient, view):\n        return gradient.neg_()\n"
+    head = "from decentnode.sharing.full import Full\nfrom decentnode.sharing.requirements import Requirements\n\n\n"
+    needs = "    requirements = Requirements(gradient=True)\n"
+    write(f"{head}class Deaf(Full):\n{rule}\n\nclass Asked(Full):\n{needs}{rule}", "unasked_rule.py")
+    path = write(f'{BASE}sharing: {{name: "unasked_rule:Deaf"}}\n')
+    told = said(path)
+    assert "6:17: sharing.name has a method direction, which is only called where Deaf.requirements have gradie" in told
+    load(path, ["sharing={name: 'unasked_rule:Asked'}"], {})
+
+
 @pytest.mark.parametrize("key", ["keys", "invitations"])
 def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: str) -> None:
     port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"

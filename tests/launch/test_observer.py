@@ -45,5 +45,8 @@ def test_a_checkpoint_that_could_not_be_written_is_told_once_for_each_reason() -
     assert checkpoint_notice(3, {"kind": "checkpoint", "round": 2, "bytes": 9}, told) == ""
     assert checkpoint_notice(3, full, told) == f"node 3: {text}"
     assert checkpoint_notice(5, full, told) == checkpoint_notice(3, {**full, "round": 8}, told) == ""
+    lacking = {"kind": "checkpoint", "round": 2, "left_out": ["Mine.seen", "Mine.sum"]}
+    assert checkpoint_notice(1, lacking, told).startswith("checkpoints lack Mine.seen, Mine.sum, as the rule has no")
+    assert checkpoint_notice(2, lacking, told) == ""
     assert "late" in checkpoint_notice(5, {**full, "problem": "late"}, told)
     assert sum(bool(checkpoint_notice(1, {**full, "problem": str(each)}, told)) for each in range(99)) < 9

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from decentnode.build import step_all
 from decentnode.checkpoint import store
+from decentnode.compression.base import make_codec
 from decentnode.errors import CheckpointError
+from decentnode.graph.base import RoundView
 from decentnode.node.checkpoints.going_on import OF_MODELS
 from decentnode.node.checkpoints.snapshot import Restored, capture, load_module_state, module_state
+from decentnode.payload import Payload
+from decentnode.sharing.compressed import Compressed
+from decentnode.sharing.full import Full
 from tests.checkpoint.test_state import same
 from tests.conftest import scale
 from tests.graph.contract import make
@@ -46,6 +53,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, name: str, sched
     resumed = Fleet(tmp_path / "b", RULES[name], schedule=schedule, rounds=5).resume(tmp_path / "a").run()
     check_resumed(straight, resumed, 3)
     assert all(record["rule"] == "restored" for record in resumed.of_kind("resumed"))
+    assert not any("left_out" in record for record in straight.of_kind("checkpoint"))
+
+
+class Forgetful(Full):
+    """Keeps a tensor that no checkpoint has."""
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        super().mix(model, received, view)
+        self.last = model.clone()
+
+
+@pytest.mark.parametrize("compression", [None, {"name": "int8"}])
+def test_tensors_that_no_checkpoint_has_are_told_with_the_first(tmp_path: Path, compression: Any) -> None:
+    config = Full.Config.model_validate({"name": "full", "compression": compression})
+    made = Forgetful(config) if compression is None else Compressed(Forgetful(config), make_codec(config.compression))
+    fleet = Fleet(tmp_path, lambda: copy.deepcopy(made), rounds=5).run()
+    told = [record for record in fleet.of_kind("checkpoint") if "left_out" in record]
+    assert [record["left_out"] for record in told] == [["Forgetful.last"]] * NODES
 
 
 @pytest.mark.sampled(of=by_needs)

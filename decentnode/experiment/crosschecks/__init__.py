@@ -44,6 +44,7 @@ from decentnode.experiment.crosschecks.parts import Check
 from decentnode.experiment.crosschecks.run import profile_is_of_the_run, trackers_are_told_apart, virtual_time_is_told
 from decentnode.experiment.crosschecks.sharing import (
     everybody_hears_of_everybody,
+    gradients_reach_the_rule,
     groups_suit_the_graph,
     losses_can_be_borne,
     sharing_is_a_rule,
@@ -87,6 +88,7 @@ CHECKS: tuple[Check, ...] = (
     orphans_can_be_adopted,
     best_is_a_metric,
     sharing_is_a_rule,
+    gradients_reach_the_rule,
     sharing_suits_the_graph,
     groups_suit_the_graph,
     everybody_hears_of_everybody,

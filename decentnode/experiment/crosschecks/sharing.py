@@ -21,6 +21,7 @@ from decentnode.graph.families import Ring
 from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.hooks import Hooks
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
@@ -33,6 +34,14 @@ def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
     if _rule_class(experiment) is None:
         message = f"must name a class derived from decentnode.sharing.base.Sharing, got {experiment.sharing.name}"
         yield Problem(("sharing", "name"), message)
+
+
+def gradients_reach_the_rule(experiment: Experiment) -> Iterator[Problem]:
+    """A rule whose `direction` nobody calls would be another one without a word."""
+    rule = _rule_class(experiment)
+    if rule is not None and rule.direction is not Hooks.direction and not _requirements(experiment).gradient:
+        message = f"has a method direction, which is only called where {rule.__name__}.requirements have gradient=True"
+        yield Problem(("sharing", "name"), f"{message}, got {experiment.sharing.name}")
 
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:

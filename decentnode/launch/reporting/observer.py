@@ -108,15 +108,19 @@ def resumed_notice(record: Mapping[str, Any]) -> str:
 
 
 def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> str:
-    """Returns the sentence for a record of kind "checkpoint" of one that could not be written; "" for others.
+    """Returns the sentence for a record of kind "checkpoint" of one that lacks something; "" for others.
 
     told: the problems that were told before, to which this one is added. One that nodes share is told once, and not
     again with every checkpoint: the closing lines count them by node.
     """
-    problem = str(record.get("problem", ""))
+    lacking = ", ".join(record.get("left_out", ()))
+    problem = str(record.get("problem", lacking))
     if not problem or problem in told or len(told) >= MOST_PROBLEMS:
         return ""
     told.add(problem)
+    if lacking:
+        return f"checkpoints lack {lacking}, as the rule has no state_dict: what is kept beyond a round is lost in a " \
+               "resumed run"  # fmt: skip
     return f"node {uid}: the checkpoint after round {record.get('round')} could not be written: {problem}; " \
            "training goes on"  # fmt: skip
 

@@ -27,6 +27,7 @@ from decentnode.node.checkpoints.resume_agreement import ResumeFrom, read_agreed
 from decentnode.node.checkpoints.snapshot import capture
 from decentnode.node.measuring.course import Best
 from decentnode.node.resumable import Resumable
+from decentnode.sharing.state import left_out
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +222,8 @@ class Checkpoints:
             logger.warning("no checkpoint after round %d: the one before is still being written", node.round)
             return
         cut = self.cut
+        if not self._copies and not self.figures.count and (names := left_out(node.sharing)):
+            node.record({"kind": "checkpoint", "round": node.round, "left_out": names})
         snapshot = capture(node, cut, self._identity)
         copied = clock.now() - started
         self.figures.copy_seconds += copied
