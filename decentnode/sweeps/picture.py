@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MOST_LINES = 24
 """Of more lines the worst are left out."""
+APART = 3 / 72
+"""Inches between the bars of two lines over one value."""
 MOST_ROWS = 40
 """Of more rows without a numeric key likewise."""
 
@@ -75,6 +77,8 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
     groups: dict[Settings, list[Row]] = {}
     for each in rows:
         groups.setdefault(tuple(pair for pair in each.settings if pair[0] != key), []).append(each)
+    from matplotlib.transforms import ScaledTranslation
+
     panel, scale = figure.subplots(), results.metric.scale
     names = short_names([name for name, _ in rows[0].settings])
     drawn = groups if len(groups) > 1 and max(map(len, groups.values())) > 1 else {(): [*rows]}
@@ -86,8 +90,12 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         # Draws of several keys at once have no order along one of them: dots alone
         dashes = dashes if drawn is groups or len(rows[0].settings) == 1 else ""
         label = " ".join(f"{names[name]}={short[group[0].settings][name]}" for name, _ in others)
-        panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4, capsize=3,
-                       linewidth=1.2, label=label)  # fmt: skip
+        # Bars of several lines over one value would hide each other
+        beside = ScaledTranslation((index - (min(len(drawn), MOST_LINES) - 1) / 2) * APART, 0, figure.dpi_scale_trans)
+        made = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
+                              capsize=3, linewidth=1.2, label=label)  # fmt: skip
+        for each in made.get_children():
+            each.set_transform(panel.transData + beside)
     points = sorted({_at(each, key) for each in rows})
     if points[0] > 0 and points[-1] / points[0] >= 10:
         panel.set_xscale("log")

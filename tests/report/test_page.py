@@ -105,9 +105,9 @@ def test_experiments_are_compared_seed_by_seed_and_by_what_differs(tmp_path: Pat
         (run / "config.resolved.yaml").write_text(json.dumps({**config, "name": "exp"}))
     text, _ = render(runs)
     found = checked(text).text
-    assert "experiment sharing.every exp sharing.every=1 (3 seeds) 1 exp sharing.every=2 (3 seeds) 2" in found
+    assert "experiment sharing.every sharing.every=1 (3 seeds) 1 sharing.every=2 (3 seeds) 2" in found
     assert "seeds 1, 2, 3" in found
-    assert re.search(r"Against exp sharing.every=1 \(3 seeds\), seed by seed experiment seeds difference in accuracy % "
+    assert re.search(r"Against sharing.every=1 \(3 seeds\), seed by seed experiment seeds difference in accuracy % "
                      r".* 3 \+10.00", found), found
     assert re.search(r"52.00 ±1.00 .* 62.00 ±1.00", found)
 

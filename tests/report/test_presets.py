@@ -80,6 +80,18 @@ def test_what_a_value_cost_is_a_mean_over_seeds_as_far_as_all_came(tmp_path: Pat
     assert by_bytes.get_ylabel() == "payloads sent by all nodes (kB)"
 
 
+def test_seeds_of_which_one_began_better_than_another_became_have_no_line(tmp_path: Path) -> None:
+    paths = [fake_run(tmp_path / "f" / f"r{seed}", seed=seed, better=0.5 * (seed - 1)) for seed in (1, 2)]
+    (apart,), _ = lines(paths)
+    for found in ([apart, two_seeds(tmp_path, "e")], [two_seeds(tmp_path, "g"), apart, two_seeds(tmp_path, "h")]):
+        figure = drawn("target", found, ["rounds"])
+        assert len(figure.axes[0].get_lines()) == len(found) - 1
+        told = [each.get_text() for legend in figure.legends for each in legend.get_texts()]
+        assert told == ([] if len(found) == 2 else ["g (2 seeds)", "h (2 seeds)"])
+    with pytest.raises(UsageError, match="no run became better"):
+        drawn("target", [apart], ["rounds"])
+
+
 @pytest.mark.sampled(one=["name"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_a_form_for_papers_and_words_for_nothing(name: str, tmp_path: Path) -> None:

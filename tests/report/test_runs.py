@@ -201,6 +201,13 @@ def test_names_tell_lines_apart_without_time_stamps(tmp_path: Path) -> None:
         lines([a], ["x", "y"])
 
 
+def test_a_name_that_all_lines_have_is_left_out_where_keys_tell_them_apart(tmp_path: Path) -> None:
+    a, b = (fake_run(tmp_path / "exp" / rule, sharing={"name": rule}, lr=0.5) for rule in ("full", "choco"))
+    assert [line.label for line in lines([a, b])[0]] == ["sharing=full", "sharing=choco"]
+    other = fake_run(tmp_path / "two" / "c", sharing={"name": "full"}, lr=0.5)
+    assert [line.label for line in lines([a, b, other])[0]] == ["exp sharing=full", "exp sharing=choco", "two"]
+
+
 def test_runs_that_did_not_finish_are_drawn_and_named(tmp_path: Path) -> None:
     whole = fake_run(tmp_path / "exp" / "a")
     failed = fake_run(tmp_path / "exp" / "b", rounds=3, seed=2, status="failed")

@@ -242,6 +242,10 @@ def test_the_figure_has_a_line_per_combination_of_the_other_keys(tmp_path: Path)
     assert axes.get_xlabel() == "training.optimizer.lr" and axes.get_ylabel() == "accuracy %"
     assert axes.get_xscale() == "log" and "3 seeds" in figure.get_suptitle()
     assert sorted(text.get_text() for text in figure.legends[0].get_texts()) == ["graph=ring", "graph=star"]
+    figure.canvas.draw()
+    means = [each for each in axes.lines if each.get_marker() == "o"]
+    first = [each.get_transform().transform((each.get_xdata()[0], 0))[0] for each in means]
+    assert len(first) == 2 and abs(first[0] - first[1]) == pytest.approx(3 * figure.dpi / 72), "bars beside each other"
     assert picture.numeric_key([(("a", "x"), ("b", "1")), (("a", "y"), ("b", "1"))]) is None
     assert picture.numeric_key([(("a", "1"), ("b", "1")), (("a", "2"), ("b", "1"))]) == "a"
     together = [(("rule", "full"), ("lr", ".1")), (("rule", "choco"), ("lr", ".05"))]

@@ -201,7 +201,7 @@ def _costs(line: Line, metric: str, axis: str) -> tuple[list[float], list[list[f
     if not all(means):
         return [], []
     begin, end = choose(each[0] for each in means), (min if better == "higher" else max)(choose(m) for m in means)
-    if begin == end:
+    if choose(begin, end) == begin:  # also where a seed began better than another became
         return [], []
     positions = [run.by_round(metric, axis) for run in line.runs]
     levels, costs = [], []

@@ -345,9 +345,13 @@ def _ran(path: Path) -> Ran:
 
 def _labels(groups: Sequence[Sequence[Ran]]) -> list[str]:
     """Returns names that differ: equal ones get keys, how the runs ended, seeds, or folders where nothing else
-    differs."""
+    differs. A name that all have is left out where keys tell them apart."""
     told = [[replace(each, config={k: v for k, v in each.config.items() if k != "run"}) for each in g] for g in groups]
-    found = repeats.labels(told)
+    labels = repeats.labels_of(told)
+    one = len(labels) > 1 and len({each.name for each in labels}) == 1 and all(each.told for each in labels)
+    found = [" ".join([*([] if one else [each.name]),
+                       *(f"{key.removesuffix('.name')}={value}" for key, value in each.told.items())])
+             for each in labels]  # fmt: skip
     for index, group in enumerate(groups):
         if len(group) > 1:
             found[index] += f" ({len(group)} seeds)"
