@@ -226,6 +226,11 @@ _beside: list[str] = []
 """Folders of experiments that modules of their components were looked for in, too."""
 
 
+def looked_beside() -> list[Path]:
+    """Returns the folders that this process finds modules in, as `look_beside` was called with them."""
+    return [Path(each) for each in _beside]
+
+
 def look_beside(folder: Path, first: bool = False) -> None:
     """From now on this process finds modules in this folder, too: after all other places, or `first`.
 

@@ -6,14 +6,15 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pydantic
 
-from decentnode.config.component import look_beside
+from decentnode.config.component import look_beside, looked_beside
 from decentnode.config.explain import explain
 from decentnode.config.run_files import CODE
 from decentnode.config.yaml_source import (
@@ -28,7 +29,7 @@ from decentnode.config.yaml_source import (
     read,
     replace,
 )
-from decentnode.errors import ConfigError
+from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment import derived
 from decentnode.experiment.tree import DEFAULT_NAMES, IMPLIED_NAMES, Experiment, paths_of
 
@@ -142,12 +143,30 @@ def _overridden(tree: Item, keys: list[str], item: Item) -> Item:
 def _make_importable(tree: Item, base_dir: Path) -> None:
     """Modules that the experiment names are found beside the file that names them, and beside the experiment's."""
     named = list(_outsiders(tree))
+    modules = {str(each.value).partition(":")[0] for each in named}
     if named and (base_dir / CODE).is_dir() and (base_dir / "nodes").is_dir():
-        look_beside(base_dir / CODE, first=True)  # a run's folder: what it imported then, not what lies elsewhere now
+        # A run's folder: what it imported then, not what lies elsewhere now
+        _refuse_others(base_dir / CODE, modules)
+        if not modules <= sys.modules.keys():
+            look_beside(base_dir / CODE, first=True)
     elif named:
         for folder in dict.fromkeys([base_dir, *(Path(each.place.source).absolute().parent for each in named
                                                  if each.place.line)]):  # fmt: skip
+            _refuse_others(folder, modules, looked_beside())
             look_beside(folder)
+
+
+def _refuse_others(folder: Path, modules: Set[str], only: Sequence[Path] | None = None) -> None:
+    """A program that lives on, such as a notebook, imports a module once: that of another folder would be taken in
+    silence. only: folders whose modules are not taken for those of this one; all others when None. Raises UsageError.
+    """
+    for module in sorted(modules & sys.modules.keys()):
+        wanted, place = folder / f"{module.replace('.', '/')}.py", getattr(sys.modules[module], "__file__", None)
+        if place is None or not wanted.is_file() or not Path(place).is_file() or wanted.samefile(place):
+            continue
+        if (only is None or Path(place).parent in only) and wanted.read_bytes() != Path(place).read_bytes():
+            raise UsageError(f"this program has imported module {module} from {place}, and that of {folder} is "
+                             "another: start it anew, or use the command line")  # fmt: skip
 
 
 def _outsiders(item: Item) -> Iterator[Item]:

@@ -13,7 +13,8 @@ from click.testing import CliRunner, Result
 import decentnode
 from decentnode.cli import main
 from decentnode.data.cifar import Cifar10
-from decentnode.errors import DataError, GraphError
+from decentnode.errors import DataError, GraphError, UsageError
+from decentnode.experiment import load
 from decentnode.graph.file import TOLD_LINES, read
 from tests.data.files import write_cifar10
 
@@ -124,6 +125,32 @@ def test_a_plain_module_beside_the_file_runs_without_pythonpath(folder: Path) ->
                    "node.rounds=2")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "model    net:Net, 535 parameters" in done.stdout
+
+
+LAYER = "from torch import nn\n\n\nclass Net(nn.Sequential):\n    def __init__(self, num_classes):\n" \
+        "        super().__init__(nn.Flatten(), nn.Linear(64, num_classes{0}))\n"  # fmt: skip
+
+
+@pytest.mark.parametrize("of_a_run", [False, True])
+def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_a_run: bool
+) -> None:
+    """A program that lives on has imported the first one for good."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folders = [tmp_path / name for name in ("first", "same", "other")]
+    module = f"own_layer_{of_a_run}"
+    for folder, more in zip(folders, ("", "", ", bias=False"), strict=True):
+        code = folder / "code" if of_a_run and folder is not folders[0] else folder
+        code.mkdir(parents=True)
+        (folder / "nodes").mkdir()
+        (folder / "a.yaml").write_text(QUICKSTART)
+        (code / f"{module}.py").write_text(LAYER.replace("{0}", more))
+    model = [f"model={{name: '{module}:Net'}}"]
+    for folder in folders[:2]:
+        load(folder / "a.yaml", model, {})
+    assert str(folders[1] / "code") not in sys.path, "what is imported already need not be looked for"
+    with pytest.raises(UsageError, match=f"has imported module {module} from {folders[0]}.*start it anew"):
+        load(folders[2] / "a.yaml", model, {})
 
 
 @pytest.mark.slow
