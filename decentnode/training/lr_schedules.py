@@ -41,6 +41,14 @@ LR_SCHEDULES: dict[str, type[Any]] = {
 RESERVED = ("optimizer", "last_epoch", "verbose", "scale_fn")
 
 
+def _tried(of: type[Any], arguments: dict[str, Any]) -> None:
+    """Make the schedule and tick once: torch looks at some arguments in a tick alone."""
+    schedule = of(trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule.step()
+
+
 def _class_of(name: str) -> type[Any]:
     return chosen(name, LR_SCHEDULES, "lr_schedule", lr_scheduler.LRScheduler)
 
@@ -62,10 +70,8 @@ class ScheduleConfig(ArgumentsConfig):
     @pydantic.model_validator(mode="after")
     def _known(self) -> ScheduleConfig:
         found = _class_of(self.name)
-        optimizer = trial(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: found(optimizer, **given))
+        check_arguments(self.name, found, self.arguments(), RESERVED, lambda given: _tried(found, given))
         return self
-
 
     def most_ticks(self) -> int | None:
         """Returns how many ticks torch allows (one_cycle's total_steps); None where a schedule has no end."""
