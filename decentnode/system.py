@@ -27,12 +27,17 @@ def check_disk() -> None:
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a name beside `path` for a new file or link, which replaces the one at `path` at the end of the block;
-    where the block raises, the new one is removed and the old one stays. Raises OSError."""
-    check_disk()
+    where the block raises, the new one is removed and the old one stays. Raises OSError, with the name of `path` where
+    the system tells none, as of a write on a full disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{entropy.word(3)}")
     try:
+        check_disk()
         yield temporary
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import importlib.util
 import os
@@ -102,11 +103,12 @@ class LazyGroup(click.Group):
             click.echo(f"{prefix}{error}", err=True)
             ctx.exit(error.exit_code)
         except OSError as error:
-            if error.filename is None:  # no file of the user's: a closed pipe, which click answers, or our own fault
-                raise
+            if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise  # no file of the user's: a closed pipe, which click answers, or our own fault
             if ctx.meta["decentnode.traceback"]:
                 click.echo(traceback.format_exc(), err=True)
-            click.echo(f"error: {os.fsdecode(error.filename)}: {error.strerror}", err=True)
+            place = "cannot write" if error.filename is None else os.fsdecode(error.filename)
+            click.echo(f"error: {place}: {error.strerror}", err=True)
             ctx.exit(EnvironmentFault.exit_code)
         except KeyboardInterrupt:
             exec("")  # one that went through an exec() of text (a dataclass is made) ends Python by the signal else

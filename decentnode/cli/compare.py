@@ -20,6 +20,7 @@ from decentnode.launch.files.run_dir import resolve_all
 from decentnode.report import compare
 from decentnode.report.reading import repeats
 from decentnode.report.reading.reached import best_columns, target_columns
+from decentnode.system import write_atomic
 
 TABLES = {".txt": compare.text_table, ".csv": compare.csv_table, ".json": compare.as_json,
           ".tex": compare.latex_table, ".md": compare.markdown_table}  # fmt: skip
@@ -79,7 +80,7 @@ def command(
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         text = TABLES[output.suffix](rows, test if paired or output.suffix in FOR_PAPERS else None)
-        output.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+        write_atomic(output, text.rstrip("\n") + "\n")
     test = test if paired else None
     width = None if wide else shutil.get_terminal_size((PIPED_COLUMNS, 24)).columns
     click.echo(compare.as_json(rows, test) if as_json else compare.text_table(rows, test, width))

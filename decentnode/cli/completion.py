@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from pathlib import Path
 
 import click
 
 from decentnode.errors import EnvironmentFault
+from decentnode.system import replacing
 
 SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_DECENTNODE_COMPLETE"
@@ -90,5 +92,9 @@ def _mention(script: Path, start: Path) -> str:
     if line in lines:
         return f"kept     the line in {start}"
     kept = [each for each in lines if not each.endswith(MARK)]
-    start.write_text("\n".join([*kept, line]) + "\n", encoding="utf-8", errors="surrogateescape")
+    target = start.resolve()  # people keep such files elsewhere, and a link here
+    with replacing(target) as temporary:
+        temporary.write_text("\n".join([*kept, line]) + "\n", encoding="utf-8", errors="surrogateescape")
+        if target.exists():
+            shutil.copymode(target, temporary)
     return f"{'replaced' if len(kept) < len(lines) else 'added   '} a line in {start}"

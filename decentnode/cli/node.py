@@ -89,8 +89,11 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
     from decentnode.launch.files import provenance, run_dir
     from decentnode.launch.files.run_dir import node_dir
 
+    def fill(path: Path) -> None:
+        run_dir.write_inputs(path, facts, " ".join(["decentnode", *sys.argv[1:]]))
+
     if into is None:
-        directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, [uid])
+        directory = run_dir.create(Path(facts.runs_dir), facts.name, facts.machine, [uid], fill=fill)
     else:
         directory = into
         try:
@@ -98,7 +101,7 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EnvironmentFault(f"cannot make the run directory {into}: {error.strerror}") from error
-    run_dir.write_inputs(directory, facts, " ".join(["decentnode", *sys.argv[1:]]))
+        fill(into)
     provenance.keep_modules(provenance.local_modules(), directory)
     return directory
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -25,11 +26,16 @@ def folder_name(began: float, word: str) -> str:
     return f"{datetime.fromtimestamp(began).strftime('%Y-%m-%dT%H-%M-%S')}-{word}"
 
 
-def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = (), folder: str | None = None) -> Path:
+def create(
+    runs: Path, name: str, machine: int = 0, local: Iterable[int] = (), folder: str | None = None,
+    fill: Callable[[Path], None] | None = None,
+) -> Path:  # fmt: skip
     """Make a directory for one run, with a folder per local node, and let `latest` point to it. Returns its path.
 
     folder: the directory's name, which processes on several machines may have agreed on: it may be there already.
     Machine 0 owns `latest`; on a file system that machines share, the others have `latest-machine<n>`.
+    fill: writes its first files. Where it raises, or the disk refuses, a directory without `folder` is removed again,
+    and `latest` stays: nothing has been recorded in it.
     Raises EnvironmentFault when it cannot be made.
     """
     suffix = f"-machine{machine}" if machine else ""
@@ -40,8 +46,14 @@ def create(runs: Path, name: str, machine: int = 0, local: Iterable[int] = (), f
             node_dir(path, uid).mkdir(parents=True, exist_ok=folder is not None)
         for part in ("models", "plots"):
             (path / part).mkdir(exist_ok=folder is not None)
+        if fill is not None:
+            fill(path)
         point(path.parent / f"latest{suffix}", path.name)
-    except OSError as error:
+    except (OSError, EnvironmentFault) as error:
+        if folder is None:
+            shutil.rmtree(path, ignore_errors=True)
+        if isinstance(error, EnvironmentFault):
+            raise
         raise EnvironmentFault(
             f"cannot make the run directory {path}: {error.strerror}; choose another place with --run-dir"
         ) from error

@@ -125,9 +125,11 @@ class Records:
 
     def __init__(self, facts: Facts, config: str, command: str) -> None:
         """Make the run directory. Raises EnvironmentFault."""
-        self.directory = create(Path(facts.runs_dir), facts.name, facts.machine, facts.local)
-        write_inputs(self.directory, facts, command)
-        supervisor_file.write(self.directory)
+        def fill(path: Path) -> None:
+            write_inputs(path, facts, command)
+            supervisor_file.write(path)
+
+        self.directory = create(Path(facts.runs_dir), facts.name, facts.machine, facts.local, fill=fill)
         self.notices: list[str] = []
         self._facts = facts
         self._config_dir = Path(config).absolute().parent

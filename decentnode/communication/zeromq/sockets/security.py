@@ -23,6 +23,7 @@ from zmq.utils import z85
 from decentnode import clock, entropy
 from decentnode.communication.zeromq.protocol.credentials import BulkCredential
 from decentnode.errors import EnvironmentFault, UsageError
+from decentnode.system import replacing
 from decentnode.wire.invitation import SECRET_BYTES, Invitation, opened
 
 logger = logging.getLogger(__name__)
@@ -96,20 +97,37 @@ def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
         if uid in known or secret_path(folder, uid).exists():
             raise UsageError(f"{folder} has a key of node {uid} already; remove it first, or choose another folder")
     made = []
-    for uid in uids:
-        public, secret = zmq.curve_keypair()
-        path = secret_path(folder, uid)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secret + b"\n")
-        known[uid] = public
-        made.append(path)
-    text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
-    temporary = folder / f".{PUBLIC_FILE}.{entropy.word(8)}"
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o644)  # the umask may be wider or narrower
-        file.write(text)
-    temporary.replace(folder / PUBLIC_FILE)
+    try:
+        for uid in uids:
+            public, secret = zmq.curve_keypair()
+            path = secret_path(folder, uid)
+            _write_private(path, secret + b"\n")
+            known[uid] = public
+            made.append(path)
+        text = "".join(f"{uid} {known[uid].decode()}\n" for uid in sorted(known))
+        with replacing(folder / PUBLIC_FILE) as temporary:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            with open(handle, "w", encoding="utf-8") as file:
+                os.fchmod(handle, 0o644)  # the umask may be wider or narrower
+                file.write(text)
+    except OSError:
+        for path in made:  # a secret without its public key is in the way of the next call
+            path.unlink(missing_ok=True)
+        raise
     return made
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    """Make a file that its user alone may read; where it cannot be written, none is left. Raises OSError,
+    FileExistsError among them."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
 
 
 def _check_changers(path: Path, status: os.stat_result) -> None:
@@ -220,8 +238,7 @@ def read_secret(path: Path, maker: str = "decentnode invite") -> bytes:
 
 def write_secret(path: Path) -> None:
     """Make a secret that `read_secret` reads. Raises OSError, FileExistsError among them."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(entropy.draw(SECRET_BYTES).hex().encode() + b"\n")
+    _write_private(path, entropy.draw(SECRET_BYTES).hex().encode() + b"\n")
 
 
 def write_newcomer(folder: Path) -> bytes:
@@ -232,8 +249,7 @@ def write_newcomer(folder: Path) -> bytes:
     if path.exists():
         raise UsageError(f"{path} is there already; remove it first, or choose another folder")
     public, secret = zmq.curve_keypair()
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secret + b"\n")
+    _write_private(path, secret + b"\n")
     return public
 
 

@@ -1,0 +1,101 @@
+"""Commands on a disk that takes no byte more: one sentence, and what was there before stays."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from decentnode.cli import completion, main
+from decentnode.errors import EnvironmentFault
+from decentnode.launch.files import run_dir
+from decentnode.system import write_atomic
+from tests.launch.facts import FACTS
+from tests.launch.faults import experiment
+
+
+@contextlib.contextmanager
+def full() -> Iterator[None]:
+    """In this block files of this process are made, and take nothing: as on a full disk, but for the words."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("before")
+    with full(), pytest.raises(OSError, match="File too large") as caught:
+        write_atomic(tmp_path / "kept", "after")
+    assert caught.value.filename == str(tmp_path / "kept")
+    assert [each.read_text() for each in tmp_path.iterdir()] == ["before"]
+
+
+@pytest.mark.parametrize("words", [["keygen", "2", "-o", "keys"], ["keygen", "--newcomer", "-o", "keys"],
+                                   ["invite", "keys/run.secret"]], ids=lambda words: words[0])  # fmt: skip
+def test_no_half_of_a_key_is_left_in_the_way_of_the_next_call(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("keys").mkdir(mode=0o700)
+    with full():
+        found = CliRunner().invoke(main, words)
+    assert found.exit_code == 3 and found.output.startswith("error: ") and "File too large" in found.output
+    assert not list(Path("keys").iterdir())
+    assert CliRunner().invoke(main, words).exit_code == 0
+
+
+def test_secrets_without_their_public_keys_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    assert CliRunner().invoke(main, ["keygen", "2", "-o", str(keys)]).exit_code == 0
+    (keys / "public.keys").write_text((public := (keys / "public.keys").read_text()) + "\n" * 400)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(public), hard))  # a secret still fits, the longer list does not
+    try:
+        found = CliRunner().invoke(main, ["keygen", "2-5", "-o", str(keys)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert found.exit_code == 3 and "public.keys" in found.output
+    assert {each.name for each in keys.iterdir()} == {"public.keys", "node-0.secret", "node-1.secret"}
+
+
+def test_a_write_that_tells_no_name_ends_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment()))
+    with full():
+        found = CliRunner().invoke(
+            main, ["sweep", str(tmp_path / "tiny.yaml"), "-g", "seed=1", "--run-dir", str(tmp_path / "runs")]
+        )
+    assert found.exit_code == 3 and found.output.strip() == "error: cannot write: File too large"
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder_and_latest_as_it_was(tmp_path: Path) -> None:
+    told = dataclasses.replace(FACTS, runs_dir=str(tmp_path), config_text="a: 1\n")
+    before = run_dir.Records(told, "tiny.yaml", "run").directory
+    with full(), pytest.raises(EnvironmentFault, match=r"cannot write to the run directory .*File too large"):
+        run_dir.Records(told, "tiny.yaml", "run")
+    assert {each.name for each in before.parent.iterdir()} == {before.name, "latest"}
+    assert run_dir.resolve(before.parent) == before
+
+
+def test_the_start_up_file_of_a_shell_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    kept = tmp_path / "dotfiles"
+    kept.write_text("alias ll='ls -l'\n")
+    kept.chmod(0o600)
+    (tmp_path / ".bashrc").symlink_to(kept)
+    script, start = completion.places("bash")
+    assert start is not None
+    with full(), pytest.raises(OSError, match="File too large"):
+        completion._mention(script, start)
+    assert kept.read_text() == "alias ll='ls -l'\n"
+    completion._mention(script, start)
+    assert len(kept.read_text().splitlines()) == 2 and kept.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / ".bashrc").is_symlink()
