@@ -77,6 +77,16 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
+def process_began(pid: int) -> str:
+    """When a process of this host began, in the system's clock ticks since the host did, which tells it from another
+    one of its number; "" where it has ended, or where the system does not tell."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]  # of one that nobody has waited for, only its number is left
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
 @contextlib.contextmanager
 def hub_offline() -> Iterator[None]:
     """In this block huggingface_hub, from which other libraries load weights and datasets, looks into its local cache

@@ -84,6 +84,15 @@ def test_who_wraps_a_model_where_another_has_ended_is_told_in_plain_words() -> N
     assert not ok and re.match(says, text), text
 
 
+def test_a_rank_that_is_killed_in_an_operation_of_all_is_named_and_one_that_is_slow_is_not() -> None:
+    results = run_ranks_raw(3, leaving.killed_in_an_operation)
+    gone = ["the process(es of ranks 1-| of rank )2 (is|are) gone", "the process of rank 2 is gone"]  # 1 ends by then
+    for rank, says in enumerate(gone):
+        ok, text = results[rank]
+        failed = rf"rank {rank}: PeerLost: ranks cannot open the file together, as where one has ended: \w[^/;]*; "
+        assert not ok and re.match(failed + says + "\n", text), text
+
+
 @pytest.mark.slow
 def test_over_gloo_an_average_with_a_rank_that_is_killed_fails_in_plain_words() -> None:
     ok, text = run_ranks_raw(2, leaving.killed_in_average, "collective")[0]

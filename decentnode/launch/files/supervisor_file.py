@@ -13,7 +13,7 @@ import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from decentnode.system import boot_id, write_atomic
+from decentnode.system import boot_id, process_began, write_atomic
 
 FILE = "supervisor.json"
 
@@ -34,12 +34,12 @@ class Supervisor:
         """Whether the process is known to have ended. Of one on another machine nothing is known."""
         if self.host != socket.gethostname():
             return False
-        return self.boot != _boot() or not _runs(self.pid) or self.began != _began(self.pid)
+        return self.boot != _boot() or not _runs(self.pid) or self.began != process_began(self.pid)
 
 
 def write(run: Path) -> None:
     """Note that this process runs the run. A disk that refuses costs the word of `died` alone."""
-    own = Supervisor(os.getpid(), _began(os.getpid()), socket.gethostname(), _boot())
+    own = Supervisor(os.getpid(), process_began(os.getpid()), socket.gethostname(), _boot())
     with contextlib.suppress(OSError):
         write_atomic(run / FILE, json.dumps(asdict(own)) + "\n")
 
@@ -81,13 +81,6 @@ def _runs(pid: int) -> bool:
     except OSError:  # another user's
         return True
     return True
-
-
-def _began(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 def _boot() -> str:

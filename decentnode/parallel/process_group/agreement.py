@@ -10,7 +10,7 @@ import torch
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
-from decentnode.parallel.process_group.ends import come, late
+from decentnode.parallel.process_group.ends import come, gone, late
 from decentnode.words import names
 
 MAX_REASON = 2000
@@ -31,11 +31,13 @@ def by_all_ranks(what: str) -> Iterator[None]:
 
 
 def _lost(what: str, error: RuntimeError) -> PeerLost:
-    """Names the ranks that have not come to an operation that failed."""
-    absent = late()
+    """Names the ranks whose processes are gone, or else those that have not come to an operation that failed: where one
+    is gone, others may only be slow."""
+    reason, ended = reason_of(error), gone()
+    absent = [] if ended else late()
     word = "rank" if len(absent) == 1 else "ranks"
     has_not_come = f"; {word} {names(absent)} had not come to it" if absent else ""
-    return PeerLost(f"ranks cannot {what} together, as where one has ended: {reason_of(error)}{has_not_come}", absent)
+    return PeerLost(f"ranks cannot {what} together, as where one has ended: {reason}{has_not_come}", ended or absent)
 
 
 @contextlib.contextmanager

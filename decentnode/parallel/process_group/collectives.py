@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode.parallel.process_group.default_group import num_ranks
-from decentnode.parallel.process_group.ends import first_end, use_store
+from decentnode.parallel.process_group.ends import first_end, gone, use_store
 from decentnode.tensors import distinct
+from decentnode.words import names
 
 MAX_TEXT_BYTES = 1 << 24
 
@@ -37,10 +38,13 @@ _BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.
 
 def reason_of(error: BaseException) -> str:
     """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause; and
-    which rank's script has ended first, with its error, where it has told so."""
+    which rank's script has ended first, with its error, where it has told so, or which processes of this host are gone
+    without a word."""
     said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_end()
     if ended is None:
-        return said
+        ranks = gone()
+        who = ("the process of rank {} is gone" if len(ranks) == 1 else "the processes of ranks {} are gone")
+        return f"{said}; {who.format(names(ranks))}" if ranks else said
     rank, reason = ended
     return f"{said}; the script of rank {rank} " + (f"ended with an error: {reason}" if reason else "has ended")
 

@@ -1,5 +1,5 @@
-"""Tells the other ranks how a script ended, and to how many operations of all ranks one has come, through the store of
-the default process group.
+"""Tells the other ranks how a script ended, and to how many operations of all ranks one has come in which process,
+through the store of the default process group.
 
 What they see by themselves is a connection that closed, memory that was given up, or that a time is up.
 """
@@ -15,13 +15,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from decentnode import clock
 from decentnode.errors import told
+from decentnode.system import boot_id, process_began
 
 KEY = "decentnode/ended"
 COME = "decentnode/come"
 MAX_BYTES = 400
 STORE_SECONDS = 1.0
 """How long the store may take: the machine that it is on may be gone."""
+GONE_SECONDS = 0.2
+"""How long a process may take to be gone whose connections the system has closed."""
 
 _in_use = True
 """Whether the store may be used: where ranks come and go, it may be gone, or closed to strangers."""
@@ -64,22 +68,50 @@ _come = 0
 
 
 def come() -> None:
-    """Tells the other ranks that this one has come to one more operation of all ranks. Blocking for STORE_SECONDS at
-    most."""
+    """Tells the other ranks that this one has come to one more operation of all ranks, and what its process is.
+    Blocking for STORE_SECONDS at most."""
     global _come
     _come += 1
     if _usable():
-        _within_time(lambda store: store.set(f"{COME}/{dist.get_rank()}", str(_come)))
+        own = f"{_come} {os.getpid()} {process_began(os.getpid())} {_host()}"
+        _within_time(lambda store: store.set(f"{COME}/{dist.get_rank()}", own))
+
+
+def _host() -> str:
+    """Names the part of this host in which numbers of processes mean the same; "" where the system does not tell."""
+    try:
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def late() -> list[int]:
     """The ranks that have not come to the operation that this one came to last; none where that is not known. Blocking
     for STORE_SECONDS at most."""
-    def behind(store: Any) -> list[int]:
-        keys = [f"{COME}/{rank}" for rank in range(dist.get_world_size())]
-        return [rank for rank, key in enumerate(keys) if not store.check([key]) or int(store.get(key)) < _come]
+    return [rank for rank, said in enumerate(_all_said()) if not said or int(said[0]) < _come]
 
-    return (_within_time(behind) or []) if _usable() else []
+
+def gone() -> list[int]:
+    """The ranks of this host that have come to an operation of all ranks once, and whose process is gone. Blocking for
+    GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
+    here = {rank: (int(said[1]), said[2]) for rank, said in enumerate(_all_said())
+            if len(said) == 4 and said[2] and said[3] == _host()}  # fmt: skip
+    until = clock.now() + GONE_SECONDS
+    while True:
+        found = [rank for rank, (pid, began) in here.items() if process_began(pid) != began]
+        if found or not here or clock.now() > until:
+            return found
+        clock.sleep(GONE_SECONDS / 20)
+
+
+def _all_said() -> list[list[str]]:
+    """What every rank has told in `come`, by rank; nothing where that is not known. Blocking for STORE_SECONDS at
+    most."""
+    def read(store: Any) -> list[list[str]]:
+        keys = [f"{COME}/{rank}" for rank in range(dist.get_world_size())]
+        return [store.get(key).decode().split(" ", 3) if store.check([key]) else [] for key in keys]
+
+    return (_within_time(read) or []) if _usable() else []
 
 
 def _usable() -> bool:

@@ -21,7 +21,8 @@ from torch import nn
 from decentnode.communication.shared_memory.segment import PAGE, Segment
 from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel import DecentralizedDataParallel
-from decentnode.parallel.process_group import ends
+from decentnode.parallel.process_group import agreement, ends
+from decentnode.parallel.process_group.agreement import together
 from decentnode.parallel.transports.presence import WORDS, Presence
 from tests.conftest import wait_until
 from tests.parallel.work.models import SGD, batch, model
@@ -43,6 +44,18 @@ def dies_while_it_wraps(rank: int, n: int, module: str, function: str) -> None:
     if rank == n - 1:
         setattr(importlib.import_module(f"decentnode.parallel.{module}"), function, lambda *_: os._exit(1))
     DecentralizedDataParallel(model(), optimizer=SGD, topology="complete", transport="auto")
+
+
+def killed_in_an_operation(rank: int, n: int) -> None:
+    """The last rank is killed in an operation of all ranks that it has come to, and the first is slow to come."""
+    with together("look for the file"):
+        pass
+    if rank == n - 1:
+        agreement.gather_texts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    elif rank == 0:
+        time.sleep(0.5)
+    with together("open the file"):
+        pass
 
 
 def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
