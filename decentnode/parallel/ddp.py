@@ -44,7 +44,7 @@ from decentnode.parallel.process_group.agreement import by_all_ranks, check_alik
 from decentnode.parallel.process_group.collectives import broadcast_all
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
 from decentnode.parallel.process_group.machines import ranks_per_machine
-from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep
+from decentnode.parallel.process_group.shutdown import close_at_exit, close_others, keep, takes_no_steps
 from decentnode.parallel.states.detached import DetachedModel
 from decentnode.parallel.states.entry_names import EXTRA, plain_name, renamed_entries
 from decentnode.parallel.states.loading import all_or_none, load_together, restart
@@ -275,6 +275,7 @@ class DecentralizedDataParallel(Module, Idles):
         Ranks of the same host that go on training are told that this one does not.
         """
         open_ = self._watch.stop()
+        takes_no_steps(self)
         if open_ and self._gossip.exchange.end():
             keep(self._gossip.exchange, self._gossip.buckets)
         return open_

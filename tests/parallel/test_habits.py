@@ -182,6 +182,27 @@ def test_a_module_wrapped_again_is_stepped_once(caplog: pytest.LogCaptureFixture
     assert (first.steps, second.steps) == (0, 1) and "was wrapped before" in caplog.text
 
 
+@pytest.mark.parametrize("step_in_backward", [True, False])
+def test_ranks_do_not_exchange_twice(step_in_backward: bool) -> None:
+    module = model()
+    comm = CommOptimizer(SGD(module.parameters()), "EASGD")
+    with pytest.raises(ValueError, match=r"optimizer must be one that knows of no other ranks, got a CommOptimizer"):
+        wrapper(model(), optimizer=lambda params: CommOptimizer(SGD(params), "EASGD"))
+    with pytest.raises(ValueError, match=r"knows of no other ranks, got a CommOptimizer: .*Either wrap the model"):
+        CommOptimizer(comm, "LSGD")
+    wrapped = wrapper(module, step_in_backward=step_in_backward)
+    with pytest.raises(ValueError, match=r"those of a model that DecentralizedDataParallel wraps.*or close\(\) the"):
+        comm.step()
+    says = "those of a model that" if step_in_backward else "got a ScriptOptimizer"
+    with pytest.raises(ValueError, match=says):
+        CommOptimizer(wrapped.optimizer, "EASGD")
+    with pytest.raises(ValueError, match="those of a model that DecentralizedDataParallel wraps"):
+        CommOptimizer(SGD(wrapped.parameters()), "EASGD")
+    wrapped.close()
+    comm.step()
+    assert CommOptimizer(SGD(module.parameters()), "EASGD").steps == 0
+
+
 def test_a_parameter_among_the_outputs_keeps_no_hooks() -> None:
     wrapped = wrapper(habits.Scaled())
     for t in range(3):

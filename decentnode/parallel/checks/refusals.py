@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from decentnode.optim.outer import OuterOptimizer
 from decentnode.parallel.checks.memory import overlaps, shares_elements
+from decentnode.parallel.process_group.shutdown import exchanged_by_wrapper
 
 MAKERS = {
     "optim_fn": "lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)",
@@ -24,6 +27,7 @@ MAKERS = {
     "lr_scheduler_fn": "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10)",
 }
 """What each of these arguments may be, for messages."""
+CHOOSE = "Either wrap the model with DecentralizedDataParallel, or an ordinary optimizer with CommOptimizer"
 TRANSPORTS = ("auto", "shared_memory", "collective", "sockets")
 
 
@@ -95,9 +99,24 @@ def _check_parameter(name: str, p: Tensor) -> None:
     check_exists(f"parameter {name}", p)
     if p.layout is not torch.strided or is_traceable_wrapper_subclass(p):
         raise ValueError(f"parameter {name} must be a dense tensor with memory, got {_kind(p)}")
-    if p.requires_grad and shares_elements(p):
-        raise ValueError(f"parameter {name} must have memory for each of its elements, got strides {p.stride()} "
-                         f"for the shape {tuple(p.shape)}: clone() it first")  # fmt: skip
+    if p.requires_grad:
+        _check_elements(f"parameter {name}", p)
+
+
+def _check_elements(name: str, p: Tensor) -> None:
+    if shares_elements(p):
+        raise ValueError(f"{name} must have memory for each of its elements, got strides {p.stride()} for the shape "
+                         f"{tuple(p.shape)}: clone() it first")  # fmt: skip
+
+
+def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for parameters that share memory, which would be pulled twice. named: with their names."""
+    for name, p in named:
+        _check_elements(name, p)
+    pair = overlaps(named, [])
+    if pair is not None:
+        raise ValueError(f"parameters must not share memory with others, {pair[0]} does with {pair[1]}, and what they "
+                         "share would be pulled twice: use one Parameter in both places")  # fmt: skip
 
 
 def _kind(tensor: Tensor) -> str:
@@ -128,11 +147,22 @@ def check_optimizer(optimizer: Optimizer, scheduler: Any) -> None:
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
-    """Raises ValueError for an optimizer that evaluates the loss itself, several times in a step."""
+    """Raises ValueError for an optimizer that meets other ranks itself, or evaluates the loss, several times in a
+    step."""
+    if isinstance(optimizer, OuterOptimizer):
+        raise ValueError(f"optimizer must be one that knows of no other ranks, got a {type(optimizer).__name__}: they "
+                         f"would exchange twice. {CHOOSE}")  # fmt: skip
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise ValueError(f"optimizer must step without a closure: {type(optimizer).__name__} evaluates the loss "
                          "several times in a step, between which ranks cannot exchange")  # fmt: skip
+
+
+def check_not_wrapped(params: Iterable[Tensor]) -> None:
+    """Raises ValueError for parameters that a wrapped model exchanges, which its optimizer steps, too."""
+    if exchanged_by_wrapper(params):
+        raise ValueError("parameters must not be those of a model that DecentralizedDataParallel wraps, which "
+                         f"exchanges and steps them itself. {CHOOSE}, or close() the wrapper first")  # fmt: skip
 
 
 def refuse_unfrozen(name: str) -> None:

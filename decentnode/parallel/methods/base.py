@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from decentnode.errors import AssemblyError
-from decentnode.parallel.checks.refusals import check_exists, check_steps_alone
+from decentnode.parallel.checks.refusals import check_apart, check_exists, check_not_wrapped, check_steps_alone
 from decentnode.parallel.process_group.agreement import by_all_ranks, check_alike, together
 from decentnode.parallel.process_group.collectives import wait
 from decentnode.parallel.process_group.default_group import check_device, device_of_group, num_ranks
@@ -112,6 +112,10 @@ class DistOptimizer(metaclass=MadeTogether):
             check_exists(f"parameter {number} of the optimizer", p)
             check_device(f"parameter {number} of the optimizer", p)
         check_steps_alone(local_optimizer)
+        check_not_wrapped(self.params)
+        if not self.alike:
+            check_apart([(f"parameter {number} of the optimizer", p) for number, p in enumerate(self.params)])
+        self._kinds = [(p.dtype, p.device) for p in self.params]
         self.check_stable()
         self.center = self.flat_params()
         """[P] the parameters that ranks are pulled to."""
@@ -236,11 +240,17 @@ class DistOptimizer(metaclass=MadeTogether):
         """Every `comm_period` steps: exchanges with the other ranks. Blocking without overlap."""
 
     def check_params(self) -> None:
-        """Raises RuntimeError if the local optimizer has other parameters than it had: ranks would train them apart."""
+        """Raises RuntimeError if the local optimizer has other parameters than it had, which ranks would train apart,
+        or if they were converted; ValueError if their model has been wrapped meanwhile."""
         now = [p for group in self.local_optimizer.param_groups for p in group["params"]]
         if len(now) != len(self.params) or not all(map(operator.is_, now, self.params)):
             raise RuntimeError("the optimizer must keep the parameters that it had when the CommOptimizer was made: "
                                "the center covers those alone")  # fmt: skip
+        for number, (p, kind) in enumerate(zip(now, self._kinds, strict=True)):
+            if (p.dtype, p.device) != kind:
+                raise RuntimeError(f"parameter {number} of the optimizer must stay {kind[0]} on {kind[1]}, as when the "
+                                   f"CommOptimizer was made, got {p.dtype} on {p.device}: make it after the conversion")
+        check_not_wrapped(self.params)
 
     def step(self, loss: float | None = None) -> None:
         self.local_pulling_step()

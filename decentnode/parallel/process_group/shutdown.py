@@ -69,6 +69,18 @@ def close_others(wrapper: Closable, params: Iterable[Tensor]) -> bool:
     return any(closed)
 
 
+def takes_no_steps(wrapper: Closable) -> None:
+    """The wrapper is closed now, and exchanges no parameters any more."""
+    if wrapper in _alive:
+        _alive[wrapper] = frozenset()
+
+
+def exchanged_by_wrapper(params: Iterable[Tensor]) -> bool:
+    """Whether any of these parameters are stepped by a wrapper that is still open."""
+    stepped = [each for each in _alive.values() if each]
+    return bool(stepped) and any(id(p) in each for p in params for each in stepped)
+
+
 def keep(exchange: InFlight, memory: object) -> None:
     """Keeps memory until the process ends, because operations in flight of the exchange read and write it."""
     _left.append((exchange, memory))
