@@ -20,9 +20,17 @@ def kind_of(optimizer: object) -> str:
     return type(optimizer).__name__
 
 
-def check_saved(optimizer: Optimizer, state: Mapping[str, Any], kind: str | None = None) -> None:
+def entries_of(state: Mapping[str, Any]) -> int:
+    """How many values a state (of `Optimizer.state_dict`) has of single parameters, such as their momentum."""
+    return sum(len(each) if isinstance(each, Mapping) else 1 for each in state.get("state", {}).values())
+
+
+def check_saved(
+    optimizer: Optimizer, state: Mapping[str, Any], kind: str | None = None, entries: int | None = None
+) -> None:
     """Raises ValueError unless `state` (of `Optimizer.state_dict`) is one of this kind of optimizer, with groups of as
-    many parameters. kind: `kind_of` the one that it was saved of, where it is known.
+    many parameters. kind: `kind_of` the one that it was saved of, entries: `entries_of` the state that was saved, where
+    they are known.
 
     Optimizers are of one kind whose groups have the same options, such as Adam and AdamW; if `kind` is not known, those
     too of which one has all options of the other, as optimizers get more from version to version of torch.
@@ -36,6 +44,10 @@ def check_saved(optimizer: Optimizer, state: Mapping[str, Any], kind: str | None
                      (state["param_groups"], optimizer.param_groups))  # fmt: skip
     if sizes != wanted:
         raise ValueError(f"optimizer must have groups of as many parameters as the saved one, {sizes}, got {wanted}")
+    if entries is not None and entries_of(state) != entries:
+        raise ValueError(f"the state must have the {entries} values that the optimizer kept when it was saved, got "
+                         f"{entries_of(state)}: torch.distributed.checkpoint loads those alone that the state which it "
+                         "is given has already, so give it the state as bytes (docs/howto/own_script.rst)")  # fmt: skip
 
 
 def _options(groups: Iterable[Mapping[str, Any]]) -> set[str]:

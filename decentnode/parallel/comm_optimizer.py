@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
 from torch.optim import Optimizer
 
 from decentnode.errors import PeerLost
 from decentnode.optim.outer import OuterOptimizer
-from decentnode.optim.saved import check_saved, kind_of
+from decentnode.optim.saved import check_saved, entries_of, kind_of
 from decentnode.parallel.membership.founding import Missing, job_for
 from decentnode.parallel.methods.base import DistOptimizer
 from decentnode.parallel.methods.ddp import GradientAveraging
@@ -115,6 +116,7 @@ class CommOptimizer(OuterOptimizer, Idles):
                     p.copy_(value)
             self._inside_center = False
 
+    @_disable_dynamo  # as torch's own: a compiled training step calls it whole
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
         """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all
         ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
@@ -189,13 +191,14 @@ class CommOptimizer(OuterOptimizer, Idles):
                          "the center covers them all")  # fmt: skip
 
     def kept(self) -> dict[str, Any]:
-        return {"local": self.local_optimizer.state_dict(), "dist": self.dist_optimizer.state_dict(),
-                "local_kind": kind_of(self.local_optimizer), "method": kind_of(self.dist_optimizer)}  # fmt: skip
+        local = self.local_optimizer.state_dict()
+        return {"local": local, "local_kind": kind_of(self.local_optimizer), "local_entries": entries_of(local),
+                "dist": self.dist_optimizer.state_dict(), "method": kind_of(self.dist_optimizer)}  # fmt: skip
 
     def take_up(self, state: dict[str, Any]) -> None:
         """Blocking while an exchange is under way. Raises ValueError, having loaded nothing, for a state of another
         local optimizer, and for one of a method that does not keep what this one does."""
-        check_saved(self.local_optimizer, state["local"], state.get("local_kind"))
+        check_saved(self.local_optimizer, state["local"], state.get("local_kind"), state.get("local_entries"))
         missing = self.dist_optimizer.state_dict().keys() - state["dist"].keys() - LATER
         if missing:
             was, here = state.get("method", "another"), kind_of(self.dist_optimizer)

@@ -161,6 +161,28 @@ def test_the_center_is_evaluated_in_place_and_the_own_model_comes_back() -> None
     comm.step()
 
 
+def test_what_would_be_pulled_twice_or_rounded_is_refused() -> None:
+    weight = nn.Parameter(torch.randn(3, 3))
+    tied, one = nn.Parameter(weight.data.t()), nn.Parameter(torch.ones(1).expand(3))
+    with pytest.raises(ValueError, match=r"parameter . of the optimizer does with parameter .* pulled twice"):
+        CommOptimizer(torch.optim.SGD([weight, tied], lr=0.1), "EASGD")
+    with pytest.raises(ValueError, match=r"parameter 0 of the optimizer must have memory for each of its elements"):
+        CommOptimizer(torch.optim.SGD([one], lr=0.1), "LSGD")
+    assert CommOptimizer(torch.optim.SGD([weight, tied], lr=0.1), "DDP").steps == 0, "it pulls nothing"
+    module = nn.Linear(2, 1)
+    comm = CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), "EASGD")
+    module.double()
+    with pytest.raises(RuntimeError, match=r"must stay torch.float32 on cpu, .* got torch.float64 on cpu: make it"):
+        comm.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EASGD", "LSGD"])
+def test_a_compiled_step_is_called_whole(name: str) -> None:
+    for same, steps in run_ranks(2, meeting.compiled, name):
+        assert same and steps == 5
+
+
 def test_alone_and_without_a_loss(caplog: pytest.LogCaptureFixture) -> None:
     p = torch.ones(3, requires_grad=True)
     comm = CommOptimizer(torch.optim.SGD([p], lr=0.1), "LSGD", world_size=1, comm_period=2)

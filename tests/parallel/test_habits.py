@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -284,6 +285,29 @@ def test_a_refused_state_leaves_a_training_that_goes_on(transport: str) -> None:
     (first, *one), (other, *two) = run_ranks(2, habits.refused_state, transport, timeout_seconds=60)
     assert "rank 1 could not load the state" in first and "Missing key" in other
     assert one == two == [6]
+
+
+def test_a_state_without_what_its_optimizer_kept_is_refused() -> None:
+    """As torch.distributed.checkpoint loads it into a new one, whose optimizer has kept nothing yet."""
+    wrapped = wrapper(optimizer=partial(torch.optim.Adam, lr=0.1))
+    face.step(wrapped, 0, 0)
+    state = wrapped.state_dict()
+    state["_extra_state"]["optimizer"]["state"] = {}
+    with pytest.raises(ValueError, match=r"must have the 18 values that the optimizer kept .* as bytes"):
+        wrapped.load_state_dict(state)
+    module = model()
+    comm = CommOptimizer(torch.optim.Adam(module.parameters(), lr=0.1), "EASGD")
+    module(batch(0, 0)[0]).sum().backward()
+    comm.step()
+    state = comm.state_dict()
+    state["local"]["state"] = {}
+    with pytest.raises(ValueError, match=r"must have the 18 values that the optimizer kept .* as bytes"):
+        comm.load_state_dict(state)
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_from_a_distributed_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(2, habits.distributed_checkpoint, str(tmp_path)) == [True, True]
 
 
 def test_a_state_that_comes_as_part_of_a_larger_one() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from decentnode.optim.saved import check_saved, kind_of
+from decentnode.optim.saved import check_saved, entries_of, kind_of
 from decentnode.parallel.states.layouts import layout, recut
 from decentnode.parallel.steps.gossip_steps import GossipSteps
 
@@ -18,9 +18,9 @@ from decentnode.parallel.steps.gossip_steps import GossipSteps
 def kept_of(steps: GossipSteps, named: Sequence[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Any]:
     """What a wrapper's state has beside its module's. named: the exchanged parameters, with their names. optimizer:
     the one that the script sees, with its hooks."""
-    local = steps.local
+    local, kept = steps.local, optimizer.state_dict()
     return {
-        "optimizer": optimizer.state_dict(), "optimizer_kind": kind_of(local.optimizer),
+        "optimizer": kept, "optimizer_kind": kind_of(local.optimizer), "optimizer_entries": entries_of(kept),
         "steps": steps.taken, "factor": steps.factor, "learning_rate": steps.learning_rate,
         "lr_scheduler": None if local.lr_scheduler is None else local.lr_scheduler.state_dict(),
         "lr_scheduler_kind": kind_of(local.lr_scheduler),
@@ -36,7 +36,7 @@ def take_up(
     """Loads what `kept_of` returned. Raises ValueError, having loaded nothing, for a sharing rule's state that does not
     fit the buckets, and for that of another optimizer or scheduler. The exchange is not begun anew (loading.py)."""
     kept, local = recut(state["sharing"], state.get("layout"), layout(steps.buckets, named)), steps.local
-    check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"))
+    check_saved(local.optimizer, state["optimizer"], state.get("optimizer_kind"), state.get("optimizer_entries"))
     if local.lr_scheduler is not None and state["lr_scheduler"] is not None:
         load_scheduler(local.lr_scheduler, state["lr_scheduler"], state.get("lr_scheduler_kind"))
     optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors of `state`

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
@@ -153,6 +156,25 @@ def refused_state(rank: int, n: int, transport: Any) -> tuple[str, int]:
     for t in range(2, 6):
         step(wrapped, rank, t)
     return told, wrapped.steps
+
+
+def distributed_checkpoint(rank: int, n: int, folder: str) -> bool:
+    """Whether a training that goes on from a state in torch.distributed.checkpoint has the same bits."""
+    def make() -> DecentralizedDataParallel:
+        return DecentralizedDataParallel(model(), optimizer=partial(torch.optim.Adam, lr=0.01), topology="ring")
+
+    first, last, file = make(), make(), io.BytesIO()
+    for t in range(6):
+        step(first, rank, t)
+        if t == 2:
+            torch.save(first.state_dict(), file)
+            torch.distributed.checkpoint.save({f"rank{rank}": file.getvalue()}, checkpoint_id=folder)
+    saved: dict[str, Any] = {f"rank{rank}": b""}
+    torch.distributed.checkpoint.load(saved, checkpoint_id=folder)
+    last.load_state_dict(torch.load(io.BytesIO(saved[f"rank{rank}"])))
+    for t in range(3, 6):
+        step(last, rank, t)
+    return torch.equal(flat(first.module), flat(last.module))
 
 
 def inside_another(rank: int, n: int) -> tuple[int, bool]:

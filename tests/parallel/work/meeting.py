@@ -94,6 +94,25 @@ def elastic(rank: int, n: int, name: str, options: dict[str, Any]) -> dict[str, 
     return found
 
 
+def compiled(rank: int, n: int, name: str) -> tuple[bool, int]:
+    """Whether a compiled training step does what one does that is not, and the steps that it took."""
+    def step(module: nn.Module, comm: CommOptimizer, t: int) -> None:
+        x, y = batch(rank, t)
+        comm.zero_grad()
+        loss = (module(x) - y).square().mean()
+        loss.backward()
+        comm.step(loss=loss)
+
+    found = []
+    for each in (step, torch.compile(step, backend="eager")):
+        module = model()
+        comm = CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.05), name, n, comm_period=2)
+        for t in range(5):
+            each(module, comm, t)
+        found.append(flat(module))
+    return torch.equal(*found), comm.steps
+
+
 def overlapped(rank: int, n: int, name: str, period: int) -> dict[str, Any]:
     """Exchanges that fly behind the next steps: when they take effect, and a resume in the middle of one."""
     torch.manual_seed(rank)
