@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -31,6 +32,14 @@ T = TypeVar("T")
 
 LATER = {"world_size", "flight"}
 """Entries of states that files of earlier versions lack."""
+
+
+def _is_number(loss: Any) -> bool:
+    return loss.numel() == 1 if isinstance(loss, Tensor) else hasattr(loss, "__float__")
+
+
+def _words(loss: Any) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
 
 
 class UnknownMethod(DistOptimizer):
@@ -120,12 +129,14 @@ class CommOptimizer(OuterOptimizer, Idles):
     def step(self, closure: Callable[[], Any] | None = None, loss: Any = None) -> Any:
         """Takes the local step, and exchanges where due. loss: of this step, for the methods that follow a leader: all
         ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
-        than it had, and inside `at_center`."""
+        than it had, and inside `at_center`, ValueError for a loss that is no number."""
         if self._inside_center:
             raise RuntimeError("a training step must not begin at the center, whose values are taken back: leave "
                                "at_center() first")  # fmt: skip
+        if loss is not None and not _is_number(loss):
+            raise ValueError(f"loss must be one number, got {_words(loss)}")
         result = self.evaluated(closure)
-        if loss is None:
+        if loss is None and _is_number(result):  # closures may return what they like
             loss = result
         Join.notify_join_context(self)
         with contextlib.nullcontext() if self._member is None else self._member.step():
@@ -204,7 +215,7 @@ class CommOptimizer(OuterOptimizer, Idles):
             was, here = state.get("method", "another"), kind_of(self.dist_optimizer)
             raise ValueError(f"dist_optim_name must be that of the saved method, {was}, got {here}: the state has no "
                              f"{', '.join(sorted(missing))}")  # fmt: skip
-        self.local_optimizer.load_state_dict(state["local"])
+        self.local_optimizer.load_state_dict(copy.deepcopy(state["local"]))  # torch would keep the tensors of `state`
         self.dist_optimizer.load_state_dict(state["dist"])
 
     def __repr__(self) -> str:

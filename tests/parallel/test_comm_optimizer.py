@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -174,6 +175,30 @@ def test_what_would_be_pulled_twice_or_rounded_is_refused() -> None:
     module.double()
     with pytest.raises(RuntimeError, match=r"must stay torch.float32 on cpu, .* got torch.float64 on cpu: make it"):
         comm.step()
+
+
+@pytest.mark.parametrize("name", ["EASGD", "LSGD"])
+def test_a_loss_is_a_number_and_closures_return_what_they_like(name: str) -> None:
+    module = nn.Linear(2, 1)
+    comm = CommOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), name)
+    for loss, words in ((torch.ones(2), r"a tensor of shape \(2,\)"), ({"loss": 1.0}, "dict")):
+        with pytest.raises(ValueError, match=f"loss must be one number, got {words}"):
+            comm.step(loss=loss)
+    assert comm.steps == 0 and comm.step(lambda: (1.0, "output")) == (1.0, "output") and comm.steps == 1
+
+
+def test_a_state_may_be_loaded_again() -> None:
+    p = nn.Parameter(torch.ones(2))
+    comm = CommOptimizer(torch.optim.SGD([p], lr=0.1, momentum=0.9), "EASGD")
+    p.grad = torch.ones(2)
+    comm.step()
+    state, ends = copy.deepcopy(comm.state_dict()), []
+    for _ in range(2):
+        comm.load_state_dict(state)
+        p.data.fill_(1.0)
+        comm.step()
+        ends.append(p.detach().clone())
+    assert torch.equal(*ends)
 
 
 @pytest.mark.slow
