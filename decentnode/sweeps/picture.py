@@ -94,8 +94,8 @@ def _lines(figure: Figure, results: Results, rows: Sequence[Row], key: str) -> N
         beside = ScaledTranslation((index - (min(len(drawn), MOST_LINES) - 1) / 2) * APART, 0, figure.dpi_scale_trans)
         made = panel.errorbar(x, mean, bars if any(bars) else None, fmt=f"o{dashes}", color=color, markersize=4,
                               capsize=3, linewidth=1.2, label=label)  # fmt: skip
-        for each in made.get_children():
-            each.set_transform(panel.transData + beside)
+        for artist in made.get_children():
+            artist.set_transform(panel.transData + beside)
     points = sorted({_at(each, key) for each in rows})
     if points[0] > 0 and points[-1] / points[0] >= 10:
         panel.set_xscale("log")

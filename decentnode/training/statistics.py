@@ -88,14 +88,12 @@ def load(module: nn.Module, moments: Tensor) -> None:
     """Set the running statistics to the mean and variance of `moments` (from `measure`), in place. Layers that had no
     values, as those of auxiliary outputs have in training alone, keep theirs."""
     for layer, part in _parts(module, moments):
-        if not part[0]:
-            continue
-        channels = layer.num_features
+        channels, had = layer.num_features, part[0] > 0
         mean = part[1 : 1 + channels] / part[0]
         variance = (part[1 + channels :] / part[0] - mean.square()).clamp(min=0)
         assert layer.running_mean is not None and layer.running_var is not None
-        layer.running_mean.copy_(mean)
-        layer.running_var.copy_(variance)
+        for kept, found in ((layer.running_mean, mean), (layer.running_var, variance)):
+            kept.copy_(torch.where(had, found, kept))  # asked on the device: the host need not wait for its answer
 
 
 def _parts(module: nn.Module, moments: Tensor) -> Iterator[tuple[_BatchNorm, Tensor]]:

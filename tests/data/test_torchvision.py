@@ -123,7 +123,8 @@ def ready(samples: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("width, height, mode, suffix", [
     (50, 37, "RGB", ".png"), (37, 50, "RGB", ".jpg"), (31, 16, "L", ".png"), (33, 97, "P", ".png"),
-    (16, 16, "RGB", ".jpg"), (64, 21, "RGBA", ".png"), (29, 41, "CMYK", ".jpg"), (40, 40, "L", ".jpg"), (18, 19, "1", ".png"),
+    (16, 16, "RGB", ".jpg"), (64, 21, "RGBA", ".png"), (29, 41, "CMYK", ".jpg"), (40, 40, "L", ".jpg"),
+    (18, 19, "1", ".png"),
 ])  # fmt: skip
 @pytest.mark.parametrize("size, resize", [(8, 9), (14, 16), (15, 22)])
 def test_the_middle_is_that_of_resize_and_center_crop(
