@@ -25,8 +25,16 @@ v1, v2 = vision.transforms, vision.transforms.v2
 COUNT = 20
 
 
+class Augmented(vision.datasets.FakeData):  # type: ignore[misc]
+    """Gives a transform, which YAML cannot write: other ones to train with."""
+
+    def __init__(self, size: int, train: bool = True) -> None:
+        drawn = [v2.RandomCrop(8, padding=2)] if train else []
+        super().__init__(size, (3, 8, 8), 4, v2.Compose([v2.ToImage(), *drawn]), random_offset=0 if train else size)
+
+
 def opened(name: str, folder: Path, **keys: Any) -> OpenedData:
-    name = f"torchvision.datasets:{name}"
+    name = name if ":" in name else f"torchvision.datasets:{name}"
     config = load_class(name, DATASETS, "data").Config.model_validate({"name": name, **keys})
     return OpenedData(config, DATASETS, folder, [0, 0], 1)
 
@@ -78,6 +86,15 @@ def test_files_by_the_name_of_the_class(tmp_path: Path) -> None:
     write_image_folder(tmp_path / "d", classes=3, per_class=4)
     folder = opened("ImageFolder", tmp_path, root=str(tmp_path / "d" / "train"))
     assert folder.spec.num_classes == 3 and folder.spec.input_shape[0] == 3
+
+
+def test_a_class_that_gives_its_transform(tmp_path: Path) -> None:
+    data = opened(f"{__name__}:Augmented", tmp_path, size=COUNT)
+    assert data.spec.input_shape == (3, 8, 8) and len(data.of(0).test) == COUNT
+    one, again = fetched(data, 10), fetched(data, 10)
+    assert not np.array_equal(one.inputs, again.inputs) and np.array_equal(one.targets, again.targets)
+    tests = [data.of(0).test.fetch(np.arange(3)) for _ in range(2)]  # type: ignore[union-attr]
+    assert np.array_equal(tests[0].inputs, tests[1].inputs)
 
 
 @pytest.mark.parametrize("transform", [
