@@ -9,7 +9,10 @@ from typing import Any
 MAX_TEXT, MAX_LONG_TEXT = 512, 8192
 """Most characters of a reason, and of several reasons in one text."""
 MAX_SCALARS, MAX_SCALAR_NAME, MAX_SCALAR_TEXT = 64, 64, 256
-"""Most named scalars of a message, and most characters of a name and of a text among them."""
+"""Most named scalars of a payload, and most characters of a name and of a text among them."""
+MAX_FIGURES = 2048
+"""Most closing figures of a node: some fifty, and three for each metric, which a task of the user's own has as many of
+as it likes, and each of them again of moving averages, training samples and own test samples."""
 
 Scalars = Mapping[str, int | float | str]
 
@@ -29,9 +32,9 @@ def blob(limit: int, exact: bool = False) -> Any:
     return field(metadata={"blob": limit, "exact": exact})
 
 
-def named_scalars() -> Any:
-    """Up to MAX_SCALARS named numbers or short texts."""
-    return field(metadata={"scalars": True})
+def named_scalars(most: int = MAX_SCALARS) -> Any:
+    """Up to `most` named numbers or short texts."""
+    return field(metadata={"scalars": most})
 
 
 def fitting(words: str, limit: int = MAX_TEXT) -> str:
@@ -59,10 +62,10 @@ def _blob_problem(limit: int, exact: bool) -> Problem:
     return lambda value: None if type(value) is bytes and least <= len(value) <= limit else f"must be {limit} bytes"
 
 
-def scalars_problem(value: Any) -> str | None:
+def scalars_problem(value: Any, most: int = MAX_SCALARS) -> str | None:
     """Returns what is wrong with named scalars, or None."""
-    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > MAX_SCALARS:
-        return f"must be a map of at most {MAX_SCALARS} entries"
+    if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > most:
+        return f"must be a map of at most {most} entries"
     for key, entry in value.items():
         if type(key) is not str or len(key) > MAX_SCALAR_NAME:
             return "must have short text keys"
@@ -83,4 +86,7 @@ def problem_of(rule: Mapping[str, Any]) -> Problem:
         return _number_problem(rule["limit"])
     if "text" in rule:
         return _text_problem(rule["text"])
-    return _blob_problem(rule["blob"], rule["exact"]) if "blob" in rule else scalars_problem
+    if "blob" in rule:
+        return _blob_problem(rule["blob"], rule["exact"])
+    most = rule["scalars"]
+    return scalars_problem if most == MAX_SCALARS else lambda value: scalars_problem(value, most)

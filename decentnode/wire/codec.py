@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgpack
 
 from decentnode.errors import PeerFault
-from decentnode.wire.bounds import MAX_SCALARS, Problem, Scalars, problem_of, scalars_problem
+from decentnode.wire.bounds import MAX_FIGURES, Problem, Scalars, problem_of, scalars_problem
 from decentnode.wire.messages import FIELDS, MESSAGES, PROTOCOL_VERSION, Message
 
 Bytes = bytes | bytearray | memoryview
@@ -103,7 +103,7 @@ def _unpacked(raw: Bytes) -> object:
             max_str_len=16384,
             max_bin_len=MAX_HEADER_BYTES,
             max_array_len=64,
-            max_map_len=MAX_SCALARS,
+            max_map_len=MAX_FIGURES,
             max_ext_len=0,
         )
     except Exception as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
-from decentnode.wire.bounds import MAX_LONG_TEXT, Scalars, blob, named_scalars, number, text
+from decentnode.wire.bounds import MAX_FIGURES, MAX_LONG_TEXT, Scalars, blob, named_scalars, number, text
 
 PROTOCOL_VERSION = 14
 RUN_ID_BYTES = 8
@@ -189,7 +189,7 @@ class Report(Message):
 
     TYPE: ClassVar[int] = 15
     uid: int = number(MAX_NODES)
-    figures: Scalars = named_scalars()
+    figures: Scalars = named_scalars(MAX_FIGURES)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from decentnode.config.component import Config
 from decentnode.errors import ConfigError
 from decentnode.experiment import Experiment, load
 from decentnode.launch.children.messages import Request
 from decentnode.launch.loading import load_request
 from decentnode.node.schedules.schedules import SCHEDULES
+from decentnode.samples import DataSpec
 from decentnode.sharing import SHARINGS
+from decentnode.tasks.classification import ACCURACY, Classification
 from tests.config.experiments import BASE, said
 
 
@@ -332,3 +336,23 @@ def test_samples_dealt_anew_have_no_test_samples_of_their_own(write, test):
     assert f"training.sampling must be fixed with data.test: {test}, got resample" in text and "see data.test" in text
     load(path, ["training.sampling=resample", "data.test=global"], {})
     load(path, (), {})
+
+
+class Detailed(Classification):
+    names = tuple(f"accuracy_{number}" for number in range(700))
+
+    def __init__(self, config: Config, data: DataSpec) -> None:
+        super().__init__(config, data)
+        self.metrics = tuple(replace(ACCURACY, name=name) for name in self.names)
+
+
+class Wordy(Detailed):
+    names = ("accuracy_of_the_classes_that_hardly_any_of_the_nodes_has_seen",)
+
+
+@pytest.mark.parametrize(("task", "message"), [
+    ("Detailed", "must have at most 640 metrics, with those of moving averages, training and own samples, got 701"),
+    ("Wordy", "must have metrics with names of at most 57 characters, got accuracy_of_the_classes"),
+])  # fmt: skip
+def test_figures_that_fit_into_no_message_are_refused_before_the_run(write, task, message):
+    assert message in said(write(BASE), f"task={{name: '{__name__}:{task}'}}")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from decentnode.errors import PeerFault
 from decentnode.wire import codec
-from decentnode.wire.messages import FIELDS, MESSAGES, Ack, Chunk, Message, Report, Stop, Welcome
+from decentnode.wire.bounds import MAX_FIGURES
+from decentnode.wire.messages import FIELDS, MESSAGES, Ack, Chunk, Message, Report, Slot, Stop, Welcome
 from tests.conftest import scale
 
 
@@ -98,7 +99,8 @@ RUN, ORIGIN = b"12345678", bytes(12)
         [220, 14, 2, RUN, 0, 3, ORIGIN[1:]], [220, 14, 2, RUN, 0, 3, 0],
         [220, 14, 2, RUN, 0.0, 3, ORIGIN], [220, 14, 99, RUN, 0, 3, ORIGIN], [220, 15, 2, RUN, 0, 3, ORIGIN],
         [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": [1]}], [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": True}],
-        [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {str(i): i for i in range(65)}],
+        [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {str(i): i for i in range(MAX_FIGURES + 1)}],
+        [220, 14, 16, RUN, 0, 3, ORIGIN, 1, 0, 0, 0, b"", {str(i): i for i in range(65)}],
         [220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": "x" * 300}], msgpack.ExtType(1, b"x"),
         [220, 14, 2, RUN, 0, [[[[[[]]]]]], ORIGIN],
     ],
@@ -111,6 +113,15 @@ def test_wrong_values_are_faults(value: object) -> None:
 def test_the_wrong_values_are_wrong_in_one_place() -> None:
     assert codec.decode(msgpack.packb([220, 14, 2, RUN, 0, 3, ORIGIN])) == Welcome(RUN, 0, 3)
     assert codec.decode(msgpack.packb([220, 14, 15, RUN, 0, 3, ORIGIN, 1, {"k": 1}])) == Report(RUN, 0, 3, 1, {"k": 1})
+    slot = Slot(RUN, 0, 3, 1, 0, 0, 0, b"", {"k": 1})
+    assert codec.decode(msgpack.packb([220, 14, 16, RUN, 0, 3, ORIGIN, 1, 0, 0, 0, b"", {"k": 1}])) == slot
+
+
+def test_as_many_figures_as_a_node_may_have_fit_into_a_report() -> None:
+    """A translation with moving averages and training samples has 66."""
+    figures = {f"{i:064d}": i / 7 for i in range(MAX_FIGURES)}
+    report = Report(RUN, 0, 3, 1, figures)
+    assert codec.decode(codec.encode(report)) == report
 
 
 def test_huge_counts_allocate_nothing() -> None:

@@ -23,6 +23,10 @@ from decentnode.sharing.parameters import named, problems_of
 from decentnode.training import TRAININGS
 from decentnode.training.statistics import needs_two
 from decentnode.training.supervised_config import SupervisedConfig
+from decentnode.wire.bounds import MAX_FIGURES, MAX_SCALAR_NAME
+
+MOST_METRICS = (MAX_FIGURES - 128) // 3
+"""Three figures each: the node's own, the mean over the nodes, that of the merged model; the others are some fifty."""
 
 
 def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
@@ -224,6 +228,23 @@ def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
     if schedule.every == "step" and training.local_epochs is not None and schedule.most_ticks() is not None:
         yield problem(f"with {schedule.name} over the steps of local_epochs, which grow in number with the share",
                       "training", "lr_schedule", hint="local_steps would do")  # fmt: skip
+
+
+def figures_fit_into_a_message(experiment: Experiment) -> Iterator[Problem]:
+    """Each node sends its closing figures in one message at its end: too late to learn that they do not fit."""
+    if spec_of(experiment) is None:
+        return
+    try:
+        metrics = experiment.measured().metrics
+    except UsageError:
+        return
+    long = max((each.name for each in metrics), key=len)
+    if len(metrics) > MOST_METRICS:
+        message = f"must have at most {MOST_METRICS} metrics, with those of moving averages, training and own samples"
+        yield Problem(("task",), f"{message}, got {len(metrics)}", other=("training",))
+    if len(f"{long}_merged") > MAX_SCALAR_NAME:
+        message = f"must have metrics with names of at most {MAX_SCALAR_NAME - len('_merged')} characters, got {long}"
+        yield Problem(("task",), message, other=("training",))
 
 
 def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:
