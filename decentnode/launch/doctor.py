@@ -208,6 +208,7 @@ class Patient:
         self._socket = context.socket(zmq.DEALER)
         self._socket.maxmsgsize = 2 * MAX_PAYLOAD
         self._socket.linger = 500
+        self.host = host
         self._socket.ipv6 = by_ipv6(resolved(host))
         self._socket.connect(endpoint(host, port))
         self._number = 0
@@ -282,7 +283,9 @@ def _examine(
     while hello is None and clock.now() < deadline:
         hello = patient.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
     if hello is None:
-        yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall")
+        yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall"
+                      if resolved(patient.host) else "its name cannot be resolved here: correct it, or add it to the "
+                      "name server or to this machine's /etc/hosts")  # fmt: skip
         return
     if hello[0] != other:
         yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -128,6 +129,9 @@ def test_a_name_that_cannot_be_resolved_is_told_before_the_start(monkeypatch: py
     result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
     told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))
     assert result.exit_code == 3 and told["addresses"]["ok"] is False
+    chosen = mapping(free_ports(16), "nohost, 127.0.0.1")
+    result = CliRunner().invoke(main, ["doctor", config, "-m", "1", "-s", chosen, "--wait", "0.1"])
+    assert result.exit_code == 3 and re.search(r"machine 0 \(nohost:\d+\): its name cannot be resolved", result.output)
 
 
 def test_the_interface_to_a_host_is_named() -> None:
