@@ -19,6 +19,8 @@ GPU_BLOCK_ELEMENTS = 1 << 25
 kernel: tens of microseconds, in which a GPU mixes a million elements. Bits do not depend on it but for random draws.
 """
 
+OWN_FAULTS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""What torch raises of this process's device, also where it was about to send to others: none of these is the cause."""
 
 _KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 

@@ -45,6 +45,13 @@ def test_a_rank_that_vanishes_is_named(transport: str, tmp_path: Path) -> None:
     assert not results[0][0] and re.search("PeerLost: rank 0: the exchange of step 2 with rank 1", results[0][1])
 
 
+@pytest.mark.parametrize(("topology", "n"), [("complete", 2), ("ring", 3)])
+def test_a_device_without_memory_is_no_lost_rank(topology: str, n: int) -> None:
+    *others, last = run_ranks_raw(n, leaving.out_of_memory, topology)
+    assert last[1].startswith(f"rank {n - 1}: OutOfMemoryError: CUDA out of memory"), last
+    assert all("PeerLost" in text for _, text in others), others
+
+
 GONE = "the process of rank 1 is gone, after 5 steps"
 
 ENDED = "rank 1 has ended its training after 5 steps, this one has taken [67]"

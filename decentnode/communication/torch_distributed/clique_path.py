@@ -19,6 +19,7 @@ from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Poo
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall, CollectiveKind
 from decentnode.payload import Payload
+from decentnode.tensors import OWN_FAULTS
 
 SEND_WINDOW = 4
 """Payloads that may be under way to one peer; the next one waits. Where a round has more than two exchanges, those of
@@ -112,7 +113,11 @@ class CliquePath(abc.ABC):
 
     def _broke(self, uids: Collection[int], what: str, error: RuntimeError) -> None:
         """Any thread: an operation failed, so that nothing more comes of these on this path; `SUM` among them stands
-        for calls of all members. what: the operation and its peers."""
+        for calls of all members. what: the operation and its peers. Where it is this node's device that failed, nobody
+        is blamed: the node's waits raise the error."""
+        if isinstance(error, OWN_FAULTS):
+            self._status.fail(error)
+            return
         reason = f"{what} failed: {str(error).partition('. ')[0]}"  # what follows is advice of the library
         with self._status.changed:
             new = set(uids) - self._status.broken.keys()

@@ -37,6 +37,7 @@ from decentnode.parallel.membership.generation_groups import (
 from decentnode.parallel.membership.keys import Access
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of, wait_with
 from decentnode.parallel.process_group.shutdown import close_at_exit
+from decentnode.tensors import OWN_FAULTS
 from decentnode.wire.generation import Generation
 from decentnode.wire.messages import MAX_SEATS
 
@@ -266,6 +267,8 @@ class Job:
         self.control.waits(None)
         try:
             work.wait()
+        except OWN_FAULTS:
+            raise
         except RuntimeError as error:
             raise ConnectionBroken(f"an operation of all ranks failed: {reason_of(error)}") from error
 

@@ -11,6 +11,7 @@ from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.parallel.process_group.ends import come, gone, late
+from decentnode.tensors import OWN_FAULTS
 from decentnode.words import names
 
 MAX_REASON = 2000
@@ -26,6 +27,8 @@ def by_all_ranks(what: str) -> Iterator[None]:
     come()
     try:
         yield
+    except OWN_FAULTS:
+        raise
     except RuntimeError as error:
         raise _lost(what, error) from error
 

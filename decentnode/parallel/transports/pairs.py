@@ -27,6 +27,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
+from decentnode.tensors import OWN_FAULTS
 
 POLL_SECONDS = (20e-6, 1e-3)
 LOOK_SECONDS = 0.05
@@ -100,6 +101,8 @@ class PairExchange(HostMemoryExchange):
                 leg.work = dist.irecv(tensor, peer, group=self._group)
             else:
                 leg.work = dist.isend(tensor, peer, group=self._group)
+        except OWN_FAULTS:
+            raise
         except RuntimeError as error:  # a connection that is known to be broken
             leg.over, leg.failed = True, reason_of(error)
 

@@ -15,6 +15,8 @@ import torch
 from decentnode.build import schemas_of
 from decentnode.communication.base import AveragingGroup, Communication
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
+from decentnode.communication.torch_distributed.communicator import GlooCommunicator
+from decentnode.communication.torch_distributed.gloo import GlooClique
 from decentnode.errors import PeerLost
 from decentnode.node.config import NodeConfig
 from decentnode.node.node import Node, NodeParts
@@ -103,6 +105,24 @@ def test_what_is_sent_to_whom_the_connection_broke_is_undelivered_or_ends_the_ru
             (arrival,) = exchange.arrivals(NEVER)
             assert arrival.missing == {1} and exchange.undelivered == {1}
         assert "send_window" not in first.counters.faults and "receive_window" not in first.counters.faults
+
+
+@pytest.mark.parametrize(("transport", "operation"), [
+    ("collective", (GlooClique, "call")), (BATCHED, (GlooCommunicator, "batch")),
+])  # fmt: skip
+def test_nobody_else_is_blamed_for_a_device_that_has_no_memory(
+    transport: str, operation: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    payload = Payload({"x": torch.ones(10)})
+    with nodes(transport, 2, flat_schema(10), timeout_seconds=NEVER) as made:
+        monkeypatch.setattr(*operation, fails)
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            list(made[0].exchange(0, {1: payload}, (1,)).arrivals(NEVER))
+        assert not made[0].why_broken([1]) and "communicator_broken" not in made[0].counters.faults
+        monkeypatch.undo()
 
 
 class Cutting(Quadratic):

@@ -75,6 +75,20 @@ def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
             raise
 
 
+def out_of_memory(rank: int, n: int, topology: str) -> None:
+    """The last rank's device has no memory for its second exchange."""
+    wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology=topology, transport="collective")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for t in range(4):
+        if rank == n - 1 and t == 1:
+            dist.batch_isend_irecv = dist.all_reduce = fails
+        x, y = batch(rank, t)
+        (wrapped(x) - y).square().mean().backward()
+
+
 def leave(rank: int, n: int, how: str, transport: str, gone: int = 1) -> None:
     """Rank `gone` takes four steps fewer than the others, and then does what `how` says."""
     wrapped = DecentralizedDataParallel(
