@@ -26,7 +26,7 @@ def test_a_column_has_one_unit_and_one_range() -> None:
 
     def series(metric: str, axis: str, merged: bool = False) -> Any:
         x = [0.0, ends[metric]] if axis == "bytes" else [0.0, ends[metric] / 1e6]
-        return SimpleNamespace(x=x, mean=[1.0, 0.5], low=[0.9, 0.4], high=[1.1, 0.6])
+        return Series(x, [1.0, 0.5], [0.9, 0.4], [1.1, 0.6])
 
     line: Any = SimpleNamespace(label="a", runs=[SimpleNamespace(num_nodes=1, nodes=[0])], series=series)
     curve: Any = SimpleNamespace(label="", spread=False, merged=False, logarithmic=False)
@@ -44,12 +44,33 @@ def lines_of(panel: Any) -> list[tuple[str, str]]:
     return [(str(each.get_linestyle()), str(each.get_marker())) for each in panel.get_lines()]
 
 
+def test_of_thousands_of_rounds_blocks_are_drawn() -> None:
+    """Their means with the extremes of all their values; the panel says so."""
+    from matplotlib.figure import Figure
+
+    def series(metric: str, axis: str, merged: bool = False) -> Series:
+        x = [float(r) for r in range(1, 1002)]
+        noise = [float(r % 3) for r in range(1001)]
+        return Series(x, noise, [each - 1 for each in noise], [each + 1 for each in noise])
+
+    line: Any = SimpleNamespace(label="a", runs=[0], series=series)
+    curve: Any = SimpleNamespace(label="", spread=True, merged=False, logarithmic=False)
+    panel = Figure().subplots()
+    plots._panel(panel, [line], ("loss", curve), "rounds", 1.0)
+    (drawn,), (band,) = panel.get_lines(), panel.collections
+    assert len(drawn.get_xdata()) == 334 and drawn.get_xdata()[0] == 3 and drawn.get_xdata()[-1] == 1001
+    assert set(drawn.get_ydata()[:-1]) == {1.0} and drawn.get_ydata()[-1] == 0.5
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (-1, 3)
+    assert [text.get_text() for text in panel.texts] == ["means of 3 consecutive values"]
+
+
 def test_a_merged_model_that_was_tested_at_both_ends_alone_has_no_way_between() -> None:
     from matplotlib.figure import Figure
 
     def series(metric: str, axis: str, merged: bool = False) -> Any:
         values = [0.1, 0.9] if merged else [0.1, 0.8, 0.9]
-        return SimpleNamespace(x=[0, 60] if merged else [0, 10, 60], mean=values, low=values, high=values)
+        return Series([0.0, 60.0] if merged else [0.0, 10.0, 60.0], values, values, values)
 
     line: Any = SimpleNamespace(label="a", runs=[0], series=series)
     curve: Any = SimpleNamespace(label="", spread=True, merged=True, logarithmic=False)

@@ -30,6 +30,8 @@ WIDTH_SHARE = 0.97
 
 FEW = 2
 """Points, at most, that no line joins: nobody knows the way from one to the other."""
+MOST = 400
+"""Points of a line: of more, as the losses of thousands of rounds are, nothing would be seen but their noise."""
 FAR_APART = 5.0
 """Lines whose bytes differ by more than this factor share a logarithmic axis."""
 PAPER_SUFFIXES = (".pdf", ".svg")
@@ -262,8 +264,10 @@ def _panel(
     floor = _floor([values for _, _, series in drawn for values in (series.low, series.mean)])
     floor = floor if curve.logarithmic else None
     drawn = [each for each in drawn if only is None or each[1].panel == only]
+    sizes: set[int] = set()
     for index, line, series in drawn:
-        series = series.reaching(floor) if floor else series
+        series, size = (series.reaching(floor) if floor else series).condensed(MOST)
+        sizes.add(size)
         color, x = _color(index), [value / unit for value in series.x]
         count = of(line)[1]
         marker, dashes = "o" if len(x) <= 40 else None, _dashes(index) if count > FEW else "none"
@@ -271,10 +275,14 @@ def _panel(
         if curve.spread or len(line.runs) > 1:
             panel.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
         of_merged, merged_count = of(line, merged=True)
+        of_merged, _ = of_merged.condensed(MOST)
         if curve.merged and of_merged.x:
             ends = merged_count <= FEW < count
             panel.plot([value / unit for value in of_merged.x], of_merged.mean, color=color, markersize=4,
                        linestyle="none" if ends else "--", marker="D" if ends else None, label=MERGED)  # fmt: skip
+    if (largest := max(sizes, default=1)) > 1:
+        panel.text(0.99, 0.98, f"means of {'up to ' if len(sizes) > 1 else ''}{largest} consecutive values",
+                   transform=panel.transAxes, ha="right", va="top", fontsize="x-small", color="#606060")  # fmt: skip
     if floor is not None:
         panel.set_yscale("log")
         if floor > 0:

@@ -50,6 +50,16 @@ class Series:
         """Returns the points whose mean is `least` or more."""
         return self._at([place for place, mean in enumerate(self.mean) if mean >= least])
 
+    def condensed(self, most: int) -> tuple[Series, int]:
+        """(at most this many points, of how many consecutive ones each of them is): where the last of these is, with
+        their mean and their extremes."""
+        size = -(-len(self.x) // most)
+        if size <= 1:
+            return self, 1
+        blocks = [slice(start, start + size) for start in range(0, len(self.x), size)]
+        return Series([self.x[block][-1] for block in blocks], [statistics.fmean(self.mean[block]) for block in blocks],
+                      [min(self.low[block]) for block in blocks], [max(self.high[block]) for block in blocks]), size
+
     def _at(self, kept: Sequence[int]) -> Series:
         return Series(*([values[place] for place in kept] for values in (self.x, self.mean, self.low, self.high)))
 
