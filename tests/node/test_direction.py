@@ -27,10 +27,6 @@ class Halved(Full):
         return gradient.mul_(0.5)
 
 
-class Unasked(Halved):
-    requirements = Full.requirements
-
-
 def run(schedule: str, *sets: str) -> Tensor:
     nodes = build_in_process(load(QUICKSTART, [
         "graph={name: ring, nodes: 4}", "mapping.nodes_per_machine=4", f"node={{rounds: 3, schedule: {schedule}}}",
@@ -47,7 +43,3 @@ def test_a_rule_corrects_every_gradient(schedule: str, codec: str) -> None:
     rule = f"sharing={{name: 'tests.node.test_direction:Halved', compression: {codec}}}"
     plain = f"sharing={{name: full, compression: {codec}}}"
     assert torch.equal(run(schedule, rule), run(schedule, plain, "training.optimizer.lr=0.05"))
-
-
-def test_a_rule_that_needs_no_gradient_is_not_asked() -> None:
-    assert torch.equal(run("sequential", "sharing={name: 'tests.node.test_direction:Unasked'}"), run("sequential"))
