@@ -22,15 +22,13 @@ from pydantic.fields import FieldInfo
 from decentnode.communication import COMMUNICATIONS
 from decentnode.compression import CODECS
 from decentnode.config.component import (
-    LIKENESS_ELSEWHERE,
     Config,
     Section,
     Settings,
     Table,
-    did_you_mean,
     load_class,
-    nearest,
 )
+from decentnode.config.key_docs import key_doc
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
@@ -40,6 +38,7 @@ from decentnode.experiment.simulation import SimulateConfig
 from decentnode.experiment.tree import Experiment
 from decentnode.faults import FAULTS, Fault
 from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.likeness import LIKENESS_ELSEWHERE, did_you_mean, nearest
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
@@ -244,7 +243,7 @@ def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Config
         if (named and name == "name") or (name == "do" and issubclass(config, Fault)):
             continue
         unit = next((unit for ending, unit in UNITS.items() if name == ending or name.endswith(f"_{ending}")), "")
-        text = " ".join((field.description or "").split())
+        text = " ".join((key_doc(config, name)).split())
         kind = _type(field.annotation, field.metadata)
         yield ConfigKey(prefix + name, kind, _default(field), _range(field), unit, text)
         nested = _group(field.annotation)

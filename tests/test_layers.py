@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "decentnode"
 
 FLOORS: list[list[str]] = [
     ["errors", "logs", "rng", "tensors", "payload", "samples", "native", "clock", "entropy", "system",
-     "words", "user_cache", "version"],
+     "words", "likeness", "user_cache", "version"],
     ["config", "mixing", "metrics"],
     ["graph", "mapping", "wire", "compression", "optim", "models", "data", "tasks", "faults",
      "samplers", "trackers"],

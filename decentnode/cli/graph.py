@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 import pydantic
 
-from decentnode.config.component import did_you_mean, load_class
+from decentnode.config.component import load_class
 from decentnode.errors import GraphError
 from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.likeness import did_you_mean
 
 if TYPE_CHECKING:
     from decentnode.graph.topology import Topology

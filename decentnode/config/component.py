@@ -6,7 +6,6 @@ carries its `Config`: a frozen pydantic model with a docstring under every field
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import re
@@ -22,6 +21,7 @@ import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from decentnode.errors import UsageError
+from decentnode.likeness import did_you_mean
 
 FLOAT32 = 3.4028234663852886e38
 """The largest number of float32."""
@@ -33,7 +33,6 @@ class Settings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(
         extra="forbid",
         frozen=True,
-        use_attribute_docstrings=True,
         validate_default=False,
         allow_inf_nan=False,
         defer_build=True,
@@ -149,28 +148,6 @@ def told_apart(key: str, known: Iterable[str]) -> pydantic.Discriminator:
     return pydantic.Discriminator(
         tag, custom_error_type="kind", custom_error_message="must be one of {known}", custom_error_context=context
     )
-
-
-LIKENESS = 0.6
-"""How alike two words are, at least, of which one is proposed for the other: twice the letters that they have in
-common, in order, by the letters of both."""
-LIKENESS_SAME = 0.9
-"""Likewise for a word that is but misspelled, such as a plural without its s."""
-LIKENESS_ELSEWHERE = 0.7
-"""Likewise for words of other sections or kinds, of which there are so many that some are alike by chance."""
-
-
-def nearest(word: str, known: Iterable[str], likeness: float = LIKENESS) -> str | None:
-    """The entry of `known` that `word` was probably meant to be, or None where none is so alike."""
-    by_lower = {entry.lower(): entry for entry in known}
-    found = difflib.get_close_matches(word.lower(), list(by_lower), 1, likeness)
-    return by_lower[found[0]] if found else None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about a word that is none of `known`: what was probably meant, or ""."""
-    found = nearest(word, known)
-    return f"; did you mean {found!r}?" if found else ""
 
 
 class Table(dict[str, str]):

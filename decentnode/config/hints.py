@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 import pydantic
 from pydantic_core import ErrorDetails
 
-from decentnode.config.component import LIKENESS_ELSEWHERE, LIKENESS_SAME, nearest
+from decentnode.config.key_docs import key_doc
 from decentnode.config.paths import descend, dotted
 from decentnode.config.section_models import model_at
 from decentnode.config.yaml_source import Item
+from decentnode.likeness import LIKENESS_ELSEWHERE, LIKENESS_SAME, nearest
 
 LISTS = ("list_type", "tuple_type")
 MOST_WRITTEN = 1e15
@@ -114,8 +115,9 @@ def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] 
 def description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | int, ...]) -> str:
     """Returns what a key means, from the docstring of its field; "" where it has none."""
     owner = model_at(path[:-1], tree, model)
-    found = owner.model_fields.get(str(path[-1])) if owner else None
-    return " ".join((found.description or "").split("\n\n")[0].split()) if found else ""
+    if owner is None or str(path[-1]) not in owner.model_fields:
+        return ""
+    return " ".join(key_doc(owner, str(path[-1])).split("\n\n")[0].split())
 
 
 def allowed(details: ErrorDetails) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from decentnode.config.key_docs import DocumentedSchema
 from decentnode.config.run_files import DERIVED
 from decentnode.experiment.derived import FINDERS
 from decentnode.experiment.tree import Experiment
@@ -12,7 +13,7 @@ from decentnode.experiment.tree import Experiment
 
 def schema_text() -> str:
     """The JSON Schema of experiment files."""
-    schema = Experiment.model_json_schema(by_alias=True)
+    schema = Experiment.model_json_schema(by_alias=True, schema_generator=DocumentedSchema)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "decentnode experiment"
     schema["description"] = "One decentralized training run: one section per part."

@@ -22,7 +22,7 @@ DEFAULT_BASE_PORT = 20000
 class MachineConfig(pydantic.BaseModel):
     """One machine of a table."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nodes: int = Field(ge=1)
     """Number of nodes on this machine."""

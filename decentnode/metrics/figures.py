@@ -266,6 +266,12 @@ class Metric:
 
 LOSS = Metric("loss", "1", "the mean loss on the test samples", "lower", word="loss", digits=4, logarithmic=True)
 """The metric that every task has."""
+ACCURACY = Metric(
+    "accuracy", "fraction", "of the test samples whose likeliest class is the right one", "higher", short="acc",
+    suffix="%", scale=100, digits=2,
+)  # fmt: skip
+"""The main metric of classes, and of runs that are older than tasks. It stands here for those who show runs, who need
+not load what tasks need."""
 
 
 @dataclass(frozen=True)

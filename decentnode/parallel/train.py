@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from decentnode import clock
 from decentnode.metrics import summary as summaries
-from decentnode.metrics.figures import LOSS, Metric, TaskMetrics
+from decentnode.metrics.figures import ACCURACY, LOSS, Metric, TaskMetrics
 from decentnode.metrics.run_folder import SCRIPT, create
 from decentnode.parallel.ddp import DecentralizedDataParallel
 from decentnode.parallel.process_group.agreement import together
@@ -32,7 +32,6 @@ from decentnode.parallel.recording.checkpoints import RunCheckpoints, Stateful
 from decentnode.parallel.recording.ranks import ranks_of
 from decentnode.parallel.recording.records import RankRecords, figures_of
 from decentnode.system import write_atomic
-from decentnode.tasks.classification import ACCURACY
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from decentnode.config.component import Component, Config, Settings, load_class, nearest, section
+from decentnode.config.component import Component, Config, Settings, load_class, section
 from decentnode.graph import GRAPHS
+from decentnode.likeness import nearest
 from decentnode.sharing import FRAGMENTS
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.launch.children.messages import Request
+from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import BY_NAME, TaskMetrics
 from decentnode.report.reading.reached import target_of
 from decentnode.sweeps.child import By

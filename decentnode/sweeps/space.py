@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.experiment.tree import flow
+from decentnode.likeness import did_you_mean
 from decentnode.rng import GLOBAL, stream
 
 Settings = tuple[tuple[str, str], ...]

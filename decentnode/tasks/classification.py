@@ -9,17 +9,12 @@ from pydantic import Field
 
 from decentnode.config.component import Config
 from decentnode.errors import UsageError
-from decentnode.metrics.figures import LOSS, Metric
+from decentnode.metrics.figures import ACCURACY, LOSS, Metric
 from decentnode.samples import DataSpec
 from decentnode.tasks.base import Task, needs
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ACCURACY = Metric(
-    "accuracy", "fraction", "of the test samples whose likeliest class is the right one", "higher", short="acc",
-    suffix="%", scale=100, digits=2,
-)  # fmt: skip
 
 
 class ClassificationConfig(Config):

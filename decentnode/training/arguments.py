@@ -9,9 +9,10 @@ from typing import Any
 import pydantic
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from decentnode.config.component import FLOAT32, Config, did_you_mean, load_class, nearest
+from decentnode.config.component import FLOAT32, Config, load_class
 from decentnode.config.signature import parameters_of
 from decentnode.errors import UsageError
+from decentnode.likeness import did_you_mean, nearest
 
 
 class ArgumentsConfig(Config):

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 from pydantic import ConfigDict, ValidationError
 
-from decentnode.config.component import Config, load_class, nearest, section
+from decentnode.config.component import Config, load_class, section
+from decentnode.config.key_docs import DocumentedSchema
 from decentnode.errors import UsageError
+from decentnode.likeness import nearest
 
 from . import fakes
 
@@ -93,7 +95,7 @@ def test_text_that_is_a_number_is_one_where_keys_are_not_known():
 
 
 def test_json_schema_tells_components_apart_by_name():
-    schema = fakes.Tree.model_json_schema()
+    schema = fakes.Tree.model_json_schema(schema_generator=DocumentedSchema)
     bare, ring, regular, file, outside = schema["properties"]["graph"]["anyOf"]
     assert bare["enum"] == ["ring", "regular", "file"]
     assert ring["properties"]["name"]["const"] == "ring"

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from decentnode.metrics import summary
-from decentnode.metrics.figures import LOSS, PURPOSES, TaskMetrics, packed_counts, unpacked_counts
-from decentnode.tasks.classification import ACCURACY
+from decentnode.metrics.figures import ACCURACY, LOSS, PURPOSES, TaskMetrics, packed_counts, unpacked_counts
 
 CLASSIFICATION = TaskMetrics("classification", (ACCURACY, LOSS))
 

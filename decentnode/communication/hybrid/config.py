@@ -48,7 +48,7 @@ class CollectiveConfig(TorchConfig):
 class EdgeConfig(pydantic.BaseModel):
     """The path of some edges."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nodes: list[int] = Field(min_length=2)
     """Uids; the entry holds for every pair of them."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from decentnode.compat.decentralizepy.keys import KEYS
-from decentnode.config.component import did_you_mean
 from decentnode.errors import ConfigError
+from decentnode.likeness import did_you_mean
 
 SECTIONS = ("DATASET", "OPTIMIZER_PARAMS", "TRAIN_PARAMS", "COMMUNICATION", "SHARING", "NODE")
 

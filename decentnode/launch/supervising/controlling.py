@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol, get_args
 
 from decentnode import entropy
-from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
 from decentnode.launch.children.messages import OrderRun
 from decentnode.launch.files import request_files, supervisor_file
 from decentnode.launch.supervising.workers import Worker
+from decentnode.likeness import did_you_mean
 from decentnode.wire.orders import Action
 
 ACTIONS = {

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from decentnode.metrics.figures import BY_NAME, LOSS, Figure, TaskMetrics
-from decentnode.tasks.classification import ACCURACY
+from decentnode.metrics.figures import ACCURACY, BY_NAME, LOSS, Figure, TaskMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
+from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import AXES, VIRTUAL, Curve, Figure, TaskMetrics, curve_name
 from decentnode.report.reading.repeats import Ran
 from decentnode.report.reading.runs import RecordedRun, load

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from decentnode.config.component import did_you_mean
 from decentnode.errors import UsageError
+from decentnode.likeness import did_you_mean
 from decentnode.metrics.figures import AXES, VIRTUAL, VIRTUAL_FILE, Curve, TaskMetrics, curve_name
 from decentnode.metrics.reader import read
 from decentnode.report.reading import repeats
