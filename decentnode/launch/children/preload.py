@@ -13,6 +13,7 @@ from decentnode.compression import CODECS
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.graph import GRAPHS, WEIGHTS
+from decentnode.launch.files.provenance import local_modules
 from decentnode.mapping import MAPPINGS
 from decentnode.mixing import cpu
 from decentnode.models import MODELS
@@ -65,6 +66,7 @@ with contextlib.suppress(Exception):  # only warms up: what the first load makes
     _example.open_data().shares()
     _example.make_fragment_graphs()
 
+local_modules()  # there are none; who asks later looks at what came since
 cpu.library()  # compiled here the first time, rather than by every child
 
 gc.freeze()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -79,8 +78,6 @@ class _SeveralNodes:
         self._hosted: dict[int, _Hosted] = {}
         self._records: NodeRecords | None = None
         self._leaving: list[threading.Thread] = []
-        self._looking = threading.Lock()
-        self._looked, self._found = 0, dict[str, str]()
         """How many modules there were when those of the user's own were looked for, and what was found."""
 
     def run(self) -> int:
@@ -206,15 +203,7 @@ class _SeveralNodes:
         self._records.over(node, hosted.stopped)
         reports = {str(other): figures for other, figures in node.reports.items()}
         with contextlib.suppress(OSError):
-            self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, self._modules(), node.left))
-
-    def _modules(self) -> dict[str, str]:
-        """Those of the user's own: looked for again only where more were imported since, as a look takes
-        milliseconds."""
-        with self._looking:
-            if self._looked != len(sys.modules):
-                self._looked, self._found = len(sys.modules), local_modules()
-            return self._found
+            self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, local_modules(), node.left))
 
     def _fail(self, hosted: _Hosted, error: BaseException) -> None:
         """A node failed, and it alone."""
