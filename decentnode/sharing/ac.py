@@ -22,7 +22,8 @@ class ACConfig(SharingConfig):
 
 
 class AdaptiveConsensus(Full):
-    """x <- x + a_t (W x - x) with a_t going from `factor` to `final` (DSGD-AC, arXiv 2602.02899)."""
+    """x <- x + a_t (W x - x) with a_t going from `factor` to `final` by rounds (DSGD-AC, arXiv 2602.02899, whose a_t
+    follows the learning rate)."""
 
     Config: ClassVar[type[component.Config]] = ACConfig
     config: ACConfig

@@ -21,7 +21,7 @@ class FullConfig(SharingConfig):
 
 
 class Full(Sharing):
-    """x_i <- sum_j W_ij x_j (D-PSGD, Lian et al. 2017, arXiv 1705.09056, algorithm 1)."""
+    """x_i <- sum_j W_ij x_j (D-PSGD, Lian et al. 2017, arXiv 1705.09056; algorithm 1 with an overlapped schedule)."""
 
     Config: ClassVar[type[component.Config]] = FullConfig
     requirements = Requirements(elementwise=True, linear=True)

@@ -23,7 +23,7 @@ class MomentumTrackingConfig(TrackingConfig, MildMomentumConfig):
 
 
 class MomentumTracking(GradientTracking):
-    """Gradient tracking of the momentum m <- b m + g instead of g (Takezawa et al., TMLR 2023, algorithm 1)."""
+    """Gradient tracking of the momentum m <- b m + g instead of g (Takezawa et al., TMLR 2023, with form dsgt)."""
 
     Config: ClassVar[type[component.Config]] = MomentumTrackingConfig
     STACKED = True
