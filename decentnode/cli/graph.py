@@ -37,6 +37,9 @@ def family(name: str, options: dict[str, Any], seed: int, weights: str | None = 
     except pydantic.ValidationError as error:
         needed = [str(each["loc"][0]) for each in error.errors() if each["type"] == "missing"]
         if needed and len(needed) == len(error.errors()):
+            if sections := [key for key in needed if key not in options]:
+                raise GraphError(f"graph {plain} needs {', '.join(sections)}, for which there is no option: name it in "
+                                 "an experiment (.yaml), whose file `graph info` and `graph draw` take") from error
             flags = " and ".join(FLAGS.get(key, f"--{key.replace('_', '-')}") for key in needed)
             raise GraphError(f"graph {plain} needs {flags}") from error
         takes = ", ".join(sorted(set(found.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"
