@@ -40,6 +40,8 @@ def test_runs_are_found_by_directory_name_and_latest(tmp_path: Path) -> None:
         assert run_dir.resolve(given) == run
     assert run_dir.resolve("ring", tmp_path / "runs") == run
     assert run_dir.resolve("latest", tmp_path / "runs") == run
+    with pytest.raises(UsageError, match="has none of that name; did you mean 'ring'"):
+        run_dir.resolve("rign", tmp_path / "runs")
     with pytest.raises(UsageError, match="no run in"):
         run_dir.resolve("torus", tmp_path / "runs")
 

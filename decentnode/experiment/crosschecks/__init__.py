@@ -43,6 +43,7 @@ from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
 from decentnode.experiment.crosschecks.run import profile_is_of_the_run, trackers_are_told_apart, virtual_time_is_told
 from decentnode.experiment.crosschecks.sharing import (
+    dumps_are_of_the_run,
     everybody_hears_of_everybody,
     gradients_reach_the_rule,
     groups_suit_the_graph,
@@ -97,6 +98,7 @@ CHECKS: tuple[Check, ...] = (
     losses_can_be_borne,
     step_brings_nodes_together,
     weights_of_a_quorum_suit_the_rule,
+    dumps_are_of_the_run,
     clients_suit_the_servers,
     models_suit_a_server,
     steps_suit_control_variates,

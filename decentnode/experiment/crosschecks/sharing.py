@@ -21,6 +21,7 @@ from decentnode.graph.families import Ring
 from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
+from decentnode.sharing.dump import DumpConfig
 from decentnode.sharing.hooks import Hooks
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
@@ -172,6 +173,18 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
     if getattr(experiment.communication, "non_finite", "pass") == "reject":
         yield Problem(("communication", "non_finite"), f": {never}, and reject goes on without some; non_finite: pass "
                       "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
+
+
+def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+    """A uid that no node has would write nothing, without a word. The default may have more than there are."""
+    config, graph = getattr(experiment.sharing, "dump", None), graph_of(experiment)
+    if graph is None or not isinstance(config, DumpConfig) or "nodes" not in config.model_fields_set:
+        return
+    stop = graph.num_nodes + experiment.node.newcomers
+    for index, uid in enumerate(() if config.nodes == "all" else config.nodes):
+        if uid >= stop:
+            yield Problem(("sharing", "dump", "nodes", index), f"must be of nodes below {stop}, got {uid}",
+                          other=("graph",))  # fmt: skip
 
 
 def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Problem]:

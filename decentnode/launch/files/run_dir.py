@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from decentnode.config.component import did_you_mean
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.children.messages import Facts
 from decentnode.launch.files import provenance, supervisor_file
@@ -75,6 +76,9 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
         if (folder / "points").is_dir():
             there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or take all of them (--all-runs)"
             break
+    if not there and not given.exists() and not (runs / given).exists():
+        names = [link.parent.name for link in runs.glob("*/latest*")]
+        there = f", and {runs}/ has none of that name{did_you_mean(str(given), names)}"
     raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{there}")
 
 
