@@ -151,7 +151,7 @@ def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) 
                 tell(reason := found)
             at, uid = seed if answer is None or not answer.at else (answer.at, answer.uid)
             if clock.now() >= deadline:
-                raise AssemblyError(f"the run at {request.seed} admitted this node not within {timeout_seconds:g} s: "
+                raise AssemblyError(f"the run at {request.seed} did not admit this node within {timeout_seconds:g} s: "
                                     f"{reason}; is --seed the control port of a member (mapping.base_port), and does "
                                     "the run use the same keys?", [])  # fmt: skip
             if answer is None or not answer.at:
