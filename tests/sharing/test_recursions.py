@@ -17,6 +17,33 @@ def rates(fall: float) -> list[float]:
     return [0.05] * (ROUNDS // 2) + [0.05 * fall] * (ROUNDS - ROUNDS // 2)
 
 
+def full(w: np.ndarray, lrs: list[float]) -> np.ndarray:
+    x = START.copy()
+    for lr in lrs:
+        x = w @ (x - lr * gradient(x))
+    return x
+
+
+def ac(w: np.ndarray, lrs: list[float], factor: float = 0.9, final: float = 0.2, rounds: int = 20) -> np.ndarray:
+    x = START.copy()
+    for r, lr in enumerate(lrs):
+        x = x - lr * gradient(x)
+        x = x + (factor + (final - factor) * min(1.0, r / rounds)) * (w @ x - x)
+    return x
+
+
+def diloco(w: np.ndarray, lrs: list[float], b: float = 0.9, every: int = 3, a: float = 0.7) -> np.ndarray:
+    x, start, v = START.copy(), START.copy(), np.zeros_like(START)
+    for r, lr in enumerate(lrs):
+        x = x - lr * gradient(x)
+        if (r + 1) % every == 0:
+            change = start - w @ x
+            v = b * v + change
+            start = start - a * (change + b * v)
+            x = start.copy()
+    return x
+
+
 def qg_momentum(w: np.ndarray, lrs: list[float], b: float = 0.9) -> np.ndarray:
     x, m = START.copy(), np.zeros_like(START)
     for lr in lrs:
@@ -80,6 +107,9 @@ def elastic(w: np.ndarray, lrs: list[float], a: float = 0.3, b: float = 0.3) -> 
 
 
 CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np.ndarray]]] = {
+    "full": ({"name": "full"}, full),
+    "ac": ({"name": "ac", "factor": 0.9, "final": 0.2, "rounds": 20}, ac),
+    "diloco": ({"name": "diloco", "every": 3, "outer_lr": 0.7, "outer_momentum": 0.9}, diloco),
     "qg_momentum": ({"name": "qg_momentum", "momentum": 0.9}, qg_momentum),
     "decentlam": ({"name": "decentlam", "momentum": 0.5}, decentlam),
     "slowmo": ({"name": "slowmo", "every": 3, "outer_lr": 0.8, "outer_momentum": 0.5}, slowmo),
@@ -102,7 +132,7 @@ def test_a_rule_is_its_paper_s_recursion(name: str, fall: str) -> None:
 
 
 @pytest.mark.parametrize("fall", [0.1, 0.01])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("d2", "elastic")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("d2", "diloco", "elastic")])
 def test_a_rate_that_falls_is_felt_at_once(name: str, fall: float) -> None:
     """On a complete graph the mean goes as much slower as the rate is smaller, momentum and all."""
     options, every = CASES[name][0], 3 if name == "slowmo" else 1
