@@ -121,3 +121,8 @@ def test_a_start_shorter_than_a_round_is_a_warning(write: Any) -> None:
     (doubt,) = load(path, [], {}).doubts
     assert doubt.startswith("a.yaml:6:61: communication.start_timeout_seconds is less than timeout_seconds, 60, got 30")
     assert doubt.endswith("(see communication.timeout_seconds at line 6)")
+
+
+def test_a_cipher_without_keys_is_warned_of(write: Any) -> None:
+    (doubt,) = load(write(f"{BASE}communication: {{name: zeromq, bulk_security: aes-gcm}}\n"), [], {}).doubts
+    assert doubt.startswith("a.yaml:6:46: communication.bulk_security: aes-gcm encrypts nothing without keys")

@@ -85,6 +85,9 @@ def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
             elsewhere = mapping.num_machines > 1
             yield Problem(("communication", key), f": {place} is not there{' on this machine' * elsewhere}; "
                           f"decentnode {maker} makes it", doubt=elsewhere)  # fmt: skip
+    if getattr(config, "bulk_security", "") == "aes-gcm" and config.key_folder is None:
+        yield Problem(("communication", "bulk_security"), ": aes-gcm encrypts nothing without keys, got none; "
+                      "communication.keys names the folder that decentnode keygen makes", doubt=True)
 
 
 def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
