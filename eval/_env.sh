@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by eval/run.sh, eval/bench.sh and tests/run.sh: makes the virtual environment once, and again when a pin
 # changes. DECENTNODE_VENV names another place for it, PYTHON another interpreter to make it with.
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -47,10 +48,10 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$want" ]; then
       echo "no GPU found: where pip would fetch torch with about 5 GB of CUDA packages, install the CPU build of" >&2
       echo "torch==2.13.0 into $venv first; one that is there is kept" >&2
     fi
-    [ -x "$venv/bin/python" ] && "$venv/bin/python" -c '' 2>/dev/null || "$py" -m venv --clear "$venv"
+    "$venv/bin/python" -c '' 2>/dev/null || "$py" -m venv --clear "$venv"
     log=$venv/pip.log
     if ! { "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-      -c "$root/constraints.txt" -e "$root[dev,e2e]" 2>&1 9>&- | tee "$log" | show_steps; [ "${PIPESTATUS[0]}" = 0 ]; }; then
+      -c "$root/constraints.txt" -e "${root}[dev,e2e]" 2>&1 9>&- | tee "$log" | show_steps; [ "${PIPESTATUS[0]}" = 0 ]; }; then
       tail -n 20 "$log" >&2
       echo "the set-up failed; all that pip said is in $log" >&2
       exit 3

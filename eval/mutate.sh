@@ -10,7 +10,7 @@ set -euo pipefail
 . "$(dirname "$0")/_env.sh"
 if ! "$venv/bin/python" -c 'import cosmic_ray' 2>/dev/null; then
   echo "installing cosmic-ray into $venv ..." >&2
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "$root[mutate]" >&2 ||
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt" "${root}[mutate]" >&2 ||
     { echo "cosmic-ray cannot be installed" >&2; exit 3; }
 fi
 export OMP_NUM_THREADS=1
