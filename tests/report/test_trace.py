@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -34,6 +35,13 @@ def traced(path: Path) -> dict[str, Any]:
         if event["ph"] != "M":
             assert event["ts"] >= 0
     assert all(event["dur"] >= 0 and isinstance(event["tid"], int) for event in by["X"])
+    rows = {(event["tid"], event["pid"], event["args"]["name"]) for event in by["M"] if event["name"] == "thread_name"}
+    assert len({tid for tid, _, _ in rows}) == len(rows), "each row has a number of its own"
+    assert not any(tid in (0, pid) for tid, pid, _ in rows), "which Perfetto takes for the main thread"
+    named = {tid: name for tid, _, name in rows}
+    for event in by["X"]:
+        assert named[event["tid"]] == ("rounds" if event["name"].startswith("round ") else event["name"])
+    assert {named[event["tid"]] for event in by["i"]} <= {"rounds"}
     return by
 
 
@@ -69,6 +77,19 @@ def test_a_run_without_a_trace_is_told_by_the_seconds_of_its_rounds(tmp_path: Pa
                         (["--first", "100"], "no round to show"), (["-o", "x.html"], ".json")):  # fmt: skip
         result = CliRunner().invoke(main, ["trace", str(run), *wrong])
         assert result.exit_code == 2 and told in result.output, result.output
+
+
+def test_spans_that_touch_do_not_overlap_once_they_are_rounded(tmp_path: Path) -> None:
+    run = fake_run(tmp_path / "exp" / "run", nodes=1)
+    with open(run / "nodes" / "000" / "trace.jsonl", "w") as file:
+        ends = [0.1 + 1.23456789e-3 * each for each in range(100)]
+        spans = [["train", begin, end - begin] for begin, end in itertools.pairwise(ends)]
+        file.write(json.dumps({"kind": "trace", "round": 0, "spans": spans}) + "\n")
+    assert CliRunner().invoke(main, ["trace", str(run), "--last", "0"]).exit_code == 0
+    found = [each for each in traced(run / "trace.json")["X"] if each["name"] == "train"]
+    nanoseconds = [(round(1e3 * each["ts"]), round(1e3 * each["dur"])) for each in found]
+    assert len(found) == 99
+    assert all(begin + length <= after for (begin, length), (after, _) in itertools.pairwise(nanoseconds))
 
 
 def test_times_tell_when_they_are_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
