@@ -39,7 +39,9 @@ def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
     if failed is None:
         error = kind(f"the run ended with exit code {outcome.exit_code}")
     else:
-        told = [f"node {failed.uid}: {failed.title}" if outcome.error is not None else failed.text or failed.title]
+        title, node = failed.title, f"node {failed.uid}: "
+        own = title if title.startswith(node) else f"{node}{title}"
+        told = [own if outcome.error is not None else failed.text or title]
         if outcome.run_dir is not None and failed.uid >= 0:
             told.append(f"log: {node_dir(outcome.run_dir, failed.uid)}/log.txt, stderr.txt")
         error = kind("\n".join(told))
@@ -47,8 +49,11 @@ def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
     return error
 
 
-def of_start(error: DecentnodeError) -> DecentnodeError:
-    """The exception of a child that loads the experiment as the one that it was there."""
+def of_start(error: DecentnodeError) -> DecentnodeError | RunInterrupted:
+    """The exception of a child that loads the experiment as the one that it was there, RunInterrupted for a stop
+    meanwhile."""
+    if isinstance(error, errors.Interrupted):
+        return RunInterrupted(str(error), None, error.exit_code)
     if isinstance(error, ConfigError):
         found = ConfigError([], "")
         found.args = error.args  # the whole text, with all problems

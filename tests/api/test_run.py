@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ import decentnode
 from decentnode import Experiment, RunInterrupted
 from decentnode.errors import ConfigError, Diverged, NodeFailed, UsageError
 from decentnode.experiment import load
+from decentnode.launch.children import forkserver
 from decentnode.launch.reporting.observer import Observer
+from decentnode.launch.supervising import workers
 from tests.api.small import experiment, net
 from tests.cli.test_run import ROOT
 from tests.launch import faults
@@ -100,7 +104,7 @@ def test_a_node_that_raises_is_the_cause_with_the_users_own_traceback() -> None:
 
 
 def test_a_model_that_diverges() -> None:
-    with pytest.raises(Diverged, match="try a smaller learning rate"):
+    with pytest.raises(Diverged, match=r"^node 0: the .* try a smaller learning rate"):
         here("tiny.yaml", training={"optimizer": {"lr": 3e38}})
 
 
@@ -132,6 +136,24 @@ def test_ctrl_c_writes_what_there_is_and_ends_loops() -> None:
     assert run is not None and run.status == "interrupted" and "merged" in run.models()
     assert observer.told == ["pressed", "SIGINT", "interrupted"]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_while_the_experiment_is_loaded_ends_loops_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+
+    def start_child(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(60)
+        raise OSError("the child was not needed")
+
+    monkeypatch.setattr(workers, "start_child", start_child)
+    monkeypatch.setattr(forkserver, "start", lambda: multiprocessing.get_context("forkserver"))
+    try:
+        with pytest.raises(RunInterrupted, match="interrupted while the experiment was loaded") as caught:
+            decentnode.run("tiny.yaml", progress=False)
+    finally:
+        over.set()
+    assert isinstance(caught.value, KeyboardInterrupt) and caught.value.run is None and caught.value.exit_code == 130
 
 
 @pytest.mark.slow
