@@ -19,12 +19,38 @@ OF_THE_RUN = ("consensus_distance", "consensus_rms", "contributors")
 """Figures of an evaluation that are the same on all nodes."""
 
 
+PURPOSES = ("data", "metadata", "protocol", "evaluation", "control")
+
+
 @dataclass
 class _Held:
     """What is known of one round."""
 
     since: float
     records: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    sent: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Bytes by purpose that each node had sent by then."""
+
+
+@dataclass
+class _Sent:
+    """Bytes by purpose that a node has sent: its process counts from 0 when the node is started again."""
+
+    earlier: dict[str, float] = field(default_factory=dict)
+    of_process: dict[str, float] = field(default_factory=dict)
+
+    def take(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Returns what the node has sent up to a record, with that of its earlier processes."""
+        now = {each: known[0] for each in PURPOSES if (known := _numbers([record], f"{each}_bytes_sent"))}
+        if any(count < self.of_process.get(each, 0.0) for each, count in now.items()):
+            self.earlier = self._total()
+            self.of_process = {}
+        self.of_process |= now
+        return self._total()
+
+    def _total(self) -> dict[str, float]:
+        return {each: self.earlier.get(each, 0.0) + self.of_process.get(each, 0.0)
+                for each in PURPOSES if each in self.earlier or each in self.of_process}  # fmt: skip
 
 
 class Points:
@@ -38,12 +64,17 @@ class Points:
         self._held: dict[tuple[str, int], _Held] = {}
         self._told: dict[str, int] = {"round": -1, "evaluation": -1}
         """The last round of each kind that was told."""
+        self._sent: dict[int, _Sent] = {}
+        self._sent_told: dict[int, dict[str, float]] = {}
+        """Of each node the bytes by purpose as of the last round that was told: who is gone has sent them all the
+        same."""
 
     def take(self, uid: int, record: Mapping[str, Any], now: float) -> Iterator[Point]:
         """Yields what a record completes. now: `clock.now()`."""
         kind, number = record.get("kind"), record.get("round")
         if kind not in self._told or not isinstance(number, int):
             return
+        sent = self._sent.setdefault(uid, _Sent()).take(record) if kind == "round" else {}
         rounds = number + (kind == "round")
         if kind == "round" and rounds % self.every:
             return
@@ -51,7 +82,7 @@ class Points:
             self.late += 1
             return
         held = self._held.setdefault((kind, rounds), _Held(now))
-        held.records[uid] = record
+        held.records[uid], held.sent[uid] = record, sent
         if self.uids <= held.records.keys():
             yield from self._tell_until(kind, rounds)
         while len(self._held) > MOST_HELD:
@@ -73,7 +104,9 @@ class Points:
             held = self._held.pop(key)
             self._told[kind] = max(self._told[kind], key[1])
             records = [held.records[uid] for uid in sorted(held.records)]
-            values = _training(records) if kind == "round" else _evaluated(records)
+            if kind == "round":
+                self._sent_told |= held.sent
+            values = _training(records, self._sent_told.values()) if kind == "round" else _evaluated(records)
             if values:
                 yield Point(key[1], max(float(each.get("time", 0.0)) for each in records), values)
 
@@ -84,14 +117,14 @@ def _numbers(records: list[Mapping[str, Any]], name: str) -> list[float]:
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)]  # fmt: skip
 
 
-def _training(records: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over the nodes; the bytes that all of them have sent so far."""
+def _training(records: list[Mapping[str, Any]], sent: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """Means over the nodes that are there; the bytes that all have sent so far."""
     found = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "train/learning_rate": "lr",
              "time/round_seconds": "seconds", "time/train_seconds": "train_seconds",
              "time/wait_seconds": "wait_seconds", "time/mix_seconds": "mix_seconds"}  # fmt: skip
     values = {name: statistics.fmean(known) for name, key in found.items() if (known := _numbers(records, key))}
-    for purpose in ("data", "metadata", "protocol", "evaluation", "control"):
-        if known := _numbers(records, f"{purpose}_bytes_sent"):
+    for purpose in PURPOSES:
+        if known := [each[purpose] for each in sent if purpose in each]:
             values[f"bytes_sent/{purpose}"] = math.fsum(known)
     values["nodes"] = len(records)
     return values

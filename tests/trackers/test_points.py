@@ -50,6 +50,18 @@ def test_a_dead_node_holds_nothing_up_and_no_round_waits_in_memory_for_ever() ->
     assert told == list(range(2, 9 * MOST_HELD + 1)) and len(points._held) == MOST_HELD
 
 
+def test_bytes_count_on_when_a_node_is_gone_or_began_anew() -> None:
+    points, told = Points([0, 1], every=2), list[float]()
+    for number in range(8):
+        for uid in (0, 1):
+            if uid == 0 or number < 2 or number > 4:
+                of_process = number + 1 if uid == 0 or number < 2 else number - 4  # node 1 came back in round 5
+                record = trained(number, data_bytes_sent=100 * of_process, control_bytes_sent=of_process)
+                told += [each.values["bytes_sent/data"] for each in points.take(uid, record, float(number))]
+        told += [each.values["bytes_sent/data"] for each in points.overdue(number + HOLD_SECONDS)]
+    assert told == [400, 600, 600 + 200 + 100, 800 + 200 + 300]
+
+
 def test_files_are_read_on_while_they_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "MOST_BYTES", 64)
     path = tmp_path / "nodes" / "003" / "metrics.jsonl"
