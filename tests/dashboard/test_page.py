@@ -203,7 +203,28 @@ def test_runs_stand_side_by_side_and_the_theme_is_kept(browser: Any, served: Ser
         shown.wait("canvas[data-nodes='5']")
         assert shown.page.locator(".pane").count() == 2
         assert "theme=light" in shown.page.url and "over" in shown.page.url
+        shown.page.keyboard.press("Escape")
+        for key, row in (("n", "0"), ("n", "1"), ("g", None), ("g", None), ("Escape", None)):
+            shown.page.keyboard.press(key)
+            assert row is None or f"node={row}" in shown.page.url
+        assert "node=" not in shown.page.url
         for tab in ("nodes", "machines", "events", "config", "waits"):
             shown.page.click(f"[data-tab={tab}]")
             shown.wait(f"[data-tab={tab}][aria-selected=true]")
+        assert shown.problems == []
+
+
+def test_names_stay_in_their_column_and_runs_of_one_name_are_told_apart(browser: Any, served: Served) -> None:
+    address, token, root, _ = served
+    shutil.copytree(root / "over" / "2026-01-01", root / "over" / "2026-01-02")
+    (root / ("a" * 120)).mkdir()
+    shutil.copytree(root / "over" / "2026-01-01", root / ("a" * 120) / "2026-01-01")
+    with Page(browser, f"{address}#token={token}&runs=over/2026-01-01,over/2026-01-02") as shown:
+        shown.page.wait_for_function("() => document.querySelectorAll('canvas[data-nodes=\"5\"]').length === 2")
+        called = shown.page.locator(".pane .name").all_text_contents()
+        assert [each.rpartition(" ")[2] for each in called] == ["2026-01-01", "2026-01-02"]
+        shown.page.keyboard.press("r")
+        shown.wait("#runs li:has-text('aaaa')")
+        wide = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).length"
+        assert shown.page.locator("#runs li").evaluate_all(wide) == 0
         assert shown.problems == []

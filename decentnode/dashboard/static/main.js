@@ -144,7 +144,9 @@ function sure(question) {
 
 function drawPane(pane) {
   const { run } = pane, view = run.view(app.position), state = run.paused ? "paused" : run.state || "reading";
-  set(pane.name, run.about.name + (run.about.seed === null || run.about.seed === undefined ? "" : ` · seed ${run.about.seed}`));
+  const called = (one) => one.about.name + (one.about.seed === null || one.about.seed === undefined ? "" : ` · seed ${one.about.seed}`);
+  const alike = app.runs.some((other) => other !== run && other.about && called(other) === called(run));
+  set(pane.name, called(run) + (alike ? ` · ${run.id.split("/").pop()}` : ""));
   pane.name.title = run.id;
   set(pane.chip, state);
   pane.chip.className = `chip ${state}`;
@@ -261,6 +263,8 @@ const KEYS = {
   e: ["color of edges", () => cycle("edge", EDGE_COLORS)],
   x: ["axis of curves", () => cycle("axis", AXES)],
   t: ["next table", () => cycle("tab", PANELS)],
+  n: ["choose the next node", () => nextNode()],
+  g: ["next graph", () => { app.focus = (app.focus + 1) % Math.max(1, app.runs.length); app.redraw(); }],
   p: ["pause or resume the run", () => { const pane = app.panes.get((app.runs[app.focus] || {}).id); if (pane && pane.run.state === "running") command(pane, pane.run.paused ? "resume" : "pause"); }],
   v: ["evaluate now", () => { const pane = app.panes.get((app.runs[app.focus] || {}).id); if (pane && pane.run.state === "running") command(pane, "evaluate"); }],
   r: ["choose runs", () => togglePicker()],
@@ -268,6 +272,11 @@ const KEYS = {
   Escape: ["no node chosen", () => { app.node = null; togglePicker(false); app.remember(); app.redraw(); }],
   "?": ["these keys", () => $("keys").showModal()],
 };
+
+function nextNode() {
+  const uids = (app.runs[app.focus] || app.runs[0] || { uids: [] }).uids;
+  if (uids.length) app.choose(uids[(uids.indexOf(app.node) + 1) % uids.length]);
+}
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
