@@ -142,3 +142,20 @@ def test_nodes_that_share_a_process_are_no_exception(tmp_path: Path, moment: str
         wait_until(lambda: MOMENTS[moment](run) or run.over(), seconds=LONGEST)
         run.strike(signal.SIGTERM)
         check(run, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("keys", [(), ("mapping.nodes_per_process=2",)])
+def test_nodes_with_checkpoints_leave_the_stop_to_the_supervisor(tmp_path: Path, keys: tuple[str, ...]) -> None:
+    """A scheduler's SIGTERM reaches the nodes first: they ended in different rounds, without a checkpoint of all."""
+    with command(tmp_path, "node.rounds=100000", "node.checkpoint={every: 50000}", *keys) as run:
+        wait_until(lambda: (run.rounds() >= 1 and len(run.found("nodes/*/status.json")) == NODES) or run.over(),
+                   seconds=LONGEST)  # fmt: skip
+        for pid in {json.loads(status.read_text())["pid"] for status in run.found("nodes/*/status.json")}:
+            os.kill(pid, signal.SIGTERM)
+        struck = run.rounds()
+        wait_until(lambda: run.rounds() >= struck + 3 or run.over(), seconds=LONGEST)
+        assert not run.over(), run.output
+        run.process.send_signal(signal.SIGTERM)
+        check(run, signal.SIGTERM)
+        ends = {json.loads(each.read_text().splitlines()[-1])["round"] for each in run.found("nodes/*/metrics.jsonl")}
+        assert len(ends) == 1 and "--resume" in run.output.splitlines()[-1], run.output

@@ -74,6 +74,9 @@ logger = logging.getLogger(__name__)
 PEERS_SECONDS = 300.0
 """Longest wait for the supervisor to name the other local nodes; the supervisor gives up first."""
 ABSENT_SECONDS = 1.0
+OBEYED_SECONDS = 20.0
+"""A scheduler ends a run by SIGTERM to all of its processes, and kills after 30 s (Slurm, Kubernetes). So long nodes
+with checkpoints leave it to the supervisor to have all of them stop before the same round."""
 CLOSE_SECONDS = 2.0
 """After a failure: how long a checkpoint may still be written; the supervisor ends the process soon after."""
 
@@ -337,7 +340,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     errors of `Link.peers`."""
     transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
-        on_termination(node.ask_leave if experiment.newcomer else node.ask_stop)
+        on_termination(node.ask_leave if experiment.newcomer else stopping(node))
     bound = transport.bind()
     if bound is not None:
         send(Bound(node.uid, *bound))
@@ -360,6 +363,22 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
         joined.set()
     logger.info("joined after %.2f s; %d samples", clock.now() - started, node.training.num_samples)
     send(NodeJoined(node.uid))
+
+
+def stopping(*nodes: Node) -> Callable[[], None]:
+    """Returns what SIGTERM calls in the nodes' process: it stops them, with checkpoints only where the supervisor has
+    not done so within OBEYED_SECONDS."""
+
+    def stop() -> None:
+        for node in nodes:
+            node.ask_stop()
+
+    def later() -> None:
+        timer = threading.Timer(OBEYED_SECONDS, stop)
+        timer.daemon = True
+        timer.start()
+
+    return stop if nodes[0].checkpoints is None else later
 
 
 def tell_absent(transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:

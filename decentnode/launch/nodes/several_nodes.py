@@ -33,6 +33,7 @@ from decentnode.launch.nodes.node_process import (
     let_go,
     remote_endpoints,
     set_up,
+    stopping,
     tell_absent,
     transport_maker,
 )
@@ -127,12 +128,7 @@ class _SeveralNodes:
         """Open the sockets of all nodes, learn those of the others, and connect. Blocking. A node that cannot join has
         failed; what keeps all of them from it is raised."""
         nodes = [each.node for each in self._hosted.values()]
-
-        def stop() -> None:
-            for node in nodes:
-                node.ask_stop()
-
-        on_termination(stop)
+        on_termination(stopping(*nodes))
         bound = []
         for node in nodes:
             with blamed_on(node.uid):
