@@ -19,10 +19,20 @@ GPU_BLOCK_ELEMENTS = 1 << 25
 kernel: tens of microseconds, in which a GPU mixes a million elements. Bits do not depend on it but for random draws.
 """
 
-OWN_FAULTS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""What torch raises of this process's device, also where it was about to send to others: none of these is the cause."""
+_DEVICE_FAULTS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+_NO_MEMORY = ("DefaultCPUAllocator", "Cannot allocate memory")
+"""What is in the text of torch's plain RuntimeError, and of the system's reason in one, where the host has no memory.
+"""
 
 _KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
+
+
+def own_fault(error: BaseException) -> bool:
+    """Whether an error is of this process's device, or of its host's memory: nobody with whom it exchanges is the
+    cause, also where it was about to send to others."""
+    if isinstance(error, (*_DEVICE_FAULTS, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
 
 
 def block_elements(device: torch.device) -> int:

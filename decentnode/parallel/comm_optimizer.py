@@ -26,7 +26,7 @@ from decentnode.parallel.participants.optimizer import OptimizerParticipant
 from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.process_group.default_group import num_ranks
 from decentnode.parallel.steps.idle import Idles
-from decentnode.tensors import OWN_FAULTS
+from decentnode.tensors import own_fault
 
 T = TypeVar("T")
 
@@ -184,9 +184,9 @@ class CommOptimizer(OuterOptimizer, Idles):
             return self._member.guarded(work, otherwise)
         try:
             return work()
-        except OWN_FAULTS:
-            raise
         except RuntimeError as error:
+            if own_fault(error):
+                raise
             own = f"rank {self.dist_optimizer.rank}: the exchange of step {self.steps} with the other ranks failed"
             raise PeerLost(f"{own}, as where one has ended or takes fewer steps: {reason_of(error)}") from error
 

@@ -236,12 +236,12 @@ class BatchedPath(CliquePath):
                         self._launch_calls(each)
                     else:
                         self._launch(each)
-                except RuntimeError as error:
+                except (RuntimeError, MemoryError) as error:
                     self._ends("launching", each, error)
                     break
         self._launched.put(None)
 
-    def _ends(self, doing: str, each: _Round | CollectiveCall, error: RuntimeError) -> None:
+    def _ends(self, doing: str, each: _Round | CollectiveCall, error: RuntimeError | MemoryError) -> None:
         """A thread cannot go on: what is matched by order alone fails for all peers at once."""
         logger.debug("%s ended: %s", doing, error)
         self._broke({SUM, *self.peers}, each.what, error)
@@ -288,7 +288,7 @@ class BatchedPath(CliquePath):
                 each, step = found
                 try:
                     step()
-                except RuntimeError as error:
+                except (RuntimeError, MemoryError) as error:
                     self._ends("waiting", each, error)
                     return
 

@@ -19,7 +19,7 @@ from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Poo
 from decentnode.communication.torch_distributed.calls import Calls
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall, CollectiveKind
 from decentnode.payload import Payload
-from decentnode.tensors import OWN_FAULTS
+from decentnode.tensors import own_fault
 
 SEND_WINDOW = 4
 """Payloads that may be under way to one peer; the next one waits. Where a round has more than two exchanges, those of
@@ -111,11 +111,11 @@ class CliquePath(abc.ABC):
             self._expecting(-1)
         call.came()
 
-    def _broke(self, uids: Collection[int], what: str, error: RuntimeError) -> None:
+    def _broke(self, uids: Collection[int], what: str, error: RuntimeError | MemoryError) -> None:
         """Any thread: an operation failed, so that nothing more comes of these on this path; `SUM` among them stands
-        for calls of all members. what: the operation and its peers. Where it is this node's device that failed, nobody
-        is blamed: the node's waits raise the error."""
-        if isinstance(error, OWN_FAULTS):
+        for calls of all members. what: the operation and its peers. Where this node's device failed, or its host
+        has no memory, nobody is blamed: the node's waits raise the error."""
+        if own_fault(error):
             self._status.fail(error)
             return
         reason = f"{what} failed: {str(error).partition('. ')[0]}"  # what follows is advice of the library

@@ -19,7 +19,7 @@ from decentnode.communication.torch_distributed.calls import NEVER, Calls
 logger = logging.getLogger(__name__)
 
 TAGS = 1 << 30
-Failed = Callable[[RuntimeError], None]
+Failed = Callable[[RuntimeError | MemoryError], None]
 _abandoned: list[object] = []
 
 
@@ -86,7 +86,7 @@ class Connection(threading.Thread):
             job, failed = found
             try:
                 job()
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 logger.debug("%s ended: %s", self.name, error)
                 failed(error)
                 return

@@ -37,7 +37,7 @@ from decentnode.parallel.membership.generation_groups import (
 from decentnode.parallel.membership.keys import Access
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of, wait_with
 from decentnode.parallel.process_group.shutdown import close_at_exit
-from decentnode.tensors import OWN_FAULTS
+from decentnode.tensors import own_fault
 from decentnode.wire.generation import Generation
 from decentnode.wire.messages import MAX_SEATS
 
@@ -237,6 +237,8 @@ class Job:
                 self.admission = None
                 return
             except (PeerLost, RuntimeError, OSError) as failure:
+                if own_fault(failure):
+                    raise
                 error, leaves = ConnectionBroken(f"regrouping failed: {reason_of(failure)}"), True
                 _forget_frames(failure)
                 logger.info("a generation of ranks ended while it began: %s", failure)
@@ -267,9 +269,9 @@ class Job:
         self.control.waits(None)
         try:
             work.wait()
-        except OWN_FAULTS:
-            raise
         except RuntimeError as error:
+            if own_fault(error):
+                raise
             raise ConnectionBroken(f"an operation of all ranks failed: {reason_of(error)}") from error
 
 

@@ -11,7 +11,7 @@ from decentnode.errors import AssemblyError, PeerLost
 from decentnode.parallel.process_group.collectives import gather_texts, reason_of
 from decentnode.parallel.process_group.default_group import device_of_group, num_ranks
 from decentnode.parallel.process_group.ends import come, gone, late
-from decentnode.tensors import OWN_FAULTS
+from decentnode.tensors import own_fault
 from decentnode.words import names
 
 MAX_REASON = 2000
@@ -27,9 +27,9 @@ def by_all_ranks(what: str) -> Iterator[None]:
     come()
     try:
         yield
-    except OWN_FAULTS:
-        raise
     except RuntimeError as error:
+        if own_fault(error):
+            raise
         raise _lost(what, error) from error
 
 
@@ -64,6 +64,8 @@ def together(what: str) -> Iterator[None]:
     except RuntimeError as error:
         if failed is not None:
             raise failed from None
+        if own_fault(error):
+            raise
         raise _lost(what, error) from error
     if failed is not None:
         raise failed

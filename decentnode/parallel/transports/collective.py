@@ -22,7 +22,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
-from decentnode.tensors import OWN_FAULTS
+from decentnode.tensors import own_fault
 
 
 class CollectiveExchange(HostMemoryExchange):
@@ -118,9 +118,9 @@ class CollectiveExchange(HostMemoryExchange):
     def average(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OWN_FAULTS:
-            raise
         except RuntimeError as error:
+            if own_fault(error):
+                raise
             raise PeerLost(f"rank {self.rank}: {what} failed: {reason_of(error)}") from error
 
     @contextlib.contextmanager
@@ -128,9 +128,9 @@ class CollectiveExchange(HostMemoryExchange):
         """Turns what torch.distributed raises inside into PeerLost, with the ranks that may be the cause."""
         try:
             yield
-        except OWN_FAULTS:
-            raise
         except RuntimeError as error:
+            if own_fault(error):
+                raise
             who = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {', '.join(map(str, peers))}"
             reason = reason_of(error)
             late = "timed out" in reason.lower() or "timeout" in reason.lower()

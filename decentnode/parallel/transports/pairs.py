@@ -27,7 +27,7 @@ from decentnode.parallel.planning.plan import Plan
 from decentnode.parallel.process_group.collectives import reason_of
 from decentnode.parallel.transports.base import Flight
 from decentnode.parallel.transports.host_memory import HostMemory, HostMemoryExchange
-from decentnode.tensors import OWN_FAULTS
+from decentnode.tensors import own_fault
 
 POLL_SECONDS = (20e-6, 1e-3)
 LOOK_SECONDS = 0.05
@@ -43,7 +43,7 @@ class _Leg:
     asked: bool = False
     """Whether a thread waits for it."""
     over: bool = False
-    failed: str = ""
+    failed: Exception | None = None
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Line:
             try:
                 leg.work.wait(timedelta(seconds=self._seconds))
             except Exception as error:
-                leg.failed = reason_of(error)
+                leg.failed = error
             leg.work = None
             leg.over = True
             del leg
@@ -101,10 +101,10 @@ class PairExchange(HostMemoryExchange):
                 leg.work = dist.irecv(tensor, peer, group=self._group)
             else:
                 leg.work = dist.isend(tensor, peer, group=self._group)
-        except OWN_FAULTS:
-            raise
         except RuntimeError as error:  # a connection that is known to be broken
-            leg.over, leg.failed = True, reason_of(error)
+            if own_fault(error):
+                raise
+            leg.over, leg.failed = True, error
 
     def _await(self, flight: Flight) -> None:
         assert isinstance(flight, PairFlight)
@@ -133,9 +133,11 @@ class PairExchange(HostMemoryExchange):
                     look = now + LOOK_SECONDS
                     self._look_for(leg.peer, started, now, step)
                 backoff.sleep()
-            if leg.failed:
+            if leg.failed is not None:
+                if own_fault(leg.failed):
+                    raise leg.failed
                 raise ConnectionBroken(f"rank {self.rank}: the exchange of step {step} with rank {leg.peer} failed: "
-                                       f"{leg.failed}", [leg.peer])  # fmt: skip
+                                       f"{reason_of(leg.failed)}", [leg.peer]) from leg.failed  # fmt: skip
         self.wait_seconds += clock.now() - started
 
     def finish_all(self, seconds: float) -> None:

@@ -24,6 +24,7 @@ from decentnode.parallel.membership.control import ASK_SECONDS, ConnectionBroken
 from decentnode.parallel.membership.job import MAX_ATTEMPTS, Job
 from decentnode.parallel.process_group.collectives import gather_texts, mean_over_ranks, reason_of
 from decentnode.parallel.transports.base import BucketExchange, Flight
+from decentnode.tensors import own_fault
 
 T = TypeVar("T")
 
@@ -180,7 +181,7 @@ class RegroupingExchange(BucketExchange):
                     found = work(self._mean)
                 break
             except (PeerLost, RuntimeError) as error:
-                if attempt >= MAX_ATTEMPTS:  # not the ranks are why
+                if attempt >= MAX_ATTEMPTS or own_fault(error):  # not the ranks are why
                     raise
                 anew = False
                 lost = error if isinstance(error, PeerLost) else ConnectionBroken(f"{what} failed: {reason_of(error)}")

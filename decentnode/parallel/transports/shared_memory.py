@@ -41,6 +41,7 @@ from decentnode.parallel.process_group.default_group import device_of_group
 from decentnode.parallel.transports.base import BucketExchange, Flight
 from decentnode.parallel.transports.presence import WORDS, Absence, Presence
 from decentnode.system import boot_id
+from decentnode.tensors import own_fault
 
 SLOTS = 2
 MAX_NEIGHBORS = 8
@@ -200,7 +201,7 @@ class SharedMemoryExchange(BucketExchange):
         except ConnectionBroken:
             raise
         except (PeerLost, RuntimeError) as error:
-            absence = self._who_left()
+            absence = None if own_fault(error) else self._who_left()
             if absence is None:
                 raise
             raise PeerLost(f"rank {self.rank}: {what} failed: {absence.reason}", [absence.rank]) from error

@@ -101,3 +101,11 @@ def test_survivors_that_were_at_different_steps_keep_their_mean(seed: int) -> No
     assert settled == pytest.approx(expected, abs=1e-3)
     assert unsettled != pytest.approx(expected, abs=1e-3)
     assert not any(each.exchange.flight_of(bucket) for each in left for bucket in each.buckets)
+
+
+def test_a_host_without_memory_for_an_average_ends_no_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, recovered = Rank(0, 8, {}).exchange, list[Any]()
+    monkeypatch.setattr(exchange, "_recover", recovered.append)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        exchange.run_average("the mean model", lambda _: torch.empty(1 << 50))
+    assert not recovered

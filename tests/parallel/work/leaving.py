@@ -75,12 +75,14 @@ def vanish(rank: int, n: int, transport: str, noticed: str) -> None:
             raise
 
 
-def out_of_memory(rank: int, n: int, topology: str) -> None:
-    """The last rank's device has no memory for its second exchange."""
+def out_of_memory(rank: int, n: int, topology: str, where: str) -> None:
+    """The last rank's device or host has no memory for its second exchange."""
     wrapped = DecentralizedDataParallel(model(), optimizer=SGD, topology=topology, transport="collective")
 
     def fails(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        if where == "device":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        torch.empty(1 << 50)
 
     for t in range(4):
         if rank == n - 1 and t == 1:
