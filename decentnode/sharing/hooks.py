@@ -27,6 +27,17 @@ class Mixing(Protocol):
         """Returns A x likewise, with a column of A for every node's `view.out_weights`."""
 
 
+AROUND_STEPS = ("begin", "adjust", "finish")
+"""Methods of a rule that an overlapped schedule does not call, and a script those of a sequential rule alone."""
+
+
+def own_methods(rule: type[Hooks], names: Sequence[str]) -> list[str]:
+    """Returns which of these methods a rule has that neither the defaults are nor a rule of this package's has: its own
+    rules do without a call, or say what they need."""
+    package = __name__.partition(".")[0]
+    return [name for name in names if getattr(rule, name).__module__.partition(".")[0] != package]
+
+
 class Hooks:
     """The second level of `Sharing` (base.py): a rule overrides what it needs of these, most rules nothing."""
 

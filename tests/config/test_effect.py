@@ -98,6 +98,22 @@ def test_a_rule_whose_direction_nobody_would_ask_for_is_refused(write: Any) -> N
     load(path, ["sharing={name: 'unasked_rule:Asked'}"], {})
 
 
+@pytest.mark.parametrize("hook", ["begin", "adjust", "finish"])
+def test_a_rule_whose_hooks_an_overlapped_schedule_does_not_call_is_refused(write: Any, hook: str) -> None:
+    rule = f"    def {hook}(self, model, view, *more):\n        pass\n"
+    head = "from decentnode.sharing.full import Full\nfrom decentnode.sharing.push_sum import PushSum\n\n\n"
+    serves = "\n    def advance(self, model, update, view):\n        model.add_(update)\n"
+    name = f"unheard_{hook}"
+    write(f"{head}class Deaf(Full):\n{rule}\n\nclass Both(Full):\n{rule}{serves}\n\nclass Kept(PushSum):\n    pass\n",
+          f"{name}.py")  # fmt: skip
+    path = write(f'{BASE}sharing: {{name: "{name}:Deaf"}}\nnode: {{schedule: overlapped}}\n')
+    told = said(path)
+    assert f"node.schedule: {name}:Deaf has a method {hook}, which overlapped does not call; schedule: sequ" in told
+    load(path, ["node.schedule=sequential"], {})
+    for other in ("Both", "Kept"):
+        load(path, [f"sharing={{name: '{name}:{other}'}}"], {})
+
+
 @pytest.mark.parametrize("key", ["keys", "invitations"])
 def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: str) -> None:
     port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"

@@ -43,6 +43,7 @@ from decentnode.experiment.crosschecks.model import model_can_be_trained
 from decentnode.experiment.crosschecks.parts import Check
 from decentnode.experiment.crosschecks.run import profile_is_of_the_run, trackers_are_told_apart, virtual_time_is_told
 from decentnode.experiment.crosschecks.sharing import (
+    corrections_are_made,
     dumps_are_of_the_run,
     everybody_hears_of_everybody,
     gradients_reach_the_rule,
@@ -92,6 +93,7 @@ CHECKS: tuple[Check, ...] = (
     figures_fit_into_a_message,
     sharing_is_a_rule,
     gradients_reach_the_rule,
+    corrections_are_made,
     sharing_suits_the_graph,
     groups_suit_the_graph,
     everybody_hears_of_everybody,

@@ -22,7 +22,7 @@ from decentnode.graph.groups import Groups, members_of, problem_of
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.dump import DumpConfig
-from decentnode.sharing.hooks import Hooks
+from decentnode.sharing.hooks import AROUND_STEPS, Hooks, own_methods
 from decentnode.sharing.parameters import ParametersConfig
 from decentnode.sharing.requirements import Requirements
 from decentnode.sharing.rounds import exchange_rounds, unheard
@@ -43,6 +43,19 @@ def gradients_reach_the_rule(experiment: Experiment) -> Iterator[Problem]:
     if rule is not None and rule.direction is not Hooks.direction and not _requirements(experiment).gradient:
         message = f"has a method direction, which is only called where {rule.__name__}.requirements have gradient=True"
         yield Problem(("sharing", "name"), f"{message}, got {experiment.sharing.name}")
+
+
+def corrections_are_made(experiment: Experiment) -> Iterator[Problem]:
+    """A rule whose `adjust` nobody calls would be another one, too. One with an `advance` of its own is made for
+    overlapped schedules."""
+    rule = _rule_class(experiment)
+    if rule is None or experiment.node.schedule != "overlapped" or _requirements(experiment).sequential:
+        return
+    unheard = own_methods(rule, AROUND_STEPS)
+    if unheard and not own_methods(rule, ["advance"]):
+        yield Problem(("node", "schedule"), f": {experiment.sharing.name} has a method {unheard[0]}, which overlapped "
+                      f"does not call; schedule: sequential would do, which {rule.__name__}.requirements can ask for "
+                      "with sequential=True", other=("sharing",))  # fmt: skip
 
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:

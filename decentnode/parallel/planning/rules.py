@@ -13,8 +13,11 @@ from decentnode.parallel.planning.sections import config_of
 from decentnode.sharing import SHARINGS
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.choco import Choco
+from decentnode.sharing.hooks import AROUND_STEPS, own_methods
 from decentnode.sharing.operator import Operator
 
+NEVER_CALLED = ("direction", "trains", "trained", "advance")
+"""Methods of a rule that a script does not call."""
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
 
@@ -63,7 +66,8 @@ def sharing_named(given: SharingRule) -> Sharing:
         cls = load_class(section.get("name", "full"), SHARINGS, "sharing")
         cls = Differences if cls is Choco else cls
         rule = cls(config_of("sharing", cls, section))
-    needs = rule.requirements
+    needs, unheard = rule.requirements, own_methods(type(rule), NEVER_CALLED)
+    around = [] if needs.sequential else own_methods(type(rule), AROUND_STEPS)
     lacks = next((why for bad, why in (
         (not needs.elementwise, "is not elementwise: it cannot mix one bucket after the other"),
         (needs.phases != 1, f"has {needs.phases} exchanges per round"),
@@ -71,6 +75,9 @@ def sharing_named(given: SharingRule) -> Sharing:
         (type(rule).adjust is not Sharing.adjust, "needs the loss of the step"),
         (not needs.linear and getattr(rule.config, "compression", None) is not None,
          "is not linear, and has compression"),
+        (bool(unheard), f"has a method {next(iter(unheard), '')}, which scripts do not call"),
+        (bool(around), f"has a method {next(iter(around), '')}, which is only called where its requirements have "
+         "sequential=True"),
     ) if bad), None)  # fmt: skip
     if lacks is not None:
         raise ValueError(f"sharing must be an elementwise rule such as full, ac or local_sgd, or choco, got "

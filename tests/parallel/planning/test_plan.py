@@ -77,6 +77,9 @@ def test_a_section_with_a_wrong_key_is_told_in_one_line_what_it_takes() -> None:
     ("full_", "did you mean 'full'"), ({"name": "ac", "factor": 2}, "factor"), (type("Mine", (Full,), {
         "adjust": lambda *_: None}), "needs the loss"), (type("Tree", (Full,), {
         "requirements": replace(Full.requirements, phases=2)}), "2 exchanges"),
+    (type("Mine", (Full,), {"finish": lambda *_: None}), "Mine, which has a method finish, which is only called where"),
+    (type("Mine", (Full,), {"begin": lambda *_: None}), "has a method begin, .* requirements have sequential=True"),
+    (type("Mine", (Full,), {"direction": lambda *_: None}), "has a method direction, which scripts do not call"),
 ])  # fmt: skip
 def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
     with pytest.raises((ValueError, UsageError), match=says):
