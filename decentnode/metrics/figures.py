@@ -90,6 +90,11 @@ def _most(values: Sequence[float]) -> float | None:
     return max(values, default=None)
 
 
+def _deviation(values: Sequence[float]) -> float | None:
+    """That of all nodes there are, as series have it by round; None for a single one, or one server."""
+    return statistics.pstdev(values) if len(values) > 1 else None
+
+
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -200,7 +205,7 @@ class Metric:
     """One figure that a task measures of a model on test samples."""
 
     name: str
-    """The key in metrics.jsonl; with _mean, _min, _max or _merged behind it in summary.json."""
+    """The key in metrics.jsonl; with _mean, _min, _max, _deviation or _merged behind it in summary.json."""
     unit: str
     """The unit of the value in these files."""
     meaning: str
@@ -254,6 +259,8 @@ class Metric:
                    of=(self.name,), how=_least, **kind),
             Figure(f"{self.name}_max", meaning=f"the same of the {high} node", title=f"{high} node{of}{behind}",
                    of=(self.name,), how=_most, **kind),
+            Figure(f"{self.name}_deviation", meaning="the standard deviation of the same over the nodes of a run",
+                   title=f"deviation over nodes{of}{behind}", of=(self.name,), how=_deviation, **kind),
             Figure(f"{self.name}_merged", meaning="the same of the mean of all models", title=merged,
                    of=(f"{self.name}_merged",), how=_first, **kind),
         )  # fmt: skip
@@ -301,7 +308,8 @@ class TaskMetrics:
     def compared(self) -> tuple[str, ...]:
         """The columns of `decentnode compare`."""
         main = self.main
-        return (f"{main.name}_mean", f"{main.name}_{main.worst}", f"{main.name}_merged", *COMPARED)
+        own = (f"{main.name}_{each}" for each in ("mean", main.worst, "deviation", "merged"))
+        return (*own, *COMPARED)
 
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:

@@ -29,7 +29,8 @@ MIN_LABEL = 32
 MIN_LINE = 12
 """Characters of a name that takes several lines because nothing more can be left out."""
 LEFT_OUT_FIRST = ("bytes_metadata_per_node", "consensus_rms", "round_seconds_median", "consensus_distance")
-"""Columns that a table has no room for before it has none for those of the task and of payloads."""
+"""Columns that a table has no room for before it has none for those of the task and of payloads; first of all for the
+deviation over the nodes."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,16 @@ def row(
     classification when None."""
     shown = columns([BEFORE]) if shown is None else shown
     return ComparedRow(name, len(summaries), {
-        figure.name: [value for each in summaries if (value := _value(each, figure.name)) is not None]
+        figure.name: [value for each in summaries if (value := _of_nodes(each, figure)) is not None]
         for figure in shown
     }, shown)  # fmt: skip
+
+
+def _of_nodes(summary: Mapping[str, Any], figure: Figure) -> float | None:
+    """A figure of a summary, also of one that was written before there was the figure."""
+    if figure.name in summary or figure.name in PER_NODE or not figure.of:
+        return _value(summary, figure.name)
+    return figure.combined(summary.get("nodes", {}).values())
 
 
 def _value(summary: Mapping[str, Any], name: str) -> float | None:
@@ -190,7 +198,8 @@ def text_table(rows: Sequence[ComparedRow], test: AgainstBest | None = None, wid
 def _dispensable(row: ComparedRow) -> list[Figure]:
     """Returns the columns that may be left out, the first one first: never a task's mean, or what was asked for."""
     own = [each for each in row.columns[: len(row.columns) - row.asked] if not each.name.endswith("_mean")]
-    first = [each for name in LEFT_OUT_FIRST for each in own if each.name == name]
+    first = [each for each in own if each.name.endswith("_deviation")]
+    first += [each for name in LEFT_OUT_FIRST for each in own if each.name == name]
     return [*first, *(each for each in reversed(own) if each not in first)]
 
 

@@ -184,6 +184,22 @@ def test_rows_are_named_by_as_many_keys_as_fit(tmp_path: Path) -> None:
     assert f"{max(map(len, full)) * '='}  " in table(tmp_path / "exp", 500)[0]
 
 
+def test_the_deviation_over_nodes_is_there_of_earlier_runs_too_and_is_none_over_seeds(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        run = finished(tmp_path / f"exp/{seed}", seed, 0.5 + seed / 10)
+        told = json.loads((run / "summary.json").read_text())
+        told["nodes"] = {str(uid): {"accuracy": 0.5 + 0.1 * seed * (2 * uid - 1)} for uid in range(2)}
+        (run / "summary.json").write_text(json.dumps(told | ({"accuracy_deviation": 0.2} if seed == 2 else {})))
+    command = ["compare", str(tmp_path / "exp"), "-o", str(tmp_path / "t.csv")]
+    result = CliRunner().invoke(main, [*command, "--wide"])
+    assert result.exit_code == 0 and "deviation over nodes %" in result.output
+    (row,) = csv.DictReader((tmp_path / "t.csv").open())
+    assert float(row["accuracy_deviation"]) == pytest.approx(0.15)  # .1 and .2, of the nodes of each run
+    assert float(row["accuracy_mean_std"]) == pytest.approx(statistics.stdev([0.6, 0.7]))
+    CliRunner().invoke(main, [*command[:-1], str(tmp_path / "t.tex")])
+    assert r"deviation over nodes \%" in (tmp_path / "t.tex").read_text()
+
+
 SUMMARY = {"accuracy_mean": 0.9, "accuracy_min": 0.8, "accuracy_merged": 0.95, "consensus_rms": 0.5,
            "consensus_distance": 0.01, "bytes_sent_total": 3e6, "bytes_metadata_total": 1e5,
            "round_seconds_median": 0.05, "nodes": {"0": {}, "1": {}}}  # fmt: skip

@@ -34,8 +34,9 @@ def test_headings_of_the_main_metric_say_which_node_is_the_worst() -> None:
     assert titles["accuracy_merged"] == "merged %" and titles["loss_max"] == "worst node loss"
     other = {each.name: each.title for each in RATING.figures}
     assert (other["rmse_mean"], other["rmse_max"], other["rmse_min"]) == ("RMSE", "worst node", "best node")
-    assert RATING.compared[:3] == ("rmse_mean", "rmse_max", "rmse_merged")
-    assert BEFORE.compared[:3] == ("accuracy_mean", "accuracy_min", "accuracy_merged")
+    assert RATING.compared[:4] == ("rmse_mean", "rmse_max", "rmse_deviation", "rmse_merged")
+    assert BEFORE.compared[:4] == ("accuracy_mean", "accuracy_min", "accuracy_deviation", "accuracy_merged")
+    assert titles["accuracy_deviation"] == "deviation over nodes %"
 
 
 def test_curves_are_those_of_the_task_and_of_every_run() -> None:
@@ -46,7 +47,13 @@ def test_curves_are_those_of_the_task_and_of_every_run() -> None:
 
 def test_runs_of_several_tasks_are_compared_in_the_columns_of_all() -> None:
     names = [each.name for each in columns([BEFORE, RATING, BEFORE])]
-    assert names == [*BEFORE.compared[:3], *RATING.compared[:3], *COMPARED]
+    assert names == [*BEFORE.compared[:4], *RATING.compared[:4], *COMPARED]
+
+
+def test_the_deviation_is_that_of_all_nodes() -> None:
+    of = BEFORE.by_name["accuracy_deviation"]
+    assert of.combined([{"accuracy": 0.4}, {"accuracy": 0.8}, {"loss": 1.0}]) == pytest.approx(0.2)
+    assert of.combined([{"accuracy": 0.4}, {"loss": 1.0}]) is None  # one server and its client
 
 
 def test_means_over_parts_of_the_test_set_are_those_of_all_samples() -> None:

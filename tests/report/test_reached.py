@@ -91,8 +91,8 @@ def test_tables_for_papers(runs: list[str], tmp_path: Path) -> None:
     """The best row is bold, and so is what the test does not tell from it."""
     tex, _ = written(runs[:2], tmp_path / "t.tex")
     lines = tex.splitlines()
-    assert lines[1] == r"\begin{tabular}{lrrrrrrr}" and lines[2] == r"\toprule" and lines[-1] == r"\end{tabular}"
-    assert all(line.count("&") == 7 for line in lines if line.endswith(r"\\"))
+    assert lines[1] == r"\begin{tabular}{lrrrrrrrr}" and lines[2] == r"\toprule" and lines[-1] == r"\end{tabular}"
+    assert all(line.count("&") == 8 for line in lines if line.endswith(r"\\"))
     assert tex.count(r"\textbf{") == 2 and r"b\_1" in tex and r"$\pm$" in tex and "%" not in tex.replace(r"\%", "")[30:]
     markdown, _ = written(runs, (tmp_path / "t").with_suffix(".md"))
     head, rule, *rows = markdown.splitlines()
