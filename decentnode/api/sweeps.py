@@ -44,8 +44,8 @@ class Sweep:
 
     def table(self) -> DataFrame:
         """A row per combination, the best first: mean and deviation (`..._std`) over its seeds of every figure, and the
-        paired t-test against the best (`minus_best` with its 95 % interval, `p`). Raises EnvironmentFault without
-        pandas."""
+        paired t-test against the best, with `within` that of its group (`minus_best` with its 95 % interval, `p`).
+        Raises EnvironmentFault without pandas."""
         from decentnode.sweeps.results import frame_rows
 
         return pandas().DataFrame(_typed(frame_rows(self._results), self._results))
@@ -106,7 +106,7 @@ def sweep(
     random: int | None = None, optuna: int | None = None, halving: int | None = None, least_rounds: int = 1,
     metric: str | None = None, jobs: int | None = None, by: Literal["simulate", "processes"] = "simulate",
     again: bool = False, every_model: bool = False, best_by: str | Iterable[str] = (),
-    target: str | None = None, rounds: int | None = None, name: str | None = None,
+    within: str | Iterable[str] = (), target: str | None = None, rounds: int | None = None, name: str | None = None,
     run_dir: str | os.PathLike[str] | None = None, progress: bool | Watcher = True, **sections: Any,
 ) -> Sweep:
     """Run an experiment with many values of some keys, several points at a time, and return what they make of it, as
@@ -118,8 +118,9 @@ def sweep(
     factor of successive halving. metric: a figure of summary.json. jobs: points at a time; one per core when not given.
     by: all nodes of a point in one process, or a process per node. again: run points that are done once more.
     every_model: keep the models of all nodes. best_by: keys for each of whose values tables have the best combination
-    alone. target: "accuracy=0.9" adds what it took until the mean over the nodes was there. rounds, name, run_dir: as
-    in `Experiment.run`. progress: whether to show it; or a Watcher, which is told what happens.
+    alone. within: keys for each of whose values combinations are compared with the best one of the same. target:
+    "accuracy=0.9" adds what it took until the mean over the nodes was there. rounds, name, run_dir: as in
+    `Experiment.run`. progress: whether to show it; or a Watcher, which is told what happens.
 
     Ctrl-C lets the points under way finish their round, then raises RunInterrupted whose `sweep` has what is done.
     Points that fail are in `points`; raises UsageError where all points have problems.
@@ -137,7 +138,8 @@ def sweep(
     found = plan(Plan(
         experiment._swept(sections, rounds=rounds, name=name, run_dir=run_dir), axes(grid), seeds,
         "random" if random else "optuna" if optuna else "grid", random or optuna, halving, least_rounds, metric, jobs,
-        by, again, every_model, (best_by,) if isinstance(best_by, str) else tuple(best_by), target,
+        by, again, every_model, (best_by,) if isinstance(best_by, str) else tuple(best_by),
+        (within,) if isinstance(within, str) else tuple(within), target,
     ))  # fmt: skip
     if isinstance(progress, Watcher):
         state = conduct(found, progress)

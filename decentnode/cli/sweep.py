@@ -37,6 +37,8 @@ if TYPE_CHECKING:
               help="Add what it took until the mean over the nodes was there: rounds, seconds, bytes; accuracy=0.9.")
 @click.option("--best-by", metavar="KEY[,KEY]",
               help="For each value of these keys show the best combination alone, by the mean of --metric over seeds.")
+@click.option("--within", metavar="KEY[,KEY]",
+              help="Compare combinations with the best of the same value of these keys, not with the best of all.")
 @click.option("--jobs", "-j", default="auto", show_default=True, metavar="N|auto",
               help="Points that run at a time; auto: one per core.")  # fmt: skip
 @click.option("--by", type=click.Choice(["simulate", "processes"]), default="simulate", show_default=True,
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context, config: str | None, axes: tuple[str, ...], seeds: int | None, drawn: int | None,
     sampler: str | None, points: int | None, halving: int | None, least_rounds: int, metric: str | None,
-    target: str | None, best_by: str | None, jobs: str, by: str, again: bool, every_model: bool,
+    target: str | None, best_by: str | None, within: str | None, jobs: str, by: str, again: bool, every_model: bool,
     overrides: tuple[str, ...], run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool,
     as_json: bool,
 ) -> None:
@@ -73,7 +75,7 @@ def command(
     plan = Plan(
         request, parsed(axes), seeds, "random" if drawn else sampler or "grid",  # type: ignore[arg-type]
         drawn or points, halving, least_rounds, metric, None if jobs == "auto" else int(jobs),
-        by, again, every_model, _keys(best_by), target,  # type: ignore[arg-type]
+        by, again, every_model, _keys(best_by), _keys(within), target,  # type: ignore[arg-type]
     )
     ctx.exit(_sweep(plan, plain=plain, quiet=quiet, as_json=as_json))
 

@@ -53,6 +53,8 @@ class Plan:
     """Whether the nodes' own models stay in the points' folders."""
     best_by: tuple[str, ...] = ()
     """Keys for each of whose values tables show the best combination alone."""
+    within: tuple[str, ...] = ()
+    """Keys within each of whose values combinations are compared with the best one; none: all with the best of all."""
     target: str | None = None
     """"metric=value" for which tables show what it took to come to it."""
     more: tuple[str, ...] = field(default=('node.checkpoint={every: 1000000000, keep: 1}',), repr=False)
@@ -75,9 +77,10 @@ class Plan:
             raise UsageError("--halving goes with a grid or random draws, not with --sampler optuna")
         if self.halving is not None and any(key.startswith("node.rounds") for key in keys):
             raise UsageError("--halving sets node.rounds itself, so -g node.rounds must not")
-        for each in self.best_by:
+        asked = [*(("--best-by", each) for each in self.best_by), *(("--within", each) for each in self.within)]
+        for option, each in asked:
             if not any(each == key or each.startswith(f"{key}.") for key in keys):
-                raise UsageError(f"--best-by must name keys of -g ({', '.join(keys) or 'there are none'}), got {each!r}"
+                raise UsageError(f"{option} must name keys of -g ({', '.join(keys) or 'there are none'}), got {each!r}"
                                  + did_you_mean(each, keys))  # fmt: skip
 
 

@@ -42,9 +42,12 @@ class Row:
     ended: tuple[Ended, ...]
     """One per seed, those that did not finish too."""
     against: Paired | None = None
-    """This row minus the best one; None for that one, for fewer rounds, and without two common seeds."""
+    """This row minus the best one, or the best of its group; None for that one, for fewer rounds, and without two
+    common seeds."""
     p: float | None = None
-    """That of `against`, corrected for the number of rows (Holm)."""
+    """That of `against`, corrected for the number of comparisons in the whole table (Holm)."""
+    leads: bool = False
+    """Whether others are compared with this one."""
     whole: bool = True
     """Whether every seed has a value."""
 
@@ -95,6 +98,8 @@ class Results:
     """Keys for whose values tables have the best row alone; all rows without any."""
     better: str = "higher"
     """Which values of the metric are better."""
+    within: tuple[str, ...] = ()
+    """Keys within each of whose values rows are compared; all with the best without any."""
     extra: tuple[Extra, ...] = ()
     """Columns that were asked for."""
 
@@ -115,8 +120,9 @@ def results_of(state: State) -> Results:
     extra = _to_target(sweep, [ran for each in latest.values() if (ran := _ran(each, sweep.measured)) is not None])
     found = [_row(settings, group, shown, sweep, extra) for settings, group in groups.items()]
     found.sort(key=lambda each: (-each.rounds, each.mean is None, not each.whole, sweep.sign * (each.mean or 0.0)))
-    return Results(sweep.name, sweep.folder, metric, tuple(_compared(found)), state.exit_code > 128,
-                   sweep.plan.best_by, "lower" if sweep.sign > 0 else "higher", extra)  # fmt: skip
+    rows = [each for group in _groups(found, sweep.plan.within).values() for each in group]
+    return Results(sweep.name, sweep.folder, metric, tuple(_compared(rows, sweep.plan.within)), state.exit_code > 128,
+                   sweep.plan.best_by, "lower" if sweep.sign > 0 else "higher", sweep.plan.within, extra)
 
 
 def _to_target(sweep: Sweep, found: Sequence[Ran]) -> tuple[Extra, ...]:
@@ -152,13 +158,24 @@ def _ran(ended: Ended, measured: TaskMetrics = BEFORE) -> Ran | None:
     return Ran(ended.run, "", ended.point.seed, {}, ended.outcome.status, summary, measured)
 
 
-def _compared(rows: Sequence[Row]) -> list[Row]:
-    """The rows with what sets those that went as far as the best off from it."""
-    best = next((each for each in rows if each.mean is not None), None)
+def _groups(rows: Sequence[Row], keys: Sequence[str]) -> dict[tuple[str, ...], list[Row]]:
+    """The rows by their values of these keys, in the order of the first row of each; all together without keys."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for each in rows:
+        found.setdefault(tuple(value_at(each.settings, key) for key in keys), []).append(each)
+    return found
+
+
+def _compared(rows: Sequence[Row], within: Sequence[str]) -> list[Row]:
+    """The rows with what sets those that went as far as the best of their group off from it."""
+    bests = {values: next((each for each in group if each.mean is not None), None)
+             for values, group in _groups(rows, within).items()}  # fmt: skip
+    of = [bests[tuple(value_at(each.settings, key) for key in within)] for each in rows]
     against = [None if best is None or each is best or each.rounds != best.rounds
-               else paired(each.values, best.values) for each in rows]  # fmt: skip
+               else paired(each.values, best.values) for each, best in zip(rows, of, strict=True)]  # fmt: skip
     corrected = holm([None if each is None else each.p for each in against])
-    return [replace(each, against=pair, p=p) for each, pair, p in zip(rows, against, corrected, strict=True)]
+    return [replace(each, against=pair, p=p, leads=each is best)
+            for each, best, pair, p in zip(rows, of, against, corrected, strict=True)]  # fmt: skip
 
 
 def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
@@ -166,9 +183,7 @@ def best_of_each(results: Results) -> tuple[list[Row], list[str]]:
     to know of them, in sentences). A row that lacks the value of a seed is never the best; of equal ones the first
     is."""
     names = short_names(results.best_by)
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for each in results.rows:
-        groups.setdefault(tuple(value_at(each.settings, key) for key in results.best_by), []).append(each)
+    groups = _groups(results.rows, results.best_by)
     metric, largest = results.metric, "largest" if results.better == "higher" else "smallest"
     said = [f"the best for each {' and '.join(names.values())}: the {largest} mean over the seeds of "
             f"{metric.title or metric.name} after the last round"]  # fmt: skip
@@ -244,7 +259,11 @@ def text_table(results: Results) -> str:
     if not results.rows:
         return "no point has ended"
     table = [simple_table(_cells(results), left=len(keys_of(results)))] if _shown(results) else []
-    return "\n".join([*table, *(best_of_each(results)[1] if results.best_by else [])]) or "no point has ended"
+    said = best_of_each(results)[1] if results.best_by else []
+    if results.within and any(each.against is not None for each in results.rows):
+        of = " and ".join(short_names(results.within).values())
+        said = [f"minus best: the best of the same {of}; p holds for all these comparisons together", *said]
+    return "\n".join([*table, *said]) or "no point has ended"
 
 
 def csv_table(results: Results) -> str:
@@ -322,13 +341,12 @@ def points_csv(results: Results) -> str:
 
 def latex_table(results: Results) -> str:
     """Returns a tabular of LaTeX (package booktabs): keys, runs, the metric, the difference to the best row, and what
-    was asked for. The best is bold, and so are those that the paired test does not tell from it."""
+    was asked for. The best is bold, of every group where rows are compared within groups, and so are those that the
+    paired test does not tell from it."""
     if not _shown(results):
         return "% no point has ended\n"
     keys, cells = len(keys_of(results)), _cells(results)
     last = cells[0].index("p") + 1 if "p" in cells[0] else cells[0].index("runs") + 2
     place = cells[0].index("runs") + 1
-    best = results.best
-    bold = [(row, place) for row, each in enumerate(_shown(results))
-            if each is best or (each.tied and best is not None and each.rounds == best.rounds)]  # fmt: skip
+    bold = [(row, place) for row, each in enumerate(_shown(results)) if each.leads or each.tied]
     return tabular([line[:last] + line[len(line) - len(results.extra) :] for line in cells], keys, bold)

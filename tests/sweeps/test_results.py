@@ -20,6 +20,7 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.children.messages import Request
 from decentnode.report.latex import escaped
 from decentnode.report.reading.measured import BEFORE
+from decentnode.report.reading.significance import holm, paired
 from decentnode.sweeps import files, picture
 from decentnode.sweeps.conduct import Ended, Running, State
 from decentnode.sweeps.evaluations import evaluations_csv
@@ -82,6 +83,29 @@ def test_rows_stand_by_their_means_and_are_set_off_from_the_best(tmp_path: Path)
     assert near.against.low < near.against.mean < near.against.high
     failed = next(row for row in results.rows if row.label == "lr=1 graph=star")
     assert failed.mean is None and [each.outcome.title for each in failed.not_finished] == ["a bug"]
+
+
+def test_rows_are_compared_within_each_value_of_a_key(tmp_path: Path) -> None:
+    values = {("x", "ring"): [0.9, 0.92, 0.91], ("y", "ring"): [0.8, 0.83, 0.81], ("z", "ring"): [0.5, 0.53, 0.5],
+              ("x", "star"): [0.6, 0.62, 0.61], ("y", "star"): [0.7, 0.75, 0.72]}  # fmt: skip
+    found = [ended(tmp_path, Point((("a.rule", rule), ("a.graph", graph)), seed), value)
+             for (rule, graph), each in values.items() for seed, value in enumerate(each, 1)]  # fmt: skip
+    sweep = replace(sweep_of(tmp_path), plan=Plan(Request("x.yaml"), axes(["a.rule=x", "a.graph=y"]), 3,
+                                                  within=("a.graph",)))  # fmt: skip
+    results = results_of(State(sweep, 0.0, [], found))
+    assert [tuple(value for _, value in row.settings) for row in results.rows] == [
+        ("x", "ring"), ("y", "ring"), ("z", "ring"), ("y", "star"), ("x", "star")]  # fmt: skip
+    assert [row.leads for row in results.rows] == [True, False, False, True, False]
+    bests = {"ring": values["x", "ring"], "star": values["y", "star"]}
+    tests = [paired(dict(enumerate(values[rule, graph])), dict(enumerate(bests[graph])))
+             for rule, graph in (("y", "ring"), ("z", "ring"), ("x", "star"))]  # fmt: skip
+    assert [row.against and row.against.mean for row in results.rows if not row.leads] == pytest.approx(
+        [each and each.mean for each in tests])  # fmt: skip
+    assert [row.p for row in results.rows if not row.leads] == holm([each and each.p for each in tests])
+    assert "minus best: the best of the same graph; p holds for all these" in text_table(results)
+    assert latex_table(results).count(r"\textbf") == 2, "the best of each graph"
+    with pytest.raises(UsageError, match="--within must name keys of -g"):
+        Plan(Request("x.yaml"), axes(["graph.name=ring"]), within=("graph",))
 
 
 def test_every_evaluation_of_every_point_is_a_row(tmp_path: Path) -> None:
