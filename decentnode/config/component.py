@@ -44,7 +44,7 @@ class Settings(pydantic.BaseModel):
         """Where a Config takes keys it does not know, nothing turns YAML's text 1e-3 into the number it is."""
         if cls.model_config.get("extra") != "allow" or not isinstance(value, dict):
             return value
-        return {key: each if key in cls.model_fields else _number(each) for key, each in value.items()}
+        return {key: each if key in cls.model_fields else number(each) for key, each in value.items()}
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
@@ -102,9 +102,10 @@ class Component:
     Config: ClassVar[type[Config]] = Config
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
+    """Returns a value, or list, of YAML with text such as 1e-3 as the number that it is."""
     if isinstance(value, list):
-        return [_number(each) for each in value]
+        return [number(each) for each in value]
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
         return float(value)
     return value
@@ -177,12 +178,22 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
     """
     libraries = table.libraries if isinstance(table, Table) else {}
     target = table.get(name, libraries.get(name.partition(":")[0], name) if ":" in name else name)
-    module_name, colon, class_name = target.partition(":")
-    if not colon:
+    if ":" not in target:
         known = ", ".join([*table, *(f"{each}:NAME" for each in libraries)])
         raise UsageError(
             f"{kind} must be one of {known}, or 'package.module:Class', got {name!r}{did_you_mean(name, table)}"
         )
+    found = imported(target, name, kind, "class")
+    if not isinstance(found, type):
+        raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
+    return table.component(found) if target == name and name not in table and isinstance(table, Table) else found
+
+
+def imported(target: str, name: str, kind: str, what: str = "function or class") -> Any:
+    """What "package.module:Name" names. name: how the YAML says it. Raises UsageError."""
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        raise UsageError(f"{kind} must be of the form 'package.module:Name', got {name!r}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -190,13 +201,12 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
         raise UsageError(f"{kind} {name!r}: no module named {error.name!r}{where}") from error
     except Exception as error:  # an outsider's module may raise anything, and odd names raise ValueError, TypeError
         raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error
-    found = getattr(module, class_name, None)
+    found = getattr(module, attribute, None)
     if found is None:
-        hint = did_you_mean(class_name, [n for n, v in vars(module).items() if isinstance(v, type)])
-        raise UsageError(f"{kind} {name!r}: module {module_name!r} has no class {class_name!r}{hint}")
-    if not isinstance(found, type):
-        raise UsageError(f"{kind} {name!r} must name a class, got {type(found).__name__}")
-    return table.component(found) if target == name and name not in table and isinstance(table, Table) else found
+        near = [n for n, v in vars(module).items() if isinstance(v, type) or (what != "class" and callable(v))]
+        raise UsageError(f"{kind} {name!r}: module {module_name!r} has no {what} {attribute!r}"
+                         f"{did_you_mean(attribute, near)}")  # fmt: skip
+    return found
 
 
 _beside: list[str] = []

@@ -15,6 +15,7 @@ from decentnode import rng
 from decentnode.config.component import Config
 from decentnode.config.signature import arguments, config_of, parameters_of
 from decentnode.data.base import Dataset, DatasetConfig
+from decentnode.data.transforms import ARGUMENTS, transform_of
 from decentnode.errors import DataError, SampleFailed, told
 from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
 
@@ -40,7 +41,8 @@ class TorchData(Dataset):
     no length, batches of them one after the other, which are read once, to their end.
 
     Its constructor gets the remaining keys; `train` (true, false) or `split` ("train", "test") where it takes one of
-    them. Samples of a Dataset are made anew for every batch, so that transforms may draw at random.
+    them. Samples of a Dataset are made anew for every batch, so that transforms may draw at random. `transform`,
+    `target_transform` and `transforms` are objects that `transforms.py` makes of what YAML can write.
     """
 
     Config: ClassVar[type[Config]] = TorchDataConfig
@@ -49,7 +51,8 @@ class TorchData(Dataset):
 
     def __init__(self, config: TorchDataConfig, base_dir: Path) -> None:
         self.config = config
-        given = {key: base_dir / value if isinstance(value, Path) else value
+        given = {key: base_dir / value if isinstance(value, Path) else
+                 transform_of(value, f"data.{key}") if key in ARGUMENTS else value
                  for key, value in arguments(config, type(self).of, FILLED).items()}  # fmt: skip
         self._made: dict[str, Any] = {}
         self._given = given

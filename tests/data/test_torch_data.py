@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,51 @@ def test_the_keys_of_a_resolved_file_are_taken_as_those_that_were_written(keys: 
     for given in ({"count": 10, **keys}, resolved):
         assert parts(**given) == (10, 8)
     assert parts(count=10, train=True) == (9, 1), "written: the class is asked for no other part"
+
+
+class Transformed(Numbers):
+    """As torchvision's: an argument that is called with each sample, where it is not one of this class's own names."""
+
+    def __init__(self, transform: Callable[[Any], Any] | None = None, target_transform: Any = None) -> None:
+        super().__init__()
+        self.transform, self.target_transform = transform, target_transform
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        x, y = super().__getitem__(index)
+        return self.transform(x) if callable(self.transform) else x, self.target_transform(y)
+
+
+class Times:
+    def __init__(self, factor: float, inner: Callable[[Any], Any] | None = None) -> None:
+        self.factor, self.inner = factor, inner
+
+    def __call__(self, value: Any) -> Any:
+        return self.factor * (value if self.inner is None else self.inner(value))
+
+
+def minus(value: Any, other: float = 1.0) -> Any:
+    return value - other
+
+
+def test_what_is_called_with_samples_is_named_as_classes_are() -> None:
+    section = [f"{HERE}:minus", {"name": f"{HERE}:Times", "factor": "1e1", "inner": {"name": f"{HERE}:minus",
+                                                                                     "other": 3}}]  # fmt: skip
+    data = opened("Transformed", transform=section, target_transform=f"{HERE}:minus")
+    found, share = data.of(0).train.fetch(np.arange(3)), data.shares()[0][:3]  # type: ignore[union-attr]
+    assert np.array_equal(found.inputs[:, 0], 10.0 * (share - 1.0 - 3.0))
+    assert np.array_equal(found.targets, 2.0 * share - 1)
+    assert opened("Transformed", transform="left", target_transform=f"{HERE}:minus").spec.input_shape == (1,)
+
+
+@pytest.mark.parametrize(("transform", "says"), [
+    (f"{HERE}:mnius", "data.transform '.*:mnius': module .* has no function or class 'mnius'; did you mean 'minus'"),
+    ([f"{HERE}:minus", {"name": f"{HERE}:Times"}], r"data.transform\[1\]: making .*:Times raised TypeError: .*factor"),
+    ([f"{HERE}:minus", "left"], "data.transform must have 'package.module:Name' of something to call, .* got 'left'"),
+    ("nothing.there:X", "no module named 'nothing'"), (f"{HERE}:HERE", "must be something to call with a sam"),
+])  # fmt: skip
+def test_transforms_that_cannot_be_made_are_refused(transform: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        opened("Transformed", transform=transform).spec  # noqa: B018
 
 
 class Pictures(Numbers):

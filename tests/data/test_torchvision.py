@@ -26,7 +26,7 @@ COUNT = 20
 
 
 class Augmented(vision.datasets.FakeData):  # type: ignore[misc]
-    """Gives a transform, which YAML cannot write: other ones to train with."""
+    """Gives a transform that is another one to train with."""
 
     def __init__(self, size: int, train: bool = True) -> None:
         drawn = [v2.RandomCrop(8, padding=2)] if train else []
@@ -54,6 +54,17 @@ def test_images_without_a_transform_are_those_of_to_tensor(tmp_path: Path) -> No
     for place, (pixels, target) in enumerate(zip(found.inputs, found.targets, strict=True)):
         wanted, label = made[int(share[place])]
         assert np.array_equal(np.float32(pixels) / 255, wanted.numpy()) and target == label
+
+
+def test_transforms_are_made_of_what_yaml_writes(tmp_path: Path) -> None:
+    of = "torchvision.transforms"
+    section = [f"{of}:ToTensor", {"name": f"{of}:RandomApply", "p": "1e0", "transforms": [
+        {"name": f"{of}:Normalize", "mean": [0.5, 0.25, 0.125], "std": ["5e-1", 1, 2]}]}]  # fmt: skip
+    data = opened("FakeData", tmp_path, size=COUNT, image_size=[3, 6, 9], num_classes=4, transform=section)
+    found, share = fetched(data), data.of(0).train.indices  # type: ignore[union-attr]
+    wanted = v1.Compose([v1.ToTensor(), v1.Normalize([0.5, 0.25, 0.125], [0.5, 1, 2])])
+    made = vision.datasets.FakeData(COUNT, (3, 6, 9), 4, transform=wanted)
+    assert np.array_equal(found.inputs, np.stack([made[int(each)][0].numpy() for each in share[:3]]))
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "F", "I", "I;16"])
