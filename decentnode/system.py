@@ -53,11 +53,16 @@ def remove_temporaries(folder: Path, pids: Collection[int]) -> None:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace the file `path` atomically: readers see the old or the new text, never a part. Raises OSError.
+    """Replace the file `path` atomically: readers see the old or the new text, never a part. A link stays, and the file
+    that it leads to is replaced; what is no file, as /dev/stdout, is written to. Raises OSError.
 
     text: names of files in it may be as Python has them where their bytes are no text in the locale. durable: this
     holds after a power cut too; blocking until the disk has the file.
     """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        return
+    path = path.resolve() if path.is_symlink() else path
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
         if durable:

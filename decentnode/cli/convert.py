@@ -8,6 +8,7 @@ import click
 import yaml
 
 from decentnode.errors import ConfigError, UsageError
+from decentnode.system import write_atomic
 
 
 @click.command()
@@ -50,7 +51,7 @@ def command(
     for key, value in found.experiment.items():
         text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
         lines.append(f"{key}: {text.removesuffix(chr(10)).removesuffix('...').strip()}")
-    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_atomic(target, "\n".join(lines) + "\n")
     for note in found.notes:
         click.echo(f"note: {note}")
     load(target, environ={}, check=False)

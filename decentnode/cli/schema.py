@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from decentnode.errors import EnvironmentFault
+from decentnode.system import write_atomic
 
 
 @click.command()
@@ -21,6 +22,6 @@ def command(output: Path | None) -> None:
         click.echo(text, nl=False)
         return
     try:
-        output.write_text(text, encoding="utf-8")
+        write_atomic(output, text)
     except OSError as error:
         raise EnvironmentFault(f"{output}: cannot be written: {error.strerror}") from error

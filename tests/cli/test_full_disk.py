@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from decentnode.cli import completion, main
 from decentnode.errors import EnvironmentFault
 from decentnode.launch.files import run_dir
 from decentnode.system import write_atomic
+from tests.compat.test_decentralizepy import write as theirs
 from tests.launch.facts import FACTS
 from tests.launch.faults import experiment
 
@@ -37,6 +39,33 @@ def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
         write_atomic(tmp_path / "kept", "after")
     assert caught.value.filename == str(tmp_path / "kept")
     assert [each.read_text() for each in tmp_path.iterdir()] == ["before"]
+
+
+def test_a_link_and_what_is_no_file_stay(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for text in ("new", "again"):
+        write_atomic(tmp_path / "link", text)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "again"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("words", [["schema", "-o", "kept"], ["convert", "theirs.ini", "-o", "kept", "--force"]],
+                         ids=lambda words: words[0])  # fmt: skip
+def test_a_file_that_is_written_again_stays_whole(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs(tmp_path, "theirs.ini")
+    monkeypatch.chdir(tmp_path)
+    Path("kept").write_text("before")
+    with full():
+        found = CliRunner().invoke(main, words)
+    assert found.exit_code == 3 and "kept: " in found.output and "File too large" in found.output, found.output
+    assert Path("kept").read_text() == "before" and len(list(tmp_path.iterdir())) == 2
+    assert CliRunner().invoke(main, words).exit_code == 0 and Path("kept").read_text() != "before"
 
 
 @pytest.mark.parametrize("words", [["keygen", "2", "-o", "keys"], ["keygen", "--newcomer", "-o", "keys"],
