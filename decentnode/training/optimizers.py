@@ -77,9 +77,16 @@ def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
 
 
 def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
-    """As `trial`; with large arguments also takes a step: torch multiplies them, and what comes of it must fit into
-    float32. Steps import torch._dynamo."""
-    trial(of, arguments)
+    """As `trial`, and takes two steps: torch looks at some arguments in a step alone, and at some in the second. One's
+    own optimizer may be for other parameters than the trial's. With large arguments as a run steps, too: torch
+    multiplies them, and what comes of it must fit into float32."""
+    optimizer = trial(of, arguments)
+    if of in _optimizers().values():
+        for group in optimizer.param_groups:
+            group["params"][0].grad = torch.ones(1)
+        with torch.no_grad():
+            for _ in range(2):
+                inspect.unwrap(of.step)(optimizer)  # what is around it imports torch._dynamo
     if max((abs(each) for value in arguments.values() for each in numbers_in(value)), default=0) > LARGE:
         number = nn.Parameter(torch.zeros(1))
         number.grad = torch.ones(1)
