@@ -16,12 +16,15 @@ from decentnode.errors import UsageError
 SIMPLE = (int, float, str, bool, Path, type(None))
 
 
-def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = ()) -> type[Config]:
+def config_of(
+    chosen: type[Any], base: type[Config], filled: Collection[str] = (), objects: Collection[str] = ()
+) -> type[Config]:
     """A Config with the keys of `base` and one for each argument of `chosen`'s constructor.
 
     filled: arguments that the caller can give; they need not be written, and are null where they are not, whatever
     their own default is: a run's resolved file, which has all keys, must not pass for one in which they were written.
-    So are arguments whose default YAML cannot write, such as a class. An argument without annotation has the type of
+    So are arguments whose default YAML cannot write, such as a class. objects: arguments of which the caller makes what
+    the constructor takes. An argument without annotation has the type of
     its default. Raises UsageError where an argument cannot be a key.
     """
     fields: dict[str, Any] = {}
@@ -35,7 +38,7 @@ def config_of(chosen: type[Any], base: type[Config], filled: Collection[str] = (
             continue
         if name in taken:
             continue
-        kind = _plain(hints.get(name, _kind_of(parameter.default)))
+        kind = Any if name in objects else _plain(hints.get(name, _kind_of(parameter.default)))
         unwritten = name in filled or not _writable(parameter.default)
         default = ... if required else None if unwritten else parameter.default
         if default is None and kind is not Any:

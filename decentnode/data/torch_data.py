@@ -285,5 +285,5 @@ def adapted(chosen: type[Any]) -> type[Dataset] | None:
     """The dataset that gives what a class gives; None of a class that is neither a Dataset nor an iterable."""
     if not (hasattr(chosen, "__getitem__") or hasattr(chosen, "__iter__")):
         return None
-    config = config_of(chosen, TorchDataConfig, FILLED & parameters_of(chosen).keys())
+    config = config_of(chosen, TorchDataConfig, FILLED & parameters_of(chosen).keys(), ARGUMENTS)
     return type(chosen.__name__, (TorchData,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__})

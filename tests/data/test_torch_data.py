@@ -132,7 +132,9 @@ def test_the_keys_of_a_resolved_file_are_taken_as_those_that_were_written(keys: 
 class Transformed(Numbers):
     """As torchvision's: an argument that is called with each sample, where it is not one of this class's own names."""
 
-    def __init__(self, transform: Callable[[Any], Any] | None = None, target_transform: Any = None) -> None:
+    def __init__(
+        self, transform: Callable | None = None, target_transform: Any = None,  # type: ignore[type-arg]
+    ) -> None:
         super().__init__()
         self.transform, self.target_transform = transform, target_transform
 
