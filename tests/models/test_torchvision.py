@@ -14,6 +14,8 @@ from decentnode.config.component import load_class
 from decentnode.errors import UsageError
 from decentnode.models import MODELS
 from decentnode.samples import DataSpec, NodeSamples, Samples
+from decentnode.simulate.engines.choice import cores, workers_for
+from decentnode.simulate.engines.forward import random_part
 from decentnode.tasks.classification import Classification, ClassificationConfig
 from decentnode.tensors import FlatModel
 from decentnode.training.supervised import Supervised
@@ -21,6 +23,7 @@ from decentnode.training.supervised_config import SupervisedConfig
 from tests.commands import run
 from tests.data.files import write_image_folder
 from tests.real_torchvision import torchvision
+from tests.simulate.test_batched import compare, experiment
 
 vision = torchvision()
 SMALL = ("squeezenet1_1", "shufflenet_v2_x0_5", "mobilenet_v3_small")
@@ -43,6 +46,28 @@ def test_a_gradient_reaches_every_parameter(name: str) -> None:
     assert outputs.shape == (2, 10)
     outputs.square().sum().backward()
     assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("name, keys, draws", [
+    ("shufflenet_v2_x0_5", {}, ""), ("mobilenet_v3_small", {}, "Dropout"),
+    ("mobilenet_v3_small", {"arguments": {"dropout": 0.0}}, ""),
+    ("squeezenet1_1", {}, "Dropout"), ("resnet18", {}, ""), ("densenet121", {}, "DenseNet"),
+    ("efficientnet_b0", {"arguments": {"dropout": 0.0}}, "StochasticDepth"), ("swin_t", {}, "SwinTransformer"),
+])  # fmt: skip
+def test_what_draws_at_random(name: str, keys: dict[str, Any], draws: str) -> None:
+    """What does is stepped node by node in simulations, for torch has one generator in a process."""
+    with torch.device("meta"):
+        assert random_part(make(name, **keys)) == draws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "resnet18"])
+def test_batched_simulations_have_the_bits_of_stepped_nodes(name: str) -> None:
+    config = experiment(f"model={{name: 'torchvision:{name}'}}", "data={name: synthetic, input_shape: [3, 16, 16], "
+                        "train_samples: 100, test_samples: 20}", "node={rounds: 2, evaluate_every: 1}")  # fmt: skip
+    assert workers_for(config) == min(cores(), 5)
+    engine = compare(config, "rows", workers=2, atol=0)
+    assert engine.population.forks
 
 
 def test_what_does_not_classify_images_is_not_made() -> None:

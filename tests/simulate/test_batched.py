@@ -26,7 +26,7 @@ from decentnode.simulate.engines import choice
 from decentnode.simulate.engines.batched import Batched, RoundOfAll, Sink
 from decentnode.simulate.engines.choice import WAYS, choose
 from decentnode.simulate.engines.exchange import make_exchange
-from decentnode.simulate.engines.forward import Layers, Unsuitable, Vmap
+from decentnode.simulate.engines.forward import Layers, Unsuitable, Vmap, random_part
 from decentnode.simulate.engines.population import Population
 from decentnode.tensors import FlatModel
 from tests.conftest import scale
@@ -336,6 +336,15 @@ def test_a_subclass_has_the_form_of_its_parent_only_if_it_adds_nothing() -> None
 def test_what_layers_cannot_compute_is_named(module: nn.Module, reason: str) -> None:
     with pytest.raises(Unsuitable, match=reason):
         Layers(FlatModel(module))
+
+
+@pytest.mark.parametrize(("module", "draws"), [
+    ("torchvision.models.resnet", ""), ("torchvision.ops.stochastic_depth", "Block"), ("theirs", "Block"),
+])  # fmt: skip
+def test_modules_of_other_packages_are_known_to_draw_nothing_or_may(module: str, draws: str) -> None:
+    kind = type("Block", (nn.Linear,), {"__module__": module})
+    assert random_part(nn.Sequential(kind(2, 2))) == draws
+    assert random_part(nn.Sequential(kind(2, 2), nn.Dropout(0.5))) == (draws or "Dropout")
 
 
 class Wrong(Vmap):

@@ -17,6 +17,14 @@ ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.ELU, nn.SiLU, nn.LeakyR
 """Layers without parameters that treat every number alone."""
 
 
+KNOWN = ("torch.nn.", "decentnode.", "torchvision.ops.misc", *(f"torchvision.models.{each}" for each in (
+    "alexnet", "convnext", "efficientnet", "googlenet", "inception", "mnasnet", "mobilenet", "regnet", "resnet",
+    "shufflenet", "squeezenet", "vgg", "vision_transformer",
+)))  # fmt: skip
+"""How the names of modules begin whose classes draw at random in classes of torch.nn alone, or say so. DenseNet and
+Swin call functions of torch that may."""
+
+
 class Unsuitable(Exception):
     """This way does not compute the model at hand; the text says why."""
 
@@ -133,12 +141,12 @@ class Vmap(Forward):
 
 def random_part(module: nn.Module) -> str:
     """Returns the class of a part of the module that may draw at random in training; "" where none does, as far as
-    the classes of torch.nn and of this project tell (`draws` of those that call torch's functions)."""
+    the classes of torch.nn, of torchvision and of this project tell (`draws` of those that call torch's functions)."""
     for part in module.modules():
         kind = type(part)
         draws = isinstance(part, nn.modules.dropout._DropoutNd | nn.RReLU) and getattr(part, "p", True)
         draws = draws or getattr(part, "draws", False)
         if draws or (isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout) \
-                or not kind.__module__.startswith(("torch.nn.", "decentnode.")):  # fmt: skip
+                or not kind.__module__.startswith(KNOWN):  # fmt: skip
             return kind.__name__
     return ""
