@@ -36,7 +36,8 @@ def by_all_ranks(what: str) -> Iterator[None]:
 def _lost(what: str, error: RuntimeError) -> PeerLost:
     """Names the ranks whose processes are gone, or else those that have not come to an operation that failed: where one
     is gone, others may only be slow."""
-    reason, ended = reason_of(error), gone()
+    ended = gone()
+    reason = reason_of(error, ended)
     absent = [] if ended else late()
     word = "rank" if len(absent) == 1 else "ranks"
     has_not_come = f"; {word} {names(absent)} had not come to it" if absent else ""

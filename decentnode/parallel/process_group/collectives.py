@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,13 @@ def wait_with(how: Callable[[Any], None] | None) -> None:
 _BESIDE = re.compile(r"^\[[^\]]*:\d+\] |\.? ?This is typically caused by.*", re.DOTALL)
 
 
-def reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException, found: Sequence[int] | None = None) -> str:
     """What torch says of an operation that failed, without the line of gloo's source and its guesses at the cause; and
     which rank's script has ended first, with its error, where it has told so, or which processes of this host are gone
-    without a word."""
+    without a word. found: those, where `gone` was asked already, which takes its time."""
     said, ended = _BESIDE.sub("", str(error)) or type(error).__name__, first_end()
     if ended is None:
-        ranks = gone()
+        ranks = gone() if found is None else found
         who = ("the process of rank {} is gone" if len(ranks) == 1 else "the processes of ranks {} are gone")
         return f"{said}; {who.format(names(ranks))}" if ranks else said
     rank, reason = ended

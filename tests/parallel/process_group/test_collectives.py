@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from decentnode.errors import PeerLost
+from decentnode.parallel.process_group import agreement, collectives
 from decentnode.parallel.process_group.collectives import reason_of
 
 
@@ -17,3 +19,14 @@ from decentnode.parallel.process_group.collectives import reason_of
 ])  # fmt: skip
 def test_the_reason_without_gloos_source_and_guesses(said: str, reason: str) -> None:
     assert reason_of(RuntimeError(said)) == reason
+
+
+def test_who_is_gone_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a fifth of a second where nobody is."""
+    asked = []
+    for module in (agreement, collectives):
+        monkeypatch.setattr(module, "gone", lambda: asked.append(1) or [2])
+    with pytest.raises(PeerLost, match=r"Connection closed; the process of rank 2 is gone$") as raised, \
+            agreement.by_all_ranks("meet"):  # fmt: skip
+        raise RuntimeError("Connection closed")
+    assert raised.value.missing == (2,) and len(asked) == 1
