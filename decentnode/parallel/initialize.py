@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,11 @@ from decentnode.parallel.membership import beginning, founding
 from decentnode.parallel.membership import job as jobs
 from decentnode.parallel.membership.founding import JobSettings
 from decentnode.parallel.process_group.default_group import local_device
+from decentnode.parallel.process_group.ends import announce, lacking
 from decentnode.parallel.process_group.shutdown import leave_at_exit
 from decentnode.parallel.process_group.traces import shorten_traces
+from decentnode.tensors import own_fault
+from decentnode.words import names
 
 
 def initialize_dist(
@@ -69,14 +72,43 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
     if cuda:
         torch.cuda.set_device(local_device())
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
-    found: dict[str, Any] = {}
-    if device is not None and dist.is_nccl_available():  # else torch says so
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-        _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
-        found = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}
-    dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=timedelta(seconds=timeout_seconds),
-                            device_id=device, **found)  # fmt: skip
+    rank, world_size, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_seconds)
+    store = _store(rank, limit)
+    own = dist.PrefixStore("default_pg", store)
+    own.set_timeout(limit)
+    try:
+        announce(own, rank)
+        if device is not None and dist.is_nccl_available():  # else torch says so
+            _check_gpus(dist.PrefixStore("gpus", store), rank, world_size, device)
+        dist.init_process_group(backend or ("nccl" if cuda else "gloo"), timeout=limit, device_id=device, store=own,
+                                rank=rank, world_size=world_size)  # fmt: skip
+    except RuntimeError as error:
+        absent, ended = ([], []) if own_fault(error) else lacking(own, rank, world_size)
+        who = [f"{word} {names(ranks)} {'has' if len(ranks) == 1 else 'have'} not come to initialize_dist"
+               for word, ranks in [("rank" if len(absent) == 1 else "ranks", absent)] if ranks]  # fmt: skip
+        who += [f"the process of rank {each} is gone" for each in ended]
+        if not who:
+            raise
+        said = str(error).partition("\n")[0]
+        raise AssemblyError(f"rank {rank}: the {world_size} ranks cannot meet: {', '.join(who)} ({said})",
+                            [*absent, *ended]) from error  # fmt: skip
     leave_at_exit()
+
+
+def _store(rank: int, limit: timedelta) -> dist.Store:
+    """Blocking: the store that torchrun or rank 0 has, as the environment says. Raises AssemblyError where nobody
+    listens there."""
+    try:
+        # As the only rank: else rank 0 would wait here until all have come, and then not know who has.
+        found: dist.Store = next(dist.rendezvous("env://", rank, 1, timeout=limit))[0]
+    except dist.DistNetworkError as error:
+        place = ":".join(os.environ[key] for key in ("MASTER_ADDR", "MASTER_PORT"))
+        if rank == 0 or own_fault(error):
+            raise
+        said = str(error).partition("\n")[0]
+        raise AssemblyError(f"rank {rank}: nobody listens at {place} (MASTER_ADDR, MASTER_PORT), where rank 0 is to be "
+                            f"found unless torchrun is: {said}", [0]) from error  # fmt: skip
+    return found
 
 
 def _check_gpus(store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:

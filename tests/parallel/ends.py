@@ -21,6 +21,8 @@ from torch import nn
 
 from decentnode.parallel import DecentralizedDataParallel, initialize_dist
 from decentnode.parallel.methods.leader import LSGD
+from decentnode.parallel.process_group.agreement import by_all_ranks
+from decentnode.parallel.process_group.ends import COME
 
 SLOW_SECONDS = 0.3
 KEPT: list[Any] = []
@@ -63,6 +65,34 @@ def ours(world: int) -> None:
     slow()
 
 
+def killed_as_they_meet(world: int, victim: int) -> None:
+    """A rank dies in initialize_dist, once both have announced themselves."""
+    def dies(*_: Any, store: Any, **__: Any) -> None:
+        store.wait([f"{COME}/{1 - victim}"])
+        os._exit(9)
+
+    if int(os.environ["RANK"]) == victim:
+        dist.init_process_group = dies  # type: ignore[assignment]
+    initialize_dist("gloo", timeout_seconds=4)
+
+
+def absent(world: int, victim: int) -> None:
+    """A rank does not even come to it."""
+    if int(os.environ["RANK"]) != victim:
+        initialize_dist("gloo", timeout_seconds=1.5)
+
+
+def killed_later(world: int) -> None:
+    """Rank 0, which has the store, dies between two operations of all ranks."""
+    initialize_dist("gloo")
+    with by_all_ranks("meet"):
+        dist.barrier()
+    if dist.get_rank() == 0:
+        os._exit(9)
+    with by_all_ranks("meet again"):
+        dist.barrier()
+
+
 def raises(world: int, transport: str) -> None:
     """Rank 1 raises between two steps."""
     dist.init_process_group("gloo")
@@ -90,6 +120,8 @@ def rank(case: str, number: int, world: int, store: str, errors: Path) -> int:
 
 CASES = {
     "groups": groups, "destroyed": destroyed, "wrapped": wrapped, "ours": ours,
+    "killed 1": partial(killed_as_they_meet, victim=1), "killed 0": partial(killed_as_they_meet, victim=0),
+    "absent 1": partial(absent, victim=1), "absent 0": partial(absent, victim=0), "killed later": killed_later,
     "raises": partial(raises, transport="shared_memory"), "raises over gloo": partial(raises, transport="collective"),
 }  # fmt: skip
 WORLDS = {"groups": 4, "destroyed": 4}

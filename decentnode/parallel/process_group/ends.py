@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +27,8 @@ STORE_SECONDS = 1.0
 GONE_SECONDS = 0.2
 """How long a process may take to be gone whose connections the system has closed."""
 
+_rank_0_has_store = False
+"""Whether the store is a server of rank 0's process, as far as this package made the process group."""
 _in_use = True
 """Whether the store may be used: where ranks come and go, it may be gone, or closed to strangers."""
 
@@ -64,6 +66,23 @@ def first_end() -> tuple[int, str] | None:
     return int(rank), "".join(each if each.isprintable() else "?" for each in text)
 
 
+def announce(store: Any, rank: int) -> None:
+    """Tells the other ranks what this one's process is, before there is a process group. store: that of the group to
+    be. Raises RuntimeError where nobody has it any more."""
+    global _rank_0_has_store
+    _rank_0_has_store = not _outlives_ranks()
+    store.set(f"{COME}/{rank}", _own())
+
+
+def lacking(store: Any, rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Returns (the ranks that have not announced themselves, those whose process is gone, as far as this host tells).
+    Blocking for STORE_SECONDS and GONE_SECONDS at most. store: as of `announce`. size: how many ranks there are."""
+    said = _within_time(lambda given: _read(given, size), store)
+    if isinstance(said, RuntimeError):
+        return [], [0] if _rank_0_has_store and rank else []
+    return [each for each, words in enumerate(said or []) if not words], _gone(said or [])
+
+
 _come = 0
 
 
@@ -73,8 +92,11 @@ def come() -> None:
     global _come
     _come += 1
     if _usable():
-        own = f"{_come} {os.getpid()} {process_began(os.getpid())} {_host()}"
-        _within_time(lambda store: store.set(f"{COME}/{dist.get_rank()}", own))
+        _within_time(lambda store: store.set(f"{COME}/{dist.get_rank()}", _own()))
+
+
+def _own() -> str:
+    return f"{_come} {os.getpid()} {process_began(os.getpid())} {_host()}"
 
 
 def _host() -> str:
@@ -92,9 +114,20 @@ def late() -> list[int]:
 
 
 def gone() -> list[int]:
-    """The ranks of this host that have come to an operation of all ranks once, and whose process is gone. Blocking for
-    GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
-    here = {rank: (int(said[1]), said[2]) for rank, said in enumerate(_all_said())
+    """The ranks of this host that have come to an operation of all ranks once, or to `initialize_dist`, and whose
+    process is gone; rank 0 also of another host where it has the store and the connection to that is closed. Blocking
+    for GONE_SECONDS until there is one, and for STORE_SECONDS at most."""
+    if not _usable():
+        return []
+    said = _within_time(lambda store: _read(store, dist.get_world_size()))
+    if isinstance(said, RuntimeError):
+        return [0] if _rank_0_has_store and dist.get_rank() else []
+    return _gone(said or [])
+
+
+def _gone(every: Sequence[Sequence[str]]) -> list[int]:
+    """As `gone`, of what every rank has told."""
+    here = {rank: (int(said[1]), said[2]) for rank, said in enumerate(every)
             if len(said) == 4 and said[2] and said[3] == _host()}  # fmt: skip
     until = clock.now() + GONE_SECONDS
     while True:
@@ -107,24 +140,31 @@ def gone() -> list[int]:
 def _all_said() -> list[list[str]]:
     """What every rank has told in `come`, by rank; nothing where that is not known. Blocking for STORE_SECONDS at
     most."""
-    def read(store: Any) -> list[list[str]]:
-        keys = [f"{COME}/{rank}" for rank in range(dist.get_world_size())]
-        return [store.get(key).decode().split(" ", 3) if store.check([key]) else [] for key in keys]
+    said = _within_time(lambda store: _read(store, dist.get_world_size())) if _usable() else None
+    return said if isinstance(said, list) else []
 
-    return (_within_time(read) or []) if _usable() else []
+
+def _read(store: Any, size: int) -> list[list[str]] | RuntimeError:
+    """What every one of so many ranks has told; the error where the connection to the store is closed."""
+    keys = [f"{COME}/{rank}" for rank in range(size)]
+    try:
+        return [store.get(key).decode().split(" ", 3) if store.check([key]) else [] for key in keys]
+    except dist.DistNetworkError as error:
+        return error
 
 
 def _usable() -> bool:
     return _in_use and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _within_time(work: Callable[[Any], Any]) -> Any:
-    """What `work` returns, which is given the store; None where that fails or takes too long."""
+def _within_time(work: Callable[[Any], Any], store: Any = None) -> Any:
+    """What `work` returns, which is given a store, that of the default process group when None; None where that fails
+    or takes too long."""
     found: list[Any] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            found.append(work(dist.distributed_c10d._get_default_store()))
+            found.append(work(dist.distributed_c10d._get_default_store() if store is None else store))
 
     thread = threading.Thread(target=run, name="decentnode-ends", daemon=True)
     thread.start()

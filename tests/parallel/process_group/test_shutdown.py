@@ -41,6 +41,20 @@ def test_the_error_that_ended_a_script_is_told_by_the_others(case: str, when: st
     assert f"the script of rank 1 ended with an error{when}: KeyError: 'no such" in last, errors
 
 
+@pytest.mark.slow
+def test_who_is_missing_is_named_before_there_is_a_process_group(tmp_path: Path) -> None:
+    cases = {"killed 1": "AssemblyError: rank 0: the 2 ranks cannot meet: the process of rank 1 is gone (",
+             "killed 0": "AssemblyError: rank 1: the 2 ranks cannot meet: the process of rank 0 is gone (",
+             "absent 1": "AssemblyError: rank 0: the 2 ranks cannot meet: rank 1 has not come to initialize_dist (",
+             "absent 0": "AssemblyError: rank 1: nobody listens at 127.0.0.1:",
+             "killed later": "PeerLost: ranks cannot meet again together, "}  # fmt: skip
+    _, errors = ended(tmp_path, *cases)
+    for case, says in cases.items():
+        told = errors[f"{case} {says.partition('rank ')[2][0] if 'rank ' in says else 1}"]
+        assert f"decentnode.errors.{says}" in told, told
+    assert "; the process of rank 0 is gone\n" in errors["killed later 1"]
+
+
 @pytest.mark.sampled(one=["how"])
 @pytest.mark.parametrize("how", ["error", "without", "alone"])
 def test_how_a_script_ended_is_told_printable_and_short(how: str) -> None:
