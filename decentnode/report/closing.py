@@ -146,8 +146,9 @@ def _waiting(waiting: Mapping[str, Any]) -> list[str]:
 
 
 def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
-    told = {uid: figures for uid, figures in summary["nodes"].items() if uid not in summary.get("lost", {})}
-    wrote = {uid: round(figures.get("checkpoints", 0)) for uid, figures in told.items()}
+    told = {uid: figures for uid, figures in summary["nodes"].items()
+            if uid not in summary.get("lost", {}) and "checkpoints" in figures}  # fmt: skip
+    wrote = {uid: round(figures["checkpoints"]) for uid, figures in told.items()}
     counts = {uid: round(figures.get("checkpoints_kept", wrote[uid])) for uid, figures in told.items()}
     made = max(wrote.values(), default=0)
     missed = {uid: figures for uid, figures in told.items() if figures.get("checkpoints_missed")}
@@ -158,7 +159,8 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
     fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
     but = " but for those below" if any(counts[uid] < kept for uid in fewer) else ""
-    named = [f"{'':9}{_fewer(uid, counts[uid], made, told[uid])}" for uid in fewer[:MOST_NAMED]]
+    why = "" if summary.get("own_rounds") else ", being away or started again"
+    named = [f"{'':9}{_fewer(uid, counts[uid], made, told[uid], why)}" for uid in fewer[:MOST_NAMED]]
     if len(fewer) > MOST_NAMED:
         named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
@@ -175,11 +177,12 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _fewer(uid: str, count: int, made: int, figures: Mapping[str, Any]) -> str:
-    """Of a node that has not all the checkpoints that others have, or could not write one of its own."""
+def _fewer(uid: str, count: int, made: int, figures: Mapping[str, Any], otherwise: str) -> str:
+    """Of a node that has not all the checkpoints that others have, or could not write one of its own; otherwise: the
+    reason where it could."""
     has = f"node {uid} has {count or 'none'}"
     if missed := figures.get("checkpoints_missed"):
         last = ", the last of them" if missed > 1 else ""
         why = figures.get("checkpoint_problem", "")
         return f"{has}: {plural(missed, 'checkpoint')} could not be written{last}: {why}"
-    return f"{has}: of {made} it made {round(figures.get('checkpoints', 0)) or 'none'}, being away or started again"
+    return f"{has}: of {made} it made {round(figures['checkpoints']) or 'none'}{otherwise}"

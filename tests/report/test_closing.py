@@ -65,10 +65,17 @@ def test_nodes_that_never_came_back_are_named_with_the_reason() -> None:
     assert any(line.startswith("lost ") and line.endswith("; node 4: error 4; and 2 others") for line in many)
 
 
+def test_nodes_that_told_nothing_or_were_in_rounds_of_their_own_are_not_said_to_have_been_away() -> None:
+    stopped = {"0": written(3), "1": {"accuracy": 0.7, "rounds": 7}}
+    assert len(about_checkpoints(stopped, status="failed")) == 1, "it was stopped because of another, with its files"
+    named = about_checkpoints({"0": written(3, 3), "1": written(2, 2)}, own_rounds=True)
+    assert named[1:] == ["         node 1 has 2: of 3 it made 2"]
+
+
 def test_nodes_that_have_what_all_have_are_not_named() -> None:
     assert len(about_checkpoints({"0": written(3), "1": written(4)})) == 1, "one more than others is no loss"
     assert about_checkpoints({"0": {"accuracy": 0.7}, "1": {"accuracy": 0.7}}) == []
-    named = about_checkpoints({"0": written(3), "1": {"accuracy": 0.7}, "2": written(1, 1), "3": {"accuracy": 0.7}},
+    named = about_checkpoints({"0": written(3), "1": written(0, 0), "2": written(1, 1), "3": written(0, 0)},
                               lost={"3": "killed"})  # fmt: skip
     assert named[1:] == ["         node 1 has none: of 8 it made none, being away or started again",
                          "         node 2 has 1: of 8 it made 1, being away or started again"]  # fmt: skip
