@@ -11,11 +11,8 @@ from typing import Any
 
 from decentnode.errors import UsageError
 
-MAKERS = ("model", "data", "training.loss", "training.optimizer", "graph")
+MAKERS = ("model", "data", "training.loss", "training.optimizer", "graph", "parameters.fragments.graph")
 """Places of components that may be an object other than a class; `decentnode.objects` has a function for each."""
-NAMED = ("task", "training", "training.lr_schedule", "sharing", "sharing.compression", "weights", "mapping",
-         "communication", "data.partition")  # fmt: skip
-"""Places of all other components."""
 
 
 class Sections:
@@ -30,7 +27,7 @@ class Sections:
         return {key: self._plain(value, key) for key, value in sections.items()}
 
     def _plain(self, value: Any, place: str) -> Any:
-        if place in MAKERS and isinstance(value, bool | int | float):
+        if _takes_objects(place) and isinstance(value, bool | int | float):
             return self._component(value, place) or value
         if isinstance(value, float | int) and type(value) not in (bool, int, float):  # such as a numpy number
             return value.item() if hasattr(value, "item") else value
@@ -38,14 +35,14 @@ class Sections:
             return value
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        if place in MAKERS or place in NAMED:
+        if _takes_objects(place) or isinstance(value, type | functools.partial):
             found = self._component(value, place)
             if found is not None:
                 return found
         if isinstance(value, Mapping):
             return {str(key): self._value_of(each, place, str(key)) for key, each in value.items()}
         if isinstance(value, list | tuple | set | frozenset | range):
-            return [self._plain(each, place) for each in value]
+            return [self._plain(each, f"{place}.{number}") for number, each in enumerate(value)]
         if hasattr(value, "model_dump"):
             return {"name": value.name, **value.model_dump(mode="json", exclude_unset=True)}
         if hasattr(value, "tolist"):
@@ -63,9 +60,9 @@ class Sections:
             return {"name": self._name_of(value, place)}
         if isinstance(value, functools.partial) and isinstance(value.func, type) and not value.args:
             return {"name": self._name_of(value.func, place), **self._arguments(value.keywords, place)}
-        if place not in MAKERS or isinstance(value, Mapping | str) or hasattr(value, "model_dump"):
+        if not _takes_objects(place) or isinstance(value, Mapping | str) or hasattr(value, "model_dump"):
             return None
-        if place == "graph":
+        if place.endswith("graph"):
             if type(value).__module__.split(".")[0] == "networkx":
                 from decentnode.objects import edges_of
 
@@ -94,6 +91,13 @@ class Sections:
         return f"{chosen.__module__}:{chosen.__qualname__}" if importable else self._kept(chosen, place)
 
     def _kept(self, chosen: type[Any], place: str) -> str:
+        if place.startswith("run.trackers"):
+            raise UsageError(f"{place} must be a class that a module holds, as trackers run in a process of their own, "
+                             f"got {chosen.__qualname__} of this program: put it into a module")  # fmt: skip
         name = re.sub(r"\W", "_", place)
         self.objects[name] = chosen
         return f"decentnode.objects:{name}"
+
+
+def _takes_objects(place: str) -> bool:
+    return re.sub(r"\.\d+", "", place) in MAKERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch
 from torch import nn
 
 from decentnode import Experiment, objects
+from decentnode.data.partition.iid import Iid
 from decentnode.errors import ConfigError, UsageError
 from decentnode.experiment import load
 from decentnode.graph import build as build_graph
 from decentnode.graph.families import Ring
 from decentnode.objects import GivenModel
+from decentnode.samplers.cyclon import Cyclon
 from decentnode.samples import DataSpec
+from decentnode.trackers.csv import CSV
 from tests.api.small import Net, Points, batches, experiment, net
 
 
@@ -112,6 +116,29 @@ def test_a_class_that_no_module_holds_is_an_object() -> None:
     assert made._layers[1]["model"] == {"name": "decentnode.objects:model", "width": 4}
 
 
+def test_classes_stand_wherever_names_do_and_those_of_one_list_are_kept_apart() -> None:
+    class One(Ring):
+        pass
+
+    class Other(Ring):
+        pass
+
+    cut = [{"parameters": "0.*", "graph": {"name": One, "nodes": 4}}, {"parameters": "*", "graph": Other}]
+    made = Experiment.from_config(
+        {}, node={"sampler": Cyclon}, run={"trackers": [functools.partial(CSV, every=2)]},
+        parameters={"fragments": cut}, data={"name": "digits", "partition": {"name": "only_local", "within": Iid}},
+    )  # fmt: skip
+    layer = made._layers[1]
+    assert layer["node"]["sampler"] == {"name": "decentnode.samplers.cyclon:Cyclon"}
+    assert layer["run"]["trackers"] == [{"name": "decentnode.trackers.csv:CSV", "every": 2}]
+    assert layer["data"]["partition"]["within"] == {"name": "decentnode.data.partition.iid:Iid"}
+    with objects.bound(made._objects):
+        graphs = [each["graph"]["name"].partition(":") for each in layer["parameters"]["fragments"]]
+        assert [getattr(sys.modules[module], name) for module, _, name in graphs] == [One, Other]
+    drawn = Experiment.from_config({}, parameters={"fragments": [{"graph": networkx.cycle_graph(4)}]})
+    assert drawn._layers[1]["parameters"]["fragments"][0]["graph"]["nodes"] == 4
+
+
 def test_one_module_that_a_function_gives_again_and_again_is_copied() -> None:
     whole = net()
     kind, keys = objects.make_model(lambda: whole)
@@ -131,8 +158,9 @@ def test_a_function_gets_what_is_known_of_the_data() -> None:
     ({"train": (np.ones((3, 2)), np.ones(2))}, "train must have as many inputs as targets"),
     ({"train": []}, "train has no sample"),
     ({"loss": 1.5}, "loss must be a function of outputs and targets, got float"),
+    ({"run": {"trackers": ["csv", type("Own", (CSV,), {})]}}, "trackers.1 must be a class that a module holds, as "),
     ({"sharing": {"name": "full", "x": object()}}, "sharing.x must be plain data or a component's class, got <object"),
-], ids=["optimizer", "model", "train", "lengths", "empty", "loss", "key"])  # fmt: skip
+], ids=["optimizer", "model", "train", "lengths", "empty", "loss", "tracker", "key"])  # fmt: skip
 def test_what_is_given_wrongly_is_told_by_its_name(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         experiment(**given)
