@@ -19,7 +19,10 @@ def main() -> None:
     from decentnode.cli import main as command
 
     signal.signal(signal.SIGINT, before)
-    command(prog_name="decentnode")
+    try:
+        command(prog_name="decentnode")
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python tidies up now; a second Ctrl-C there showed a traceback
 
 
 if __name__ == "__main__":

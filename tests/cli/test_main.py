@@ -154,6 +154,14 @@ def test_ctrl_c_that_was_blocked_counts_and_one_that_was_ignored_does_not(first,
     assert (done.returncode, done.stderr) == (code, b"interrupted\n" if code else b"")
 
 
+def test_ctrl_c_while_python_tidies_up_is_silent():
+    """A second one, or one as a command is over: torch and multiprocessing have much to tidy up."""
+    text = ("import atexit, os, signal, sys\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+            "sys.argv[1:] = ['--version']\nfrom decentnode.__main__ import main\nmain()\n")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("decentnode ")
+
+
 def test_the_installed_command_is_that_of_python_m():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"decentnode": "decentnode.__main__:main"}
