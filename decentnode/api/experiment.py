@@ -89,7 +89,7 @@ class Experiment:
         model: a module, of which every node gets a copy; a class or a function that makes one; a section.
         train, test: map-style Datasets, (inputs, targets) as arrays or tensors, or iterables of batches; without `test`
         a tenth of `train` is set aside. A Dataset class, or a section, stands for both.
-        graph: a networkx graph, one of ours, a section, or a name, which takes `nodes`.
+        graph: a networkx graph, one of ours, or a name, a class or a section, which take `nodes`.
         partition: how the training samples are dealt, such as {"name": "dirichlet", "alpha": 0.5}; equally when
         not given.
         optimizer: a class of torch.optim, `functools.partial` of one, a function of parameters, or a section.
@@ -97,8 +97,10 @@ class Experiment:
         sections: as in `from_config`. Raises UsageError, DataError.
         """
         kept, made = Sections(), dict[str, Any]()
-        if isinstance(graph, str):
-            graph = {"name": graph, **({} if nodes is None else {"nodes": nodes})}
+        if isinstance(graph, str | type):
+            graph = {"name": graph}
+        if isinstance(graph, Mapping) and nodes is not None:
+            graph = {"nodes": nodes, **graph}
         described = isinstance(train, type | str | Mapping | functools.partial)
         if described and test is not None:
             raise UsageError("test must not be given beside a section or a class, which stand for both")

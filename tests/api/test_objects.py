@@ -85,6 +85,8 @@ def test_forms_of_graphs() -> None:
         with objects.bound(made._objects):
             found = load(None, layers=made._layers).make_graph()
         assert [found.neighbors(uid, 0) for uid in range(4)] == [(1, 3), (0, 2), (1, 3), (0, 2)]
+    for graph in ("ring", Ring, {"name": Ring}):
+        assert experiment(graph=graph, nodes=5)._layers[0]["graph"]["nodes"] == 5
     assert "graph" not in experiment(graph=cycle, nodes=None)._objects  # its edges stand in the experiment
     with pytest.raises(UsageError, match="graph must be undirected"):
         experiment(graph=networkx.DiGraph([(0, 1), (1, 0)]))
