@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -56,19 +57,31 @@ def _as_tuples(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def trial(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> torch.optim.Optimizer:
-    """Returns an optimizer of one number, for checks. Raises what the class raises.
+    """Returns an optimizer of one number, for checks. Raises what the class raises."""
+    return _constructed(of, [nn.Parameter(torch.zeros(1))], _as_tuples(arguments))
 
-    Optimizer.add_param_group is wrapped in something that imports torch._dynamo, 72 MB in a second; reading a config
-    does without.
-    """
-    make: Any = of
-    wrapped = torch.optim.Optimizer.add_param_group
-    torch.optim.Optimizer.add_param_group = getattr(wrapped, "__wrapped__", wrapped)  # type: ignore[method-assign]
+
+def _constructed(of: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, Any]) -> torch.optim.Optimizer:
+    """Returns an optimizer of a class as `_without_compiler` has it. Raises what the class raises."""
+    optimizer: torch.optim.Optimizer = _without_compiler(of)(parameters, **arguments)
+    return optimizer
+
+
+@functools.cache
+def _without_compiler(of: Any) -> Any:
+    """Returns the class without what torch has around its methods for its compiler, as no step is compiled here: the
+    first call of any imports torch._dynamo, 75 MB and a fifth of what a run computes before its first round."""
+    methods: dict[str, Any] = {}
+    for name in ("add_param_group", "state_dict", "load_state_dict"):
+        method: Any = getattr(of, name)
+        if getattr(method, "__globals__", {}).get("__name__") == "torch._compile":
+            methods[name] = method.__wrapped__
+    if of.__module__.startswith("torch.optim."):  # their steps make no graph, as none is `differentiable`
+        methods["step"] = torch.no_grad()(inspect.unwrap(of.step))
     try:
-        optimizer: torch.optim.Optimizer = make([nn.Parameter(torch.zeros(1))], **_as_tuples(arguments))
-        return optimizer
-    finally:
-        torch.optim.Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
+        return type(of)(of.__name__, (of,), {"__module__": of.__module__, "__qualname__": of.__qualname__, **methods})
+    except Exception:  # a class of one's own that nobody may derive from
+        return of
 
 
 def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -84,9 +97,8 @@ def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
     if of in _optimizers().values():
         for group in optimizer.param_groups:
             group["params"][0].grad = torch.ones(1)
-        with torch.no_grad():
-            for _ in range(2):
-                inspect.unwrap(of.step)(optimizer)  # what is around it imports torch._dynamo
+        for _ in range(2):
+            optimizer.step()
     if max((abs(each) for value in arguments.values() for each in numbers_in(value)), default=0) > LARGE:
         number = nn.Parameter(torch.zeros(1))
         number.grad = torch.ones(1)
@@ -108,15 +120,14 @@ def _made(found: Any, parameters: Sequence[nn.Parameter], arguments: dict[str, A
     if not {"fused", "foreach"} & set(arguments):
         if "fused" in supported:
             try:
-                optimizer = found(parameters, fused=True, **arguments)
+                optimizer = _constructed(found, parameters, {"fused": True, **arguments})
                 if _steps_fused(found, parameters[0], arguments):
                     return optimizer
             except (RuntimeError, ValueError):  # no fused kernel for this option
                 pass
         if "foreach" in supported:
             arguments["foreach"] = True
-    optimizer = found(parameters, **arguments)
-    return optimizer
+    return _constructed(found, parameters, arguments)
 
 
 _fused: dict[tuple[Any, torch.device, torch.dtype], bool] = {}
@@ -131,7 +142,7 @@ def _steps_fused(of: Any, like: Tensor, arguments: dict[str, Any]) -> bool:
         number = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
         number.grad = torch.zeros_like(number)
         try:
-            of([number], fused=True, **arguments).step()
+            _constructed(of, [number], {"fused": True, **arguments}).step()
             _fused[key] = True
         except (RuntimeError, ValueError):
             _fused[key] = False

@@ -49,7 +49,6 @@ MODULES = (
     *components(),
     "torch.profiler",
     "networkx",
-    "torch._dynamo",  # every optimizer step imports it (torch.optim.optimizer)
 )
 """Our own modules stand before the largest: pydantic looks through all loaded modules for the source of a new class."""
 

@@ -1,0 +1,112 @@
+"""Optimizers as runs make them: with torch's own steps, without torch's compiler."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decentnode.training.optimizers import OptimizerConfig, _optimizers, load_state, make_optimizer
+
+MORE: dict[str, dict[str, Any]] = {"sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": True}, "asgd": {"lr": 0.1}}
+
+
+class Registered(torch.optim.SGD):
+    """A class of one's own that asks something of those that derive from it."""
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        raise AssertionError(name)
+
+
+class Counting(torch.optim.Optimizer):
+    """One with a step of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(1)
+    return [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(5))]
+
+
+def stepped(optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    for _ in range(steps):
+        for p in every:
+            p.grad = p.detach().sin()
+        optimizer.step()
+    return [p.detach().clone() for p in every]
+
+
+@pytest.mark.parametrize("name", sorted(_optimizers()))
+def test_steps_are_those_of_the_class_that_is_named(name: str) -> None:
+    of = _optimizers()[name]
+    config = OptimizerConfig(name=name, **MORE.get(name, {}))
+    made = make_optimizer(config, parameters())
+    how = {key: made.defaults[key] for key in ("fused", "foreach") if made.defaults.get(key)}
+    plain = of(parameters(), **config.arguments(), **how)
+    assert isinstance(made, of) and type(made).__name__ == of.__name__
+    assert all(map(torch.equal, stepped(made, 3), stepped(plain, 3)))
+
+    again = make_optimizer(config, parameters())
+    for mine, source in zip(again.param_groups[0]["params"], made.param_groups[0]["params"], strict=True):
+        mine.data.copy_(source)
+    load_state(again, made.state_dict())
+    assert all(map(torch.equal, stepped(again, 2), stepped(plain, 2)))
+
+
+def test_no_gradient_is_kept_of_a_step() -> None:
+    made = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), parameters())
+    assert all(not each.requires_grad for each in stepped(made, 1))
+    assert all(p.is_leaf for p in made.param_groups[0]["params"])
+
+
+def test_profilers_and_hooks_are_told_of_steps() -> None:
+    made, told = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), parameters()), []
+    made.register_step_post_hook(lambda *_: told.append("stepped"))
+    with torch.profiler.profile() as profile:
+        stepped(made, 1)
+    assert told == ["stepped"]
+    assert "Optimizer.step#SGD.step" in {each.key for each in profile.key_averages()}
+
+
+@pytest.mark.parametrize("of", [Registered, Counting])
+def test_classes_of_ones_own_step(of: type[torch.optim.Optimizer]) -> None:
+    config = OptimizerConfig(name=f"{__name__}:{of.__name__}", lr=0.1)
+    made = make_optimizer(config, parameters())
+    assert isinstance(made, of)
+    assert all(map(torch.equal, stepped(made, 2), stepped(of(parameters(), lr=0.1), 2)))  # type: ignore[call-arg]
+
+
+RUN = """
+import sys, decentnode
+config = {"name": "small", "graph": {"name": "ring", "nodes": 3}, "data": {"name": "digits"},
+          "model": {"name": "mlp", "hidden": [4]}, "communication": {"name": "inproc"},
+          "training": {"optimizer": {"name": "adam"}, "clip_norm": 1, "lr_schedule": {"name": "cosine", "T_max": 9}},
+          "node": {"rounds": 4, "checkpoint": {"every": 2}, "evaluate_every": 2}}
+first = decentnode.Experiment.from_config(config).run(progress=False, processes=False, rounds=2)
+decentnode.Experiment.from_config(config).run(progress=False, processes=False, resume=first)
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_does_without_the_compiler(tmp_path: Path) -> None:
+    """75 MB, and a fifth of what the fork server computes before it has nodes."""
+    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, check=False, capture_output=True, text=True,
+                          timeout=100)  # fmt: skip
+    assert done.returncode == 0, done.stderr
