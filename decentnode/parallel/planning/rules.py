@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from decentnode.compression.base import Codec, make_codec
 from decentnode.config.component import load_class
+from decentnode.graph.base import RoundView
 from decentnode.parallel.planning.differences import Differences
 from decentnode.parallel.planning.sections import config_of
 from decentnode.sharing import SHARINGS
@@ -18,6 +22,7 @@ from decentnode.sharing.operator import Operator
 
 NEVER_CALLED = ("direction", "trains", "trained", "advance")
 """Methods of a rule that a script does not call."""
+TRIED_ROUNDS = 4
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
 
@@ -78,6 +83,8 @@ def sharing_named(given: SharingRule) -> Sharing:
         (bool(unheard), f"has a method {next(iter(unheard), '')}, which scripts do not call"),
         (bool(around), f"has a method {next(iter(around), '')}, which is only called where its requirements have "
          "sequential=True"),
+        (_sends_another(rule), "sends something else than the parameters (its method outgoing), where scripts send "
+         "the parameters"),
     ) if bad), None)  # fmt: skip
     if lacks is not None:
         raise ValueError(f"sharing must be an elementwise rule such as full, ac or local_sgd, or choco, got "
@@ -91,3 +98,25 @@ def sharing_named(given: SharingRule) -> Sharing:
                              f"{lost:.1%}: sharing={{'name': 'choco', 'choose': 'all', 'compression': ...}} sends "
                              "changes of models, which may be coarser")  # fmt: skip
     return rule
+
+
+def _sends_another(rule: Sharing) -> bool:
+    """Whether what a rule of the script's own gives to send differs from the parameters, tried in a few rounds of two
+    ranks. It is never asked for it: ranks read each other's buckets."""
+    if not own_methods(type(rule), ("outgoing",)):
+        return False
+    rule = copy.deepcopy(rule)
+    model = torch.linspace(-1.0, 1.0, 7)
+    for round in range(TRIED_ROUNDS):
+        view = RoundView(uid=0, round=round, neighbors=(1,), sources=(1,), weights={0: 0.5, 1: 0.5},
+                         out_weights={0: 0.5, 1: 0.5}, members=(0, 1))  # fmt: skip
+        try:
+            with torch.no_grad():
+                sent = rule.outgoing(model.clone(), view)
+        except Exception:  # what it lacks here says nothing about what it would send
+            return False
+        if set(sent) != {1} or set(sent[1].tensors) != {"x"} or sent[1].scalars:
+            return True
+        if not torch.equal(sent[1].tensors["x"], model):
+            return True
+    return False
