@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from decentnode.metrics.figures import PURPOSES
 from decentnode.trackers.base import Point
 
 HOLD_SECONDS = 10.0
@@ -17,9 +18,6 @@ MOST_HELD = 256
 """Rounds that wait at the most; of more the earliest is told as it is."""
 OF_THE_RUN = ("consensus_distance", "consensus_rms", "contributors")
 """Figures of an evaluation that are the same on all nodes."""
-
-
-PURPOSES = ("data", "metadata", "protocol", "evaluation", "control")
 
 
 @dataclass
@@ -41,7 +39,9 @@ class _Sent:
 
     def take(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Returns what the node has sent up to a record, with that of its earlier processes."""
-        now = {each: known[0] for each in PURPOSES if (known := _numbers([record], f"{each}_bytes_sent"))}
+        now: dict[str, float] = {
+            each: known[0] for each in PURPOSES if (known := _numbers([record], f"{each}_bytes_sent"))
+        }
         if any(count < self.of_process.get(each, 0.0) for each, count in now.items()):
             self.earlier = self._total()
             self.of_process = {}

@@ -74,7 +74,8 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
     for folder in (given / "sweep", runs / given / "sweep", given, runs / given):
         if (folder / "points").is_dir():
-            there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or take all of them (--all-runs)"
+            there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or have plot and report take all of " \
+                    "them (--all-runs)"  # fmt: skip
             break
     if not there and not given.exists() and not (runs / given).exists():
         names = [link.parent.name for link in runs.glob("*/latest*")]

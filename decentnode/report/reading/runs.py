@@ -282,7 +282,7 @@ def chosen_curves(drawn: Sequence[Line], metrics: Sequence[str]) -> dict[str, Cu
     known = curves_of(drawn)
     for metric in metrics:
         if metric not in known:
-            raise UsageError(f"--metric must be one of {', '.join(known)}, which such runs can have, got {metric!r}"
+            raise UsageError(f"metric must be one of {', '.join(known)}, which such runs can have, got {metric!r}"
                              + did_you_mean(metric, known))  # fmt: skip
     return {metric: known[metric] for metric in metrics}
 
@@ -327,7 +327,7 @@ def _placed(groups: Sequence[Sequence[Ran]], panel: str) -> list[tuple[str, str]
     differing = repeats.telling(configs)
     inside = [key for key in differing if key == panel or key.startswith(f"{panel}.")]
     if not inside:
-        raise UsageError(f"--panel must be a key in which the runs differ ({', '.join(differing) or 'there is none'}), "
+        raise UsageError(f"panel must be a key in which the runs differ ({', '.join(differing) or 'there is none'}), "
                          f"got {panel!r}" + did_you_mean(panel, differing))  # fmt: skip
     derived = {key for group in groups for key in group[0].follows}
     others = [key for key in differing if key not in inside]
