@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -36,7 +37,7 @@ def command(folder: Path) -> None:
 
 def write(folder: Path) -> None:
     """Make the folder and write the starter into it. Raises UsageError where something is there already,
-    EnvironmentFault when the disk refuses."""
+    EnvironmentFault when the disk refuses, and then leaves nothing in the folder, so that it can be tried again."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} must be a folder, it is a file")
     here = Path(os.path.abspath(folder))
@@ -46,12 +47,18 @@ def write(folder: Path) -> None:
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"{folder} must be empty or new, it holds {_some(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write to {error.filename or folder}: {error.strerror}") from error
+    try:
         for each in STARTER:
             text = files("decentnode").joinpath("starter", each).read_text(encoding="utf-8")
             if each == "config.yaml":
                 text = string.Template(text).substitute(folder=shlex.quote(str(folder)), name=name)
             (folder / each).write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
+        with contextlib.suppress(OSError):
+            for each in STARTER:
+                (folder / each).unlink(missing_ok=True)
         raise EnvironmentFault(f"cannot write to {error.filename or folder}: {error.strerror}") from error
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from decentnode.cli import main
 from decentnode.cli.new import STARTER, write
-from decentnode.errors import UsageError
+from decentnode.errors import EnvironmentFault, UsageError
 from tests.commands import ROOT
 from tests.sharing import contract
 
@@ -72,6 +74,23 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
     with pytest.raises(UsageError, match=r"thesis\.tex must be a folder, it is a file"):
         write(tmp_path / "mine" / "thesis.tex")
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Path.write_text
+
+    def full(path: Path, text: str, **given: Any) -> int:
+        own(path, text[: len(text) // 2], **given)
+        if path.name == "my_rule.py":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(EnvironmentFault, match=r"cannot write to .*mine: No space left on device"):
+            write(tmp_path / "mine")
+    assert not [*(tmp_path / "mine").iterdir()]
+    write(tmp_path / "mine")
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
