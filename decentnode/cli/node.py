@@ -86,6 +86,7 @@ def command(
 
 
 def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
+    from decentnode.launch.children.own_modules import local_modules
     from decentnode.launch.files import provenance, run_dir
     from decentnode.launch.files.run_dir import node_dir
 
@@ -102,7 +103,7 @@ def _directory(facts: Facts, into: Path | None, uid: int) -> Path:
         except OSError as error:
             raise EnvironmentFault(f"cannot make the run directory {into}: {error.strerror}") from error
         fill(into)
-    provenance.keep_modules(provenance.local_modules(), directory)
+    provenance.keep_modules(local_modules(), directory)
     return directory
 
 

@@ -25,8 +25,8 @@ from decentnode.launch.children.messages import (
     Request,
     Task,
 )
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.signals import StopSignals
-from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.run_dir import Records, node_dir
 from decentnode.launch.loading import load_request
 from decentnode.launch.nodes.node_process import describe_failure

@@ -92,6 +92,8 @@ def _most(values: Sequence[float]) -> float | None:
 
 def _deviation(values: Sequence[float]) -> float | None:
     """That of all nodes there are, as series have it by round; None for a single one, or one server."""
+    if not all(map(math.isfinite, values)):
+        return math.nan  # pstdev raises
     return statistics.pstdev(values) if len(values) > 1 else None
 
 

@@ -98,11 +98,17 @@ def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
         for group in optimizer.param_groups:
             group["params"][0].grad = torch.ones(1)
         for _ in range(2):
-            optimizer.step()
+            _step_on_host(optimizer)
     if max((abs(each) for value in arguments.values() for each in numbers_in(value)), default=0) > LARGE:
         number = nn.Parameter(torch.zeros(1))
         number.grad = torch.ones(1)
-        _made(of, [number], arguments).step()
+        _step_on_host(_made(of, [number], arguments))
+
+
+def _step_on_host(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step without torch's look at whether the GPU records a graph: it uses the GPU, and then forks cannot."""
+    optimizer._cuda_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
+    optimizer.step()
 
 
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ from decentnode.compression import CODECS
 from decentnode.data import DATASETS
 from decentnode.data.partition import PARTITIONS
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.launch.files.provenance import local_modules
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.mapping import MAPPINGS
 from decentnode.mixing import cpu
 from decentnode.models import MODELS

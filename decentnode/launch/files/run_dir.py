@@ -13,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from decentnode.config.component import did_you_mean
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.launch.children.messages import Facts
 from decentnode.launch.files import provenance, supervisor_file
+from decentnode.likeness import did_you_mean
 from decentnode.metrics import summary as summaries
 from decentnode.metrics.run_folder import SCRIPT
 from decentnode.metrics.run_folder import create as create

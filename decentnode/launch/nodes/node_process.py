@@ -53,10 +53,10 @@ from decentnode.launch.children.messages import (
     StopRun,
     Task,
 )
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import on_termination
 from decentnode.launch.files.node_files import NodeRecords, Reporter, recorded, save_node
-from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.loading import load_request

@@ -16,10 +16,10 @@ from decentnode.communication.shared_process import SharedProcess
 from decentnode.errors import Interrupted
 from decentnode.experiment import Experiment
 from decentnode.launch.children.messages import Bound, Closed, Failed, Finished, NodeJoined, Task
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import on_termination
 from decentnode.launch.files.node_files import NodeRecords, Reporter, blamed_on, recorded, save_node
-from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.loading import load_request

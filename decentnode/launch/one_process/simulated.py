@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from decentnode import clock
 from decentnode.errors import Interrupted
 from decentnode.launch.children.messages import ChildMessage, Finished, NodeJoined, Progress, Task
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.files.node_files import model_path, save, save_merged
-from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.simulated_records import lines_of
 from decentnode.metrics.events import EventLog

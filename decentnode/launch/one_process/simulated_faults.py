@@ -20,8 +20,8 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig
 from decentnode.faults import AnyFault, ClockJump, Faults, FullDisk, Kill, Link, OnProcesses, Restart
 from decentnode.launch.children.messages import ChildMessage, Engine, Failed, Finished, NodeJoined, Task
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.files.node_files import NodeRecords, Reporter, recorded, save_node
-from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.nodes.node_process import describe_failure

@@ -17,9 +17,9 @@ from decentnode.experiment.derived import searched
 from decentnode.experiment.initial_model import module_without_values
 from decentnode.graph.file import format_edges
 from decentnode.launch.children.messages import Facts, Failed, Header, Request
+from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.files import resume
-from decentnode.launch.files.provenance import local_modules
 from decentnode.launch.loading import load_request
 from decentnode.launch.one_process.simulated_faults import in_world, refused
 from decentnode.launch.reporting.header import header, other_code
