@@ -105,9 +105,14 @@ def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
         _step_on_host(_made(of, [number], arguments))
 
 
+LOOKS_AT_THE_GPU = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+"""Methods of an optimizer, in one version of torch or another, that each step calls."""
+
+
 def _step_on_host(optimizer: torch.optim.Optimizer) -> None:
     """Take a step without torch's look at whether the GPU records a graph: it uses the GPU, and then forks cannot."""
-    optimizer._cuda_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
+    for name in LOOKS_AT_THE_GPU:
+        setattr(optimizer, name, lambda: None)
     optimizer.step()
 
 
