@@ -40,14 +40,15 @@ for _logger in logging.root.manager.loggerDict.values():
         _logger.propagate = True
 
 
-THREADS = torch.get_num_threads()
+THREADS, OMP_THREADS = torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws without a seed of its own is the same in every run, and it begins with as many threads of torch
-    as the first one: nodes that a test runs in this process set them, and with two of them on a busy machine all later
-    tests took ten times the CPU."""
+    as the first one, and so do the processes that it starts: nodes that a test runs in this process set both. With two
+    threads on a busy machine all later tests took ten times the CPU, and convolutions have other bits."""
+    os.environ["OMP_NUM_THREADS"] = OMP_THREADS
     if torch.get_num_threads() != THREADS:
         torch.set_num_threads(THREADS)
     random.seed(0)
