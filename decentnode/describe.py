@@ -243,7 +243,7 @@ def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Config
         if (named and name == "name") or (name == "do" and issubclass(config, Fault)):
             continue
         unit = next((unit for ending, unit in UNITS.items() if name == ending or name.endswith(f"_{ending}")), "")
-        text = " ".join((key_doc(config, name)).split())
+        text = " ".join(key_doc(config, name).split())
         kind = _type(field.annotation, field.metadata)
         yield ConfigKey(prefix + name, kind, _default(field), _range(field), unit, text)
         nested = _group(field.annotation)

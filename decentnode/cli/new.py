@@ -43,22 +43,21 @@ def write(folder: Path) -> None:
     here = Path(os.path.abspath(folder))
     plain = unicodedata.normalize("NFKD", here.name).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-")[:100].rstrip("-") or "experiment"
+    written: list[Path] = []
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise UsageError(f"{folder} must be empty or new, it holds {_some(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write to {error.filename or folder}: {error.strerror}") from error
-    try:
         for each in STARTER:
             text = files("decentnode").joinpath("starter", each).read_text(encoding="utf-8")
             if each == "config.yaml":
                 text = string.Template(text).substitute(folder=shlex.quote(str(folder)), name=name)
-            (folder / each).write_text(text, encoding="utf-8", errors="surrogateescape")
+            written.append(folder / each)
+            written[-1].write_text(text, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         with contextlib.suppress(OSError):
-            for each in STARTER:
-                (folder / each).unlink(missing_ok=True)
+            for path in written:
+                path.unlink(missing_ok=True)
         raise EnvironmentFault(f"cannot write to {error.filename or folder}: {error.strerror}") from error
 
 

@@ -84,9 +84,10 @@ def _join_group(backend: str | None, timeout_seconds: float) -> None:
                                 rank=rank, world_size=world_size)  # fmt: skip
     except RuntimeError as error:
         absent, ended = ([], []) if own_fault(error) else lacking(own, rank, world_size)
-        who = [f"{word} {names(ranks)} {'has' if len(ranks) == 1 else 'have'} not come to initialize_dist"
-               for word, ranks in [("rank" if len(absent) == 1 else "ranks", absent)] if ranks]  # fmt: skip
-        who += [f"the process of rank {each} is gone" for each in ended]
+        who = [f"the process of rank {each} is gone" for each in ended]
+        if absent:
+            word, has = ("rank", "has") if len(absent) == 1 else ("ranks", "have")
+            who.insert(0, f"{word} {names(absent)} {has} not come to initialize_dist")
         if not who:
             raise
         said = str(error).partition("\n")[0]

@@ -26,8 +26,8 @@ TABLES = (COMMUNICATIONS, CODECS, DATASETS, PARTITIONS, GRAPHS, WEIGHTS, MAPPING
 
 
 def components() -> list[str]:
-    """Returns the modules of all components. One that each node imports by itself costs each 18 MB: making a pydantic
-    class walks over all modules and so writes to their reference counts."""
+    """Returns the modules of all components: one that is not among them each node imports by itself, into memory of its
+    own."""
     return sorted({target.partition(":")[0] for table in TABLES for target in table.values()})
 
 
@@ -50,7 +50,6 @@ MODULES = (
     "torch.profiler",
     "networkx",
 )
-"""Our own modules stand before the largest: pydantic looks through all loaded modules for the source of a new class."""
 
 for _module in MODULES:
     try:

@@ -23,6 +23,7 @@ from decentnode.sharing.operator import Operator
 NEVER_CALLED = ("direction", "trains", "trained", "advance")
 """Methods of a rule that a script does not call."""
 TRIED_ROUNDS = 4
+"""In how many rounds a rule of the script's own is asked what it would send: it may be another thing in some."""
 SharingRule = str | Mapping[str, Any] | Sharing | type[Sharing]
 
 
@@ -115,8 +116,7 @@ def _sends_another(rule: Sharing) -> bool:
                 sent = rule.outgoing(model.clone(), view)
         except Exception:  # what it lacks here says nothing about what it would send
             return False
-        if set(sent) != {1} or set(sent[1].tensors) != {"x"} or sent[1].scalars:
-            return True
-        if not torch.equal(sent[1].tensors["x"], model):
+        if set(sent) != {1} or set(sent[1].tensors) != {"x"} or sent[1].scalars \
+                or not torch.equal(sent[1].tensors["x"], model):  # fmt: skip
             return True
     return False
