@@ -2,6 +2,8 @@
 # bash eval/bench.sh rounds [CASE...]    time per round, start, memory; with the compute floor of the same run beside it
 # bash eval/bench.sh processes [NODES]  nodes that share processes: CPU time beside bare steps, memory, threads, start
 # bash eval/bench.sh pairs --before CHECKOUT [CASE...]  rounds of this commit beside another's, in turn: the ratio's interval
+# bash eval/bench.sh start [CASE...]     whole commands, from start to exit: seconds and CPU, beside the local steps alone and,
+#                                        with --before CHECKOUT, beside other commits
 # bash eval/bench.sh asynchronous        one slow node of eight: rounds of the others, loss after equal time, by schedule; PyTorch DDP
 # bash eval/bench.sh link                one edge: bytes per second and latency, beside raw sockets and memory copies
 # bash eval/bench.sh digits_table [ARM...]  accuracies of configs/compare/digits_*, beside a NumPy simulation's
@@ -26,7 +28,7 @@ script=$root/eval/benchmarks/$what.py
 if [ ! -f "$script" ] || [ "$what" = common ] || [ "$what" = floor ] || [ "$what" = delayed ] || [ "$what" = paced ] ||
   [ "$what" = ddp_paced ] ||
   [ "$what" = digits_reference ] || [ "$what" = beside_gossipy ]; then
-  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, slow_links, virtual" >&2
+  echo "unknown benchmark '$what'; there is: asynchronous, calls, collective, ddp, digits_table, effect_of_n, link, overlap, pairs, processes, rounds, scale, sharing, simulate, slow_links, start, virtual" >&2
   exit 2
 fi
 exec "$venv/bin/python" "$script" "$@"
