@@ -64,25 +64,25 @@ GROUPS: dict[str, type[Settings]] = {
 """Kinds that are one group of keys."""
 KINDS: dict[str, str] = {
     "experiment": "The sections of a YAML file.",
-    "graph": "Who talks to whom, in which round.",
-    "weights": "How much a node listens to each neighbor.",
+    "graph": "Which nodes exchange with which, in each round.",
+    "weights": "How much each neighbor's model counts in the average (mixing weights).",
     "mapping": "Which machine hosts which node.",
     "data": "Datasets.",
     "partition": "How training samples are dealt to the nodes: the key `partition` of `data`.",
     "task": "What is learned and measured.",
     "model": "Models that every node trains.",
     "training": "The local work between two exchanges.",
-    "sharing": "Sharing rules: what leaves a node and how arrivals are mixed.",
+    "sharing": "Sharing rules: what a node sends, and how it mixes what it receives.",
     "compression": "Codecs: the key `compression` of a sharing rule.",
-    "parameters": "Which parameters are shared, which stay a node's own, and in which fragments they are exchanged.",
-    "fragments": "Ways to cut the shared parameters into fragments: the key `fragments` of `parameters`.",
+    "parameters": "Which parameters are shared, which are local to a node, and in which fragments they are exchanged.",
+    "fragments": "Ways to split the shared parameters into fragments: the key `fragments` of `parameters`.",
     "communication": "How payloads move between nodes.",
-    "node": "The rounds: how many, in which order, what a failure does.",
-    "faults": "What goes wrong, on purpose: the entries of `faults`, a list; each fault's name is its key `do`.",
-    "sampler": "How a node finds those that it sends to, where it knows only some: the key `sampler` of `node`.",
+    "node": "The rounds: how many, in which order, and what happens on a failure.",
+    "faults": "Faults to inject: the entries of the list `faults`; each fault's name is its key `do`.",
+    "sampler": "How a node that knows only some of the others chooses where to send: the key `sampler` of `node`.",
     "simulate": "How `decentnode simulate` computes the nodes.",
     "run": "Where the results go.",
-    "tracker": "What a run's figures are told to while it goes on: the entries of `run.trackers`, a list.",
+    "tracker": "Where a run sends its figures while it is running: the entries of the list `run.trackers`.",
 }
 """Every kind with one sentence."""
 MOST_MEANT = 4
@@ -90,7 +90,7 @@ MOST_MEANT = 4
 OTHER_NAMES: dict[tuple[str, str], str] = {
     ("communication", "auto"): "The same as hybrid: every edge takes the fastest path that works for its two nodes.",
     ("communication", "shared_memory"): "As zeromq, but payloads between nodes of one machine go through shared "
-    "memory, and it is an error where they cannot.",
+    "memory; if that is not possible, it is an error.",
     ("sharing", "exact_diffusion"): "The same rule as d2.",
     ("weights", "max_degree"): "The same as laplacian.",
 }
@@ -187,7 +187,7 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     kind, _, rest = path.partition(".")
     if kind in TABLES and not rest:
         listed = ", ".join(names(kind))
-        raise UsageError(f"{kind} is a kind of component; name one: {listed} (`decentnode list {kind}` describes them)")
+        raise UsageError(f"{kind} is a kind of component; choose one: {listed} (see `decentnode list {kind}`)")
     _check_kind(kind, path)
     known = names(kind)
     if kind in GROUPS:

@@ -75,7 +75,7 @@ def test_keys_are_those_of_the_config(kind: str, name: str) -> None:
     ("path", "text"),
     [("sharing.chcoo", "did you mean 'choco'"), ("sharng.choco", "did you mean 'sharing'"),
      ("sharing.choco.fractoin", "did you mean 'fraction'"), ("node.round", "did you mean 'rounds'"),
-     ("sharing", "name one: full"), ("sharing.none_such:Class", "no module named")],
+     ("sharing", "choose one: full"), ("sharing.none_such:Class", "no module named")],
 )  # fmt: skip
 def test_unknown_names_are_told_with_the_nearest(path: str, text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):

@@ -18,11 +18,10 @@ class BestConfig(Settings):
     """Which checkpoint is kept as the best."""
 
     figure: str
-    """A figure of the evaluations that all nodes have alike: `<metric>_mean` over the nodes, `<metric>_merged` of the
-    merged model, `consensus_distance` or `consensus_rms`."""
+    """A figure of the evaluations that is the same on all nodes: `<metric>_mean` over the nodes, `<metric>_merged` of
+    the merged model, `consensus_distance` or `consensus_rms`."""
     better: Literal["higher", "lower"] | None = None
-    """Which values are better; when not given as the metric says, and lower ones of consensus_distance and
-    consensus_rms."""
+    """Which values are better. Default: as the metric says; lower ones for consensus_distance and consensus_rms."""
 
     @pydantic.field_validator("figure")
     @classmethod
@@ -48,17 +47,19 @@ class CheckpointConfig(Settings):
     """What a node keeps of itself, so that its run can be resumed (docs/howto/resume.rst)."""
 
     every: int | None = Field(None, ge=1)
-    """Rounds between two checkpoints; with an asynchronous schedule of the lowest node."""
+    """Rounds between two checkpoints; with an asynchronous schedule, rounds of the node with the lowest uid."""
     minutes: float | None = Field(None, gt=0)
-    """Minutes between two checkpoints, in place of `every` or beside it: the lowest node sees that they are over, and
-    names a coming round for all."""
+    """Minutes between two checkpoints, instead of or in addition to `every`: when they have passed, the node with the
+    lowest uid announces a coming round to all."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints a node keeps, the newest ones; further ones until all nodes have written a newer one."""
+    """How many checkpoints a node keeps, the newest ones; older ones are also kept until all nodes have written a newer
+    one."""
     best: Annotated[
         BestConfig, pydantic.BeforeValidator(of_figure, json_schema_input_type=BestConfig | str)
     ] | None = None
-    """Beside them, the one whose evaluation was the best by this figure: its name, or {figure: ..., better: ...}."""
+    """Additionally keep the checkpoint with the best evaluation by this figure: its name, or {figure: ..., better:
+    ...}."""
     recent: int = Field(20, ge=0)
-    """With `missing: regroup`: a node that comes back goes on from its own newest checkpoint where that is at most so
-    many rounds older than the round that the others go on from, else from the mean of their models. 0: always from the
+    """With `missing: regroup`: a returning node continues from its own newest checkpoint if that is at most this many
+    rounds older than the round from which the others continue, else from the mean of their models. 0: always from the
     mean."""

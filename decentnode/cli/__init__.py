@@ -19,38 +19,38 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 COMMANDS: dict[str, str] = {
-    "new": "Write a commented experiment with a model, data and a rule of your own, to begin with.",
+    "new": "Create a commented example experiment with a model, dataset and sharing rule of your own.",
     "run": "Run all nodes of an experiment on this machine.",
     "launch": "Run this machine's share of an experiment.",
     "simulate": "Simulate all nodes of an experiment in one process.",
     "node": "Run one node, for launchers that start processes themselves.",
-    "join": "Come to a run that admits nodes beyond its mapping.",
-    "leave": "Have nodes of a run leave in peace while the others go on.",
-    "dashboard": "Show runs in a browser: the graph, curves and who waits for whom, live or replayed.",
-    "control": "Pause, resume, stop or evaluate a run that goes on.",
-    "status": "Show where the nodes of a run stand and who waits for whom.",
-    "doctor": "Check this machine and the way to the others before a run.",
-    "validate": "Check an experiment and show every problem with its place.",
+    "join": "Add this machine as a new node to a running experiment.",
+    "leave": "Let nodes leave a run cleanly while the others continue.",
+    "dashboard": "Show runs in a browser, live or replayed: graph, curves, and which node waits for which.",
+    "control": "Pause, resume, stop or evaluate a run in progress.",
+    "status": "Show what each node of a run is doing and which nodes it waits for.",
+    "doctor": "Check this machine and its connections to the others before a run.",
+    "validate": "Check an experiment and show every problem with its place in the file.",
     "list": "List the components that a YAML file can name.",
-    "explain": "Say what a component or a key of a YAML file is.",
-    "keygen": "Make the keys with which nodes prove who they are.",
-    "invite": "Make an invitation, by which a run admits nodes beyond its mapping.",
+    "explain": "Explain a component or a key of a YAML file.",
+    "keygen": "Create the keys with which nodes authenticate to each other.",
+    "invite": "Create an invitation, with which a run admits new nodes.",
     "completion": "Let the shell complete commands, options and files.",
     "schema": "Write the JSON Schema of experiments, for editors.",
-    "data": "Download, check and convert datasets, and see who has what of them.",
-    "graph": "Make, inspect, draw and convert graphs.",
+    "data": "Download, check and convert datasets, and show which samples each node gets.",
+    "graph": "Create, inspect, draw and convert graphs.",
     "convert": "Translate a config file of decentralizepy into an experiment.",
-    "evaluate": "Evaluate the models that a run has left, on its test data or on other data.",
-    "collect": "Bring what the machines of a run have of it into one folder.",
+    "evaluate": "Evaluate the saved models of a run, on its test data or on other data.",
+    "collect": "Copy a run's files from all machines into one folder.",
     "compare": "Run experiments over several seeds and tabulate them side by side.",
-    "sweep": "Run an experiment with many values of some keys, and tabulate what they make of it.",
-    "plan": "Predict time, bytes and consensus of graphs, rules and codecs on given links, and choose.",
-    "replay": "Repeat a run from what its nodes recorded, with its failures, and name the first difference.",
-    "timeline": "Compute when nodes begin and end their rounds in a described world, and who waits for whom.",
+    "sweep": "Run an experiment for many values of some keys and tabulate the results.",
+    "plan": "Predict time, bytes and consensus of graphs, rules and codecs on given links, and rank them.",
+    "replay": "Repeat a run from its records, failures included, and report the first difference.",
+    "timeline": "Compute when nodes start and finish rounds under given speeds and links, and who waits for whom.",
     "trace": "Write when the nodes of a run trained, sent, waited and mixed, for Perfetto.",
-    "track": "Tell TensorBoard, W&B, MLflow, a CSV file or Prometheus what a run has recorded.",
-    "report": "Write runs into one HTML file that explains them.",
-    "plot": "Draw test metrics, loss and consensus distance of runs.",
+    "track": "Send a recorded run to TensorBoard, W&B, MLflow, a CSV file or Prometheus.",
+    "report": "Write a self-contained HTML report of one or more runs.",
+    "plot": "Plot test metrics, loss and consensus distance of runs.",
 }
 """Command and its line in the help; the file decentnode/cli/<command>.py holds it as `command`."""
 
@@ -137,7 +137,7 @@ def _version(distribution: str) -> str:
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_versions,
               help="Show the versions of decentnode, torch and pyzmq.")  # fmt: skip
-@click.option("--traceback", is_flag=True, expose_value=False, help="Show the Python traceback of an error, too.")
+@click.option("--traceback", is_flag=True, expose_value=False, help="Also show the Python traceback of an error.")
 def main() -> None:
     """Decentralized deep learning without a center: peers train on their own data and gossip models.
 

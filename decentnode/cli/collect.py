@@ -13,13 +13,13 @@ from decentnode.cli.run_names import run_names
 @click.argument("run", metavar="RUN", shell_complete=run_names)
 @click.argument("others", nargs=-1, required=True, metavar="OTHER...", type=click.Path(path_type=Path))
 def command(run: str, others: tuple[Path, ...]) -> None:
-    """Copy what other machines have of RUN into its folder: records, models and checkpoints of their nodes, and what
-    these machines ran on. plot, report, compare, trace and dashboard then show all of them. A warning says where the
-    machines had other versions or code.
+    """Copy the files of RUN that other machines hold into its folder: records, models and checkpoints of their nodes,
+    and descriptions of these machines. plot, report, compare, trace and dashboard then show all nodes. A warning says
+    where the machines had different versions or code.
 
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. OTHER is a folder of
-    the same run that was copied from another machine or lies on a disk that they share, or a folder above some. What
-    is there already is kept; of a run that goes on, the command may be repeated.
+    the same run that was copied from another machine or is on a shared disk, or a folder that contains several of them.
+    Existing files are kept; while the run is in progress, the command may be repeated.
     """
     from decentnode.launch.collecting.collect import collect
     from decentnode.launch.files.run_dir import resolve

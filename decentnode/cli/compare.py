@@ -43,28 +43,33 @@ class RunFailed(DecentnodeError):
 @click.argument("what", nargs=-1, required=True, metavar="CONFIG|RUN...", shell_complete=run_names)
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 1000),
               help="Runs per config: seeds 1..N.")  # fmt: skip
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key in every config.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set a key in every config; may be repeated.")  # fmt: skip
 @click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
               help="Folder of all runs.")  # fmt: skip
 @click.option("--target", metavar="[METRIC=]VALUE",
-              help="Add what it took until the mean over the nodes was there: rounds, seconds, bytes; accuracy=0.9.")
+              help="Add the rounds, seconds and bytes until the mean over the nodes reached this value, "
+                   "such as accuracy=0.9.")  # fmt: skip
 @click.option("--best", is_flag=True, help="Add the best evaluation of the main metric, and its round.")
 @click.option("--paired", is_flag=True,
-              help="Add each row's difference from the best, seed by seed, with its 95 % interval and p.")
-@click.option("--wide", is_flag=True, help="Print all columns, and rows with all of their keys, however wide that is.")
+              help="Add each row's difference from the best row, paired by seed, with its 95 % interval and p-value.")
+@click.option("--wide", is_flag=True,
+              help="Print all columns, and all keys of each row, however wide the table becomes.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path),
-              help="Write the table there too: .txt, .csv, .json, and for papers .tex or .md, which have --paired.")
+              help="Also write the table to this file: .txt, .csv, .json, or for papers .tex or .md, "
+                   "which include --paired.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all values as JSON instead of the table.")
 def command(
     what: tuple[str, ...], seeds: int, overrides: tuple[str, ...], run_dir: Path, target: str | None, best: bool,
     paired: bool, wide: bool, output: Path | None, as_json: bool,
 ) -> None:
-    """Run every CONFIG with several seeds, one run after the other, and print a table of means and deviations.
+    """Run every CONFIG with several seeds, one run after the other, and print a table of means and standard deviations.
 
-    Meanwhile it says on stderr which run of how many is under way, and about how long all still take.
+    Meanwhile, stderr shows the number of the current run and about how much time is left.
 
-    A RUN is a run directory, the folder of an experiment or its name (all finished runs in it), or latest: nothing is
-    run for it. Runs whose configs differ in the seed alone share a row; all others have rows of their own.
+    Instead of a CONFIG, give a RUN to use its existing results: a run directory, the folder of an experiment or its
+    name (all finished runs in it), or latest. Runs whose configs differ only in the seed share a row; all others have
+    rows of their own.
     """
     if output is not None and output.suffix not in TABLES:
         raise click.UsageError(f"the table's name must end in {', '.join(TABLES)}, got {output.name}")

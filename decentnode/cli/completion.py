@@ -21,12 +21,12 @@ MARK = "# decentnode completion"
 
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS), required=False)
-@click.option("--install", is_flag=True, help="Put the script where the shell reads it at its start.")
+@click.option("--install", is_flag=True, help="Write the script to a file that the shell reads when it starts.")
 def command(shell: str | None, install: bool) -> None:
-    """Print the completion script of SHELL; without SHELL that of $SHELL.
+    """Print the completion script for SHELL; without SHELL, for $SHELL.
 
-    With --install the script is written into the home directory, and bash and zsh get one line in ~/.bashrc or ~/.zshrc
-    that reads it. Doing it again changes nothing but the script. New shells then complete with the Tab key.
+    With --install, the script is written into the home directory, and bash and zsh get one line in ~/.bashrc or
+    ~/.zshrc that reads it. Repeating the command changes only the script. New shells then complete with the Tab key.
     """
     shell = shell or _own_shell()
     if not install:

@@ -11,11 +11,11 @@ import click
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=10.0, show_default=True, metavar="SECONDS",
               help="How long to wait for the answer of the run's supervisor.")  # fmt: skip
 def command(run: str, action: str, timeout: float) -> None:
-    """Pause RUN, let it go on, stop it after the round under way, or evaluate its models now.
+    """Pause RUN, resume it, stop it after the current round, or evaluate its models now.
 
-    All nodes of the run, on all machines, obey before the same round. A paused run stands still until it is told to
-    resume or stop, its nodes in touch with each other. An evaluation that is ordered changes nothing of the run. RUN
-    is a run directory, the folder of an experiment or its name (its latest run), or latest; on any machine of the run.
+    All nodes of the run, on all machines, obey before the same round. A paused run waits until it is told to resume or
+    stop; its nodes stay connected. An evaluation requested this way does not change the run's results. RUN is a run
+    directory, the folder of an experiment or its name (its latest run), or latest; use any machine of the run.
     """
     from decentnode.launch.files.run_dir import resolve
     from decentnode.launch.supervising.controlling import ask

@@ -14,21 +14,22 @@ from decentnode.system import write_atomic
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--output", "-o", type=click.Path(path_type=Path, dir_okay=False),
-              help="File to write; CONFIG's name with .yaml, in the current directory, when not given.")  # fmt: skip
-@click.option("--graph-file", "-gf", type=click.Path(path_type=Path), help="Its graph; a ring when not given.")
+              help="File to write. Default: CONFIG's name with .yaml, in the current directory.")  # fmt: skip
+@click.option("--graph-file", "-gf", type=click.Path(path_type=Path), help="File of the graph. Default: a ring.")
 @click.option("--graph-type", "-gt", type=click.Choice(["edges", "adjacency"]), default="edges", show_default=True)
 @click.option("--machines", "-ms", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--procs-per-machine", "-ps", type=click.IntRange(1), multiple=True, default=(16,), show_default=True,
-              help="Nodes of each machine; once per machine where they differ.")  # fmt: skip
-@click.option("--addresses", type=click.Path(path_type=Path), help="Instead of the config's addresses_filepath.")
+              help="Nodes per machine; give it once per machine if the machines differ.")  # fmt: skip
+@click.option("--addresses", type=click.Path(path_type=Path),
+              help="File to use instead of the config's addresses_filepath.")  # fmt: skip
 @click.option("--iterations", "-is", type=click.IntRange(1), default=1, show_default=True, help="Rounds.")
 @click.option("--test-after", "-ta", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--train-evaluate-after", "-tea", type=click.IntRange(1),
-              help="Measure the training samples, too, with every test.")  # fmt: skip
+              help="Also measure the training samples, with every test.")  # fmt: skip
 @click.option("--log-level", "-ll", type=click.Choice(["INFO", "DEBUG", "WARNING", "ERROR", "CRITICAL"]),
               default="INFO", show_default=True)  # fmt: skip
 @click.option("--reset-optimizer", "-ro", type=click.IntRange(0, 1), default=1, show_default=True)
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 def command(
     config: Path, output: Path | None, graph_file: Path | None, graph_type: str, machines: int,
     procs_per_machine: tuple[int, ...], addresses: Path | None, iterations: int, test_after: int,
@@ -36,7 +37,8 @@ def command(
 ) -> None:
     """Translate CONFIG, a config file of decentralizepy (.ini), and its flags into an experiment.
 
-    Keys that are unknown, misspelled or cannot be said here are reported by name, and nothing is written; exit code 2.
+    Keys that are unknown, misspelled or have no equivalent here are reported by name; then nothing is written and the
+    exit code is 2.
     """
     from decentnode.compat.decentralizepy import CommandLine, translate
     from decentnode.experiment import load

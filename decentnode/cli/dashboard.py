@@ -10,18 +10,20 @@ import click
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
 @click.option("--port", type=click.IntRange(0, 65535),
-              help="Port to listen at; 8765, or any where that is taken, when not given. 0: any.")  # fmt: skip
+              help="Port to listen on. Default: 8765, or any free port if that is taken. 0: any free "
+                   "port.")  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True,
-              help="Address to listen at. Any but this machine's own opens the page to the network.")  # fmt: skip
+              help="Address to listen on. Any address but this machine's own exposes the page to the "
+                   "network.")  # fmt: skip
 @click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True,
-              help="Folder of all runs, which the page lists.")  # fmt: skip
+              help="Folder of all runs; the page lists them.")  # fmt: skip
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser.")
 def command(runs: tuple[str, ...], port: int | None, host: str, run_dir: Path, opens: bool) -> None:
-    """Show RUN in a browser, live or to be replayed: the graph, who waits for whom, curves, events, machines; and
-    pause, resume, stop and evaluate it. Ctrl-C ends the page, not the run.
+    """Show RUN in a browser, live or replayed: the graph, which node waits for which, curves, events and machines. The
+    page can also pause, resume, stop and evaluate the run. Ctrl-C ends the page, not the run.
 
-    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest; without any the newest
-    run. Whoever knows the address that is printed, with its token, sees and controls the runs.
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Default: the newest
+    run. Anyone who knows the printed address, which contains a token, can see and control the runs.
     """
     import sys
 

@@ -22,16 +22,16 @@ IMAGES = 256
 
 @click.group("data")
 def command() -> None:
-    """Download, check and convert datasets, and see who has what of them."""
+    """Download, check and convert datasets, and show which samples each node gets."""
 
 
 @command.command("get")
 @click.argument("name")
 @click.option("--to", "target", type=click.Path(path_type=Path, file_okay=False),
-              help="Folder of the files; data/NAME when not given.")  # fmt: skip
-@click.option("--mirror", metavar="URL", help="Address of a folder that holds the files, instead of the usual ones.")
+              help="Folder for the files. Default: data/NAME.")  # fmt: skip
+@click.option("--mirror", metavar="URL", help="URL of a folder that holds the files, instead of the usual URLs.")
 def get(name: str, target: Path | None, mirror: str | None) -> None:
-    """Download the dataset NAME, check its digests and unpack it. What is there in part is resumed."""
+    """Download the dataset NAME, check its digests and unpack it. Incomplete downloads are resumed."""
     from decentnode.data import sources
 
     shown: dict[str, int] = {}
@@ -50,10 +50,11 @@ def get(name: str, target: Path | None, mirror: str | None) -> None:
 
 @command.command("prepare")
 @click.argument("name")
-@click.option("--from", "folder", required=True, type=click.Path(path_type=Path), help="Folder of the files.")
-@click.option("--set", "-s", "keys", multiple=True, metavar="KEY=VALUE", help="Further keys of the data section.")
+@click.option("--from", "folder", required=True, type=click.Path(path_type=Path), help="Folder that holds the files.")
+@click.option("--set", "-s", "keys", multiple=True, metavar="KEY=VALUE", help="More keys of the data section.")
 def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
-    """Convert the dataset NAME where runs would, read every sample, and print the section of the YAML file."""
+    """Convert the dataset NAME into the cache that runs use, read every sample, and print its section for the YAML
+    file."""
     import pydantic
 
     from decentnode.config.component import load_class, section
@@ -120,11 +121,12 @@ def _read(samples: Any, where: str) -> None:
 
 @command.command("info")
 @click.argument("config", type=click.Path())
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set a.b=value; a={...} replaces the whole section.")  # fmt: skip
 @click.option("--draw", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write: .png, .pdf or .svg.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info(config: str, overrides: tuple[str, ...], draw: Path | None, as_json: bool) -> None:
-    """Show how many training samples, of which classes and users, every node of CONFIG gets."""
+    """Show how many training samples of each class and user every node of CONFIG gets."""
     from decentnode.cli import start
     from decentnode.experiment import load
     from decentnode.report.pictures import shares as report

@@ -14,18 +14,19 @@ from decentnode.errors import EnvironmentFault
 @click.command()
 @click.argument("config", type=click.Path())
 @click.option("--machine", "-m", help="Number of this machine in the mapping, or auto.")
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set a.b=value; a={...} replaces the whole section.")  # fmt: skip
 @click.option("--wait", default=30.0, show_default=True, help="Seconds to wait for the other machines' doctors.")
 @click.option("--links", type=click.Path(path_type=Path),
-              help="YAML file to write: the links that were measured, for decentnode plan --links.")  # fmt: skip
+              help="Write the measured links to this YAML file, for decentnode plan --links.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per check.")
 def command(
     config: str, machine: str | None, overrides: tuple[str, ...], wait: float, links: Path | None, as_json: bool
 ) -> None:
     """Check that this machine can run its share of CONFIG: cores, memory, /dev/shm, addresses, ports, files, keys.
 
-    With several machines run it on each at the same time: they measure latency, bandwidth and clock differences.
-    Exit code 3 when a run would fail.
+    With several machines, run it on all of them at the same time: they measure latency, bandwidth and clock
+    differences. The exit code is 3 if a run would fail.
     """
     from decentnode.experiment import load
     from decentnode.launch import doctor

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("run", metavar="RUN", shell_complete=run_names)
 @click.option("--data", "section", metavar="SECTION",
-              help="Other data than the run's, such as '{name: npz, file: other.npz}'; keys alone are laid over the "
-                   "run's.")  # fmt: skip
+              help="Data to use instead of the run's, such as '{name: npz, file: other.npz}'; without a "
+                   "name, the keys override the run's.")  # fmt: skip
 @click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key of data or task.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--json", "as_json", is_flag=True, help="Print all values as JSON instead of the table.")
 def command(run: str, section: str | None, overrides: tuple[str, ...], device: str, as_json: bool) -> None:
-    """Evaluate each node's model and the merged model of RUN by what its task measures.
+    """Evaluate each node's model and the merged model of RUN with the metrics of its task.
 
-    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Nodes are tested as in
-    the run (data.test, data.sample_test); the merged model on all that nodes are tested on. A --data without
-    partition deals iid.
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Each node is tested on
+    the same samples as in the run (data.test, data.sample_test), and the merged model on all of these samples together.
+    If --data has no partition, samples are dealt iid.
     """
     from decentnode.launch.files.run_dir import resolve
 

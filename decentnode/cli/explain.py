@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 @click.argument("what")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def command(what: str, as_json: bool) -> None:
-    """Say what a component or a key of a YAML file is: `sharing.choco`, `sharing.choco.fraction`, `node.rounds`;
-    of a kind such as `sharing` the list.
+    """Explain a component or a key of a YAML file: `sharing.choco`, `sharing.choco.fraction`, `node.rounds`. For a kind
+    such as `sharing`, list its components.
 
-    The same text, from the same source, is the reference of the documentation.
+    The reference in the documentation has the same text, from the same source.
     """
     from decentnode.config.component import look_beside
     from decentnode.describe import TABLES, ComponentInfo, find

@@ -84,7 +84,7 @@ def family_options(function: Any) -> Any:
             click.option("--branching", type=int, help="Children per node (tree)."),
             click.option("--peers", type=int, help="Peers per round (base_k_plus_1)."),
             click.option("--nodes-per-machine", type=int, help="Nodes per machine (alternating_exponential_ring)."),
-            click.option("-s", "--seed", type=int, default=1, show_default=True, help="Seed of random families."),
+            click.option("-s", "--seed", type=int, default=1, show_default=True, help="Seed of random graphs."),
         ]
     ):
         function = option(function)
@@ -93,7 +93,7 @@ def family_options(function: Any) -> Any:
 
 @click.group("graph")
 def command() -> None:
-    """Make, inspect, draw and convert graphs."""
+    """Create, inspect, draw and convert graphs."""
 
 
 @command.command("make")
@@ -122,8 +122,9 @@ def make(name: str, seed: int, output: Path | None, **options: Any) -> None:
 @click.argument("graph", metavar="FILE|FAMILY")
 @family_options
 @click.option("--weights", type=click.Choice([w for w in WEIGHTS if w != "file"]), help="Mixing weights.")
-@click.option("--parameters", type=int, help="Parameters of the model (4 bytes each), for the bytes per round.")
-@click.option("--model-bytes", type=int, help="Size of the model in bytes, instead of --parameters.")
+@click.option("--parameters", type=int,
+              help="Number of model parameters (4 bytes each), to compute the bytes per round.")  # fmt: skip
+@click.option("--model-bytes", type=int, help="Model size in bytes, instead of --parameters.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(
     graph: str,
@@ -134,9 +135,9 @@ def info(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Degrees, diameter, spectral gap, rounds to consensus and bytes per round.
+    """Show degrees, diameter, spectral gap, rounds to consensus and bytes per round.
 
-    FILE holds edges (.edges, .adj), or is an experiment (.yaml), whose graph and weights may be classes of its own.
+    FILE holds edges (.edges, .adj) or is an experiment (.yaml), whose graph and weights may also be your own classes.
     """
     opened = open_graph(graph, options, seed, weights)
     facts = describe(opened, model_bytes if model_bytes is not None else 4 * parameters if parameters else None)

@@ -14,15 +14,16 @@ from decentnode.wire.invitation import MAX_SECONDS, MAX_USES
 @click.command()
 @click.argument("secret", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--nodes", "-n", type=click.IntRange(1, MAX_USES), default=1, show_default=True,
-              help="How many nodes it lets in.")  # fmt: skip
+              help="How many nodes it admits.")  # fmt: skip
 @click.option("--hours", type=click.FloatRange(min=0, max=MAX_SECONDS / 3600, min_open=True), default=24.0,
-              show_default=True, help="How long it holds.")  # fmt: skip
+              show_default=True, help="How long it is valid.")  # fmt: skip
 def command(secret: Path, nodes: int, hours: float) -> None:
-    """Print an invitation, made with the file SECRET of a run; the file is made where there is none.
+    """Print an invitation made with the secret in file SECRET; the file is created if it does not exist.
 
     Name the file in the experiment (communication: {invitations: SECRET}) and copy it to every machine of the mapping,
-    readable by its user alone. Whoever shows the printed text to a member (decentnode join --invitation TEXT) is
-    admitted, until so many nodes came or the time is over; others are refused. It is as secret as a password.
+    readable only by your user. A node that presents the printed text to a member (decentnode join --invitation TEXT) is
+    admitted until the invitation is used up or has expired; other nodes are refused. Keep the text as secret as a
+    password.
     """
     from decentnode import entropy
     from decentnode.communication.zeromq.sockets.security import read_secret, write_secret

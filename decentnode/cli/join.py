@@ -21,42 +21,48 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--seed", "member", required=True, metavar="HOST:PORT",
-              help="Control port of any member: the first of its two in the mapping.")  # fmt: skip
+              help="Control port of any member: the first of its two ports in the mapping.")  # fmt: skip
 @click.option("--listen", metavar="ADDRESS:PORT",
-              help="Where this node listens: an IP address, and the first of two ports. Default: the address by which "
-                   "it reaches --seed, and free ports.")  # fmt: skip
+              help="IP address and first of two ports on which this node listens. Default: the address "
+                   "from which it reaches --seed, and free ports.")  # fmt: skip
 @click.option("--reach", type=click.Choice(["auto", "direct", "relayed"]), default="auto", show_default=True,
-              help="Whether members connect to --listen, or send through relays as to a node behind NAT. auto: relays, "
-                   "where the node comes to the run from another address than it listens on.")  # fmt: skip
+              help="direct: members connect to --listen. relayed: they send through relays, as to a node "
+                   "behind NAT. auto: relayed if members see this node at another address than it "
+                   "listens on, else direct.")  # fmt: skip
 @click.option("--keys", type=click.Path(path_type=Path), metavar="FOLDER",
-              help="public.keys of the run, and newcomer.secret (decentnode keygen --newcomer).")  # fmt: skip
+              help="Folder with the run's public.keys and this node's newcomer.secret (decentnode keygen "
+                   "--newcomer).")  # fmt: skip
 @click.option("--invitation", metavar="TEXT", default="", envvar="DECENTNODE_INVITATION",
-              help="What `decentnode invite` printed, where the run wants one; or $DECENTNODE_INVITATION.")  # fmt: skip
-@click.option("--seed-uid", type=int, default=0, show_default=True, metavar="N", help="With keys: who --seed is.")
+              help="Text that `decentnode invite` printed, if the run requires one; or set "
+                   "$DECENTNODE_INVITATION.")  # fmt: skip
+@click.option("--seed-uid", type=int, default=0, show_default=True, metavar="N",
+              help="With --keys: uid of the node at --seed.")  # fmt: skip
 @click.option("--samples-of", type=int, metavar="N",
-              help="Train on the samples of node N of the mapping, such as one that is gone. Default: on none, or "
-                   "where data is private (a path has {uid}) on the own files.")  # fmt: skip
+              help="Train on the samples of node N of the mapping, for example of a lost node. Default: "
+                   "train on none, or, if the data is private (a path contains {uid}), on this machine's "
+                   "own files.")  # fmt: skip
 @click.option("--run-dir", type=click.Path(path_type=Path), default="runs", show_default=True,
               help="Folder of this node's runs.")  # fmt: skip
 @click.option("--timeout", type=float, default=60.0, show_default=True, metavar="SECONDS",
-              help="How long to ask for admission.")  # fmt: skip
+              help="How long to keep asking for admission.")  # fmt: skip
 @click.option("--device", metavar="DEVICE", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--threads", type=click.IntRange(1), metavar="N", help="Threads of this node. Default: all cores.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE",
-              help="A value of this machine, such as data.path=...; not one that changes the run.")  # fmt: skip
-@click.option("--quiet", "-q", is_flag=True, help="Print nothing but errors.")
+              help="Set a key of this machine, such as data.path=...; keys that change the run are "
+                   "refused.")  # fmt: skip
+@click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
 @click.pass_context
 def command(
     ctx: click.Context, member: str, listen: str | None, reach: str, keys: Path | None, invitation: str, seed_uid: int,
     samples_of: int | None,
     run_dir: Path, timeout: float, device: str, threads: int | None, overrides: tuple[str, ...], quiet: bool,
 ) -> None:
-    """Ask the run of which --seed is a member to admit this node, and take part until the run ends.
+    """Ask a run to admit this node, through its member at --seed, and take part until the run ends.
 
-    The node gets its uid, its neighbors, the experiment and the mean of the members' models from the run. It imports no
-    code because the run says so. Where the experiment has paths of data, those files are read on this machine, as the
-    members read theirs, unless --set gives others. Ctrl-C or SIGTERM has it finish its round and leave; the others go
-    on at once without it.
+    The node gets its uid, its neighbors, the experiment and the mean of the members' models from the run. The run
+    cannot make it import code. If the experiment has data paths, the node reads those paths on this machine, unless
+    --set gives others. On Ctrl-C or SIGTERM, the node finishes its round and leaves; the others continue at once
+    without it.
     """
     from decentnode.launch.nodes.admission import Request, admitted, checked_text, experiment_of, own_address, relayed
     from decentnode.launch.nodes.newcomer import check

@@ -14,23 +14,25 @@ MAX_NODES = 1 << 20
 @click.command()
 @click.argument("nodes", metavar="NODES", required=False)
 @click.option("--out", "-o", default="keys", show_default=True, type=click.Path(path_type=Path),
-              help="Folder for the keys, made if it is not there.")  # fmt: skip
-@click.option("--newcomer", is_flag=True, help="Instead, the key of a node that is in no mapping (decentnode join).")
+              help="Folder for the keys; created if it does not exist.")  # fmt: skip
+@click.option("--newcomer", is_flag=True,
+              help="Instead, create the key of a node that is not in the mapping (decentnode join).")  # fmt: skip
 @click.option("--secret", "secret", default=None, metavar="FILE", type=click.Path(path_type=Path, dir_okay=False),
-              help="Instead, one secret for all ranks of a script (initialize_dist(keys=...)).")  # fmt: skip
+              help="Instead, create one secret shared by all ranks of a script "
+                   "(initialize_dist(keys=...)).")  # fmt: skip
 def command(nodes: str | None, out: Path, newcomer: bool, secret: Path | None) -> None:
-    """Make a key pair for each of NODES: a count (16), a range (4-7) or uids (0,3,5).
+    """Create a key pair for each of NODES: a count (16), a range (4-7) or uids (0,3,5).
 
-    The folder then holds node-UID.secret (for that node's machine alone) and public.keys (for every machine). To keep
-    every secret on its own machine, run this on each for its own nodes and join the public.keys files; else make all
-    keys at one place and copy to each machine public.keys and its own nodes' secrets. Name the folder in the
-    experiment: communication: {security: on, keys: FOLDER}.
+    The folder then holds node-UID.secret (only for that node's machine) and public.keys (for every machine). To keep
+    every secret on its own machine, run this command on each machine for its own nodes and concatenate the public.keys
+    files. Otherwise create all keys in one place, and copy public.keys and its own nodes' secrets to each machine. Name
+    the folder in the experiment: communication: {security: on, keys: FOLDER}.
 
-    With --newcomer, the public key is printed: a line of authorized.keys in the key folders of all members lets its
-    owner in.
+    With --newcomer, the public key is printed: add it as a line to authorized.keys in the key folders of all members to
+    admit its owner.
 
-    With --secret, FILE is made, for ranks of a script of your own that may die and be joined (missing="regroup"): copy
-    it to every machine, readable by your user alone, and name it in DECENTNODE_KEYS.
+    With --secret, FILE is created, for the ranks of a script of your own in which ranks may die and new ranks may join
+    (missing="regroup"). Copy it to every machine, readable only by your user, and name it in DECENTNODE_KEYS.
     """
     from decentnode.communication.zeromq.sockets.security import PUBLIC_FILE, read_public, write_keys, write_newcomer
 

@@ -10,8 +10,11 @@ from decentnode.launch.children.messages import Request
 
 @click.command()
 @click.argument("config", type=click.Path())
-@click.option("--machine", "-m", metavar="ID|auto", help="Which machine of the mapping this is; auto: by address.")
-@click.option("--join", is_flag=True, help="The run has begun; its nodes let this machine's in (missing: regroup).")
+@click.option("--machine", "-m", metavar="ID|auto",
+              help="Number of this machine in the mapping; auto: found by its address.")  # fmt: skip
+@click.option("--join", is_flag=True,
+              help="The run is in progress: ask it to let this machine's nodes in (needs missing: "
+                   "regroup).")  # fmt: skip
 @start.watched
 @start.resuming
 @start.options
@@ -21,7 +24,7 @@ def command(
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
     dashboard: bool, dashboard_port: int | None,
 ) -> None:
-    """Run this machine's nodes of CONFIG; the other machines run theirs with the same command."""
+    """Run this machine's nodes of CONFIG; give the same command on every other machine."""
     chosen = start.all_overrides(overrides, run_dir, name, seed)
     given, resume = start.resumed(config, resume)
     file, variables = start.config_of(given or config, start.environ())

@@ -11,16 +11,18 @@ from decentnode.errors import UsageError
 @click.command()
 @click.argument("run", default="latest", shell_complete=run_names)
 @click.option("--node", "-n", "nodes", metavar="NODES",
-              help="Which of this machine: a uid (2), several (0,3,5) or a range (4-7). Default: the only one."
+              help="Nodes of this machine that leave: a uid (2), several (0,3,5) or a range (4-7). Default: the only "
+                   "one."
 )  # fmt: skip
 @click.option("--timeout", type=click.FloatRange(min=0.1), default=10.0, show_default=True, metavar="SECONDS",
               help="How long to wait for each node's answer.")  # fmt: skip
 def command(run: str, nodes: str | None, timeout: float) -> None:
-    """Have nodes of RUN on this machine leave after the round that they are in.
+    """Let nodes of RUN on this machine leave after their current round.
 
-    Each finishes its round, saves its model, says goodbye and ends with exit code 0; the others go on at once without
-    it (node.missing: regroup). RUN is a run directory, the folder of an experiment (its latest run) or latest; for a
-    node that came with `decentnode join`, the folder that it printed. A node without which too few would be left stays.
+    Each finishes its round, saves its model, tells the others and ends with exit code 0; the others continue at once
+    without it (node.missing: regroup). RUN is a run directory, the folder of an experiment (its latest run) or latest;
+    for a node that came with `decentnode join`, the folder that it printed. A node stays if too few nodes would be left
+    without it.
     """
     from decentnode.launch.files.run_dir import node_dir, resolve
     from decentnode.launch.files.supervisor_file import ended

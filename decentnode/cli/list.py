@@ -13,7 +13,7 @@ import click
 def command(kind: str | None, as_json: bool) -> None:
     """List the kinds of components that a YAML file names, or the components of one KIND.
 
-    `decentnode explain KIND.NAME` says more of each.
+    `decentnode explain KIND.NAME` explains one of them.
     """
     from decentnode.describe import KINDS, TABLES, describe, names
 

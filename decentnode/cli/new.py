@@ -21,11 +21,10 @@ STARTER = ("config.yaml", "my_data.py", "my_model.py", "my_rule.py", "graph.edge
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def command(folder: Path) -> None:
-    """Write a commented experiment into FOLDER, which runs as it stands.
+    """Write a commented experiment into FOLDER, ready to run.
 
-    Beside its config.yaml lie a model, a dataset and a sharing rule of your own, as Python modules, and a file with the
-    graph: change them, or name components of `decentnode list` instead. FOLDER is made; one that holds files already is
-    refused.
+    Besides config.yaml, the folder holds a model, a dataset and a sharing rule as Python modules, and a graph file:
+    change them, or name components of `decentnode list` instead. FOLDER is created; it must not hold any files yet.
     """
     from decentnode.cli.console import program
 

@@ -29,9 +29,10 @@ WARN_SECONDS = 0.5
 
 @click.command()
 @click.argument("config", type=click.Path())
-@click.option("--uid", type=int, required=True, metavar="N", help="Which node of the experiment this is.")
-@click.option("--into", type=click.Path(path_type=Path), help="Run directory to share with other nodes.")
-@click.option("--join", is_flag=True, help="The run has begun; its nodes let this one in (missing: regroup).")
+@click.option("--uid", type=int, required=True, metavar="N", help="Uid of this node in the experiment.")
+@click.option("--into", type=click.Path(path_type=Path), help="Run directory, shared with the other nodes.")
+@click.option("--join", is_flag=True,
+              help="The run is in progress: ask it to let this node in (needs missing: regroup).")  # fmt: skip
 @start.resuming
 @start.options
 @click.pass_context

@@ -23,24 +23,32 @@ SUFFIXES = (".png", ".pdf", ".svg")
 @click.command()
 @click.argument("config", type=click.Path())
 @click.option("--links", "links", multiple=True, type=click.Path(path_type=Path),
-              help="YAML file with the keys of simulate.links, as `decentnode doctor --links` writes it; may be given "
-                   "for several machines.")  # fmt: skip
+              help="YAML file with the keys of simulate.links, as `decentnode doctor --links` writes it; "
+                   "may be repeated for several machines.")  # fmt: skip
 @click.option("--graph", "-g", "graphs", multiple=True, metavar="GRAPH",
-              help="A family or a section without nodes, such as '{name: random_regular, degree: 4}'; own is the "
-                   "config's. Default: own and the families that suit the number of nodes.")  # fmt: skip
-@click.option("--sharing", "sharings", multiple=True, metavar="RULE", help="A rule or a section; default: own.")
+              help="A graph's name, or a section without nodes such as '{name: random_regular, degree: "
+                   "4}'; own: the config's graph. Default: own and all graphs that suit the number of "
+                   "nodes.")  # fmt: skip
+@click.option("--sharing", "sharings", multiple=True, metavar="RULE",
+              help="A rule's name or a section; own: the config's. Default: own.")  # fmt: skip
 @click.option("--compression", "-c", "compressions", multiple=True, metavar="CODEC",
-              help="A codec or a section, own, or none; default: own.")  # fmt: skip
-@click.option("--local-steps", "-H", "steps", multiple=True, type=click.IntRange(1), help="Default: the config's.")
-@click.option("--batch-size", "-b", "batches", multiple=True, type=click.IntRange(1), help="Default: the config's.")
+              help="A codec's name or a section; own: the config's; none. Default: own.")  # fmt: skip
+@click.option("--local-steps", "-H", "steps", multiple=True, type=click.IntRange(1),
+              help="Local steps per round. Default: the config's.")  # fmt: skip
+@click.option("--batch-size", "-b", "batches", multiple=True, type=click.IntRange(1),
+              help="Batch size. Default: the config's.")  # fmt: skip
 @click.option("--step-seconds", type=click.FloatRange(min=0, min_open=True),
-              help="Of one local step of the config's batch; measured here when nothing says it.")  # fmt: skip
-@click.option("--target", default=1e-3, show_default=True, help="Distance to the mean, by that at the begin.")
-@click.option("--by", type=click.Choice(FIGURES), default="balanced", show_default=True, help="What ranks.")
-@click.option("--choose", type=click.IntRange(1), default=1, show_default=True, help="Which rank -o writes.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="YAML file to write: the chosen experiment.")
+              help="Seconds of one local step with the config's batch. Default: simulate.compute, else "
+                   "measured on this machine.")  # fmt: skip
+@click.option("--target", default=1e-3, show_default=True,
+              help="Consensus is reached at this distance to the mean, relative to the initial distance.")  # fmt: skip
+@click.option("--by", type=click.Choice(FIGURES), default="balanced", show_default=True, help="Figure to rank by.")
+@click.option("--choose", type=click.IntRange(1), default=1, show_default=True,
+              help="Rank of the candidate that -o writes.")  # fmt: skip
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="YAML file for the chosen experiment.")
 @click.option("--picture", type=click.Path(path_type=Path), help="File for the picture: .png, .pdf or .svg.")
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set a.b=value; a={...} replaces the whole section.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     config: str, links: tuple[Path, ...], graphs: tuple[str, ...], sharings: tuple[str, ...],
@@ -50,9 +58,9 @@ def command(
 ) -> None:
     """Predict the rounds of CONFIG with other graphs, rules, codecs, local steps and batches, and rank them.
 
-    All combinations of the options are tried; what cannot run is said with the reason. A local step takes what
-    simulate.compute or --step-seconds says, or is measured here; links are those of --links or simulate.links. Rows
-    with a star are not beaten by any other in both throughput and time to consensus.
+    All combinations of the options are tried; a combination that cannot run is listed with the reason. The time of a
+    local step comes from simulate.compute or --step-seconds, or is measured here; links come from --links or
+    simulate.links. A row with a star is not beaten by any other row in both throughput and time to consensus.
     """
     if picture is not None and picture.suffix not in SUFFIXES:
         raise UsageError(f"the picture's name must end in {', '.join(SUFFIXES)}, got {picture.name}")

@@ -18,37 +18,42 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=run_names)
 @click.option("--x", "axes", type=click.Choice([*EVERY_AXIS, "all"]), default="all", show_default=True,
-              help="What to draw against; all: rounds, seconds, bytes, and virtual_seconds of runs that have them.")
+              help="Horizontal axis; all: rounds, seconds, bytes, and virtual_seconds for runs that have them.")
 @click.option("--metric", default="all", show_default=True,
-              help="What to draw: a metric of the runs' task, such as accuracy, test_loss or perplexity; loss (of "
-                   "training), consensus_distance or consensus_rms.")  # fmt: skip
-@click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
-@click.option("--label", "labels", multiple=True, help="Name of a line in the legend, in the order of the runs.")
+              help="What to plot: a metric of the runs' task, such as accuracy, test_loss or perplexity; "
+                   "loss (of training), consensus_distance or consensus_rms.")  # fmt: skip
+@click.option("--all-runs", is_flag=True,
+              help="If RUN is the folder or the name of an experiment, take all of its runs instead of "
+                   "the latest.")  # fmt: skip
+@click.option("--label", "labels", multiple=True,
+              help="Legend label of a line, in the order of the runs; may be repeated.")  # fmt: skip
 @click.option("--preset", type=click.Choice(["curves", "heat-map", "consensus", "merged", "target"]), default="curves",
               show_default=True,
-              help="curves: metrics by rounds, seconds, bytes; heat-map: every node by rounds, of one experiment; "
-                   "consensus: the metric against the consensus distance; merged: the merged model beside the nodes' "
-                   "own, and the gap; target: seconds and bytes until a value was reached.")  # fmt: skip
+              help="curves: metrics by rounds, seconds and bytes; heat-map: every node by rounds, for "
+                   "one experiment; consensus: the metric against the consensus distance; merged: the "
+                   "merged model against the nodes' own, and the gap; target: seconds and bytes until a "
+                   "value was reached.")  # fmt: skip
 @click.option("--panel", metavar="KEY",
-              help="A panel for each value of this key, such as graph.name: of the main metric by rounds, unless told "
-                   "other.")  # fmt: skip
+              help="One panel for each value of this key, such as graph.name. Default in each panel: the "
+                   "main metric by rounds.")  # fmt: skip
 @click.option("--paper", is_flag=True,
-              help="Column width (3.3 in), vectors (PDF, or SVG by -o), colors that color-blind readers tell apart, no "
-                   "title: of curves one panel, the task's main metric by rounds, unless told other.")  # fmt: skip
+              help="For papers: column width (3.3 in), vector graphics (PDF, or SVG with -o), colors for "
+                   "color-blind readers, no title; curves have a single panel, by default the task's "
+                   "main metric by rounds.")  # fmt: skip
 @click.option("--dumps", is_flag=True,
-              help="What the sharing rule chose to send, from the dumps of one run (sharing.dump).")  # fmt: skip
+              help="Plot which entries the sharing rule chose to send, from the dumps of one run "
+                   "(sharing.dump).")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path),
-              help="File to write: .png, .pdf or .svg; .csv for the numbers, of each round and node.")  # fmt: skip
+              help="File to write: .png, .pdf or .svg; .csv for the values of each round and node.")  # fmt: skip
 def command(
     runs: tuple[str, ...], axes: str, metric: str, all_runs: bool, labels: tuple[str, ...], preset: str,
     panel: str | None, paper: bool, dumps: bool, output: Path | None,
 ) -> None:
-    """Draw runs into one figure: the mean over nodes, and a band from the lowest to the highest node.
+    """Plot runs in one figure: the mean over nodes, and a band from the lowest to the highest node.
 
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Runs whose configs
-    differ in the seed alone make one line, with a band of one standard deviation to either side. A run that failed is
-    drawn as far as it came, and its name says so. The figure goes to RUN/plots/ of the first run unless -o says
-    otherwise.
+    differ only in the seed become one line, with a band of one standard deviation on either side. A run that failed is
+    drawn up to its last round, and its label says so. Without -o, the figure is written to RUN/plots/ of the first run.
     """
     from decentnode.launch.files.run_dir import resolve, resolve_all
     from decentnode.report.pictures.plots import draw_side_by_side, plot, write

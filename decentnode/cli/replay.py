@@ -26,18 +26,19 @@ class Differs(DecentnodeError):
 
 @click.command()
 @click.argument("run", metavar="RUN", shell_complete=run_names)
-@click.option("--check", "only_check", is_flag=True, help="Check the records against each other, and repeat nothing.")
+@click.option("--check", "only_check", is_flag=True,
+              help="Only check the records against each other; do not repeat the run.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(run: str, only_check: bool, as_json: bool) -> None:
-    """Repeat RUN from what its nodes recorded: the same nodes in one process, on virtual time, with the deaths,
-    returns, missing payloads and generations of members of the run. Every payload that a node sends or mixes, and every
-    generation, is compared with the run's; the first that differs is named with its node and round.
+    """Repeat RUN from its records: the same nodes in one process, on virtual time, with the same deaths, returns,
+    missing payloads and generations of members. Every payload that a node sends or mixes, and every generation, is
+    compared with the run's; the first difference is reported with its node and round.
 
-    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Before that, the
-    records are checked: payloads are mixed as their sources sent them, generations follow each other. A run that went
-    on from another one needs that one's checkpoint, in its own folder or in a run beside it.
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. The records are checked
+    first: payloads must be mixed as their sources sent them, and generations must follow each other. A run that was
+    resumed from another run needs that run's checkpoint, in its own folder or in a run beside it.
 
-    Exit code 1 where something differs.
+    The exit code is 1 if anything differs.
     """
     from decentnode.launch.files.run_dir import resolve
 

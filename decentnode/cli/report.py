@@ -11,17 +11,20 @@ from decentnode.cli.run_names import run_names
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=run_names)
-@click.option("--all-runs", is_flag=True, help="Of the folder or the name of an experiment take all runs in it.")
-@click.option("--label", "labels", multiple=True, help="Name of an experiment, in the order of the runs.")
+@click.option("--all-runs", is_flag=True,
+              help="If RUN is the folder or the name of an experiment, take all of its runs instead of "
+                   "the latest.")  # fmt: skip
+@click.option("--label", "labels", multiple=True,
+              help="Name of an experiment, in the order of the runs; may be repeated.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path),
-              help="File to write, .html; RUN/report.html of the first run when not given.")  # fmt: skip
+              help="File to write (.html). Default: RUN/report.html of the first run.")  # fmt: skip
 def command(runs: tuple[str, ...], all_runs: bool, labels: tuple[str, ...], output: Path | None) -> None:
-    """Write what runs were and what came of them into one HTML file that needs no other: the configs and what differs
-    in them, results with deviations, curves, the graph, who waited for whom, bytes by purpose, faults, every node, and
-    how to repeat it all.
+    """Write a self-contained HTML report of runs: their configs and the differences between them, results with standard
+    deviations, curves, the graph, which node waited for which, bytes by purpose, faults, every node, and how to repeat
+    the runs.
 
     RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. Runs whose configs
-    differ in the seed alone are one experiment.
+    differ only in the seed count as one experiment.
     """
     from decentnode.launch.files.run_dir import resolve, resolve_all
     from decentnode.report.page import write

@@ -10,7 +10,7 @@ from decentnode.launch.children.messages import Request
 
 @click.command()
 @click.argument("config", type=click.Path(), required=False)
-@click.option("--dry-run", is_flag=True, help="Build everything and do one round in one process; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Build everything and do one round in one process; write no files.")
 @start.watched
 @start.resuming
 @start.options
@@ -20,9 +20,10 @@ def command(
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
     dashboard: bool, dashboard_port: int | None,
 ) -> None:
-    """Run all nodes of CONFIG on this machine; without CONFIG the built-in quickstart.
+    """Run all nodes of CONFIG on this machine; without CONFIG, the built-in quickstart.
 
-    CONFIG is an experiment's file, or the folder of a run, which is run again into a new folder beside it.
+    CONFIG is an experiment's file, or the folder of a run, whose experiment is then run again in a new folder beside
+    it.
     """
     chosen = start.all_overrides(overrides, run_dir, name, seed)
     config, resume = start.resumed(config, resume)

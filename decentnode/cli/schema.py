@@ -11,7 +11,8 @@ from decentnode.system import write_atomic
 
 
 @click.command()
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path),
+              help="File to write. Default: standard output.")  # fmt: skip
 def command(output: Path | None) -> None:
     """Write the JSON Schema of experiment files. Their first line names it for editors:
     `# yaml-language-server: $schema=schema.json`."""

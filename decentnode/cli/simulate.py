@@ -18,10 +18,10 @@ def command(
     ctx: click.Context, config: str | None, engine: str | None, resume: str | None, overrides: tuple[str, ...],
     run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool, as_json: bool,
 ) -> None:
-    """Simulate all nodes of CONFIG in one process; without CONFIG the built-in quickstart.
+    """Simulate all nodes of CONFIG in one process; without CONFIG, the built-in quickstart.
 
-    CONFIG is that of `decentnode run`, also one for several machines: neighbors hand their models over in memory, and
-    the run's folder is that of a run. The section `simulate` says how the nodes are computed.
+    CONFIG is the same file as for `decentnode run`, also if it is for several machines: neighbors exchange models in
+    memory, and the run's folder has the same files. The section `simulate` says how the nodes are computed.
     """
     chosen = start.all_overrides(overrides, run_dir, name, seed)
     if engine is not None:

@@ -57,14 +57,15 @@ def _process_age() -> float:
 def options(function: F) -> F:
     """Decorator: adds the options of every command that runs nodes."""
     for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print summary.json to stdout, all else to stderr."),
-        click.option("--quiet", "-q", is_flag=True, help="Only the result and errors."),
-        click.option("--plain", is_flag=True, help="Lines instead of a live table, also on a terminal."),
+        click.option("--json", "as_json", is_flag=True,
+                     help="Print summary.json to stdout, everything else to stderr."),
+        click.option("--quiet", "-q", is_flag=True, help="Print only the result and errors."),
+        click.option("--plain", is_flag=True, help="Print lines instead of a live table, even on a terminal."),
         click.option("--seed", type=int, help="Same as --set seed=N."),
         click.option("--name", help="Same as --set name=NAME."),
-        click.option("--run-dir", type=click.Path(), help="Folder of all runs; runs/ when not given."),
+        click.option("--run-dir", type=click.Path(), help="Folder of all runs. Default: runs/."),
         click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
-                     help="Set a.b=value; a={...} replaces a section."),
+                     help="Set a.b=value; a={...} replaces the whole section."),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -74,8 +75,8 @@ def watched(function: F) -> F:
     """Decorator: adds the options of a page that shows the run."""
     for option in (
         click.option("--dashboard-port", type=click.IntRange(0, 65535),
-                     help="With --dashboard: its port; 8765 or any that is free when not given."),
-        click.option("--dashboard", is_flag=True, help="Show the run in a browser while it goes on."),
+                     help="Port of --dashboard. Default: 8765, or any free port if that is taken."),
+        click.option("--dashboard", is_flag=True, help="Show the run in a browser while it is running."),
     ):  # fmt: skip
         function = option(function)
     return function
@@ -95,7 +96,7 @@ def page_of(wanted: bool, port: int | None) -> Child | None:
 def resuming(function: F) -> F:
     """Decorator: adds the option --resume."""
     option = click.option("--resume", is_flag=False, flag_value="", default=None, metavar="[RUN]",
-                          help="Go on from the checkpoints of RUN, or of the latest run of this name.")  # fmt: skip
+                          help="Continue from the checkpoints of RUN, or of the latest run of this name.")  # fmt: skip
     return option(function)
 
 

@@ -13,11 +13,11 @@ from decentnode.errors import UsageError
 
 @click.command()
 @click.argument("run", default="latest", shell_complete=run_names)
-@click.option("--edges", is_flag=True, help="A row for every edge: bytes of payloads, chunks, resends, time waited.")
+@click.option("--edges", is_flag=True, help="Show a row for every edge: payload bytes, chunks, resends, time waited.")
 @click.option("--once", is_flag=True, help="Print once instead of until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, once.")
 def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
-    """Show what each node of RUN on this machine is doing; live on a terminal while the run goes.
+    """Show what each node of RUN on this machine is doing; on a terminal, live while the run is in progress.
 
     RUN is a run directory, the folder of an experiment (its latest run) or latest.
     """

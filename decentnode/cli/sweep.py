@@ -19,32 +19,39 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("config", type=click.Path(), required=False)
 @click.option("--grid", "-g", "axes", multiple=True, metavar="KEY=VALUES",
-              help="What a key takes: KEY=.01,.1,1 or, where points are drawn, KEY=uniform(LOW,HIGH), log(LOW,HIGH), "
-                   "int(LOW,HIGH) or logint(LOW,HIGH). Keys that change together: KEY1,KEY2=[V1,V2],[V1,V2].")
+              help="Values of a key: KEY=.01,.1,1; or a distribution to draw from: "
+                   "KEY=uniform(LOW,HIGH), log(LOW,HIGH), int(LOW,HIGH) or logint(LOW,HIGH). Keys that "
+                   "change together: KEY1,KEY2=[V1,V2],[V1,V2].")  # fmt: skip
 @click.option("--seeds", type=click.IntRange(1, 1000), help="Run every combination with the seeds 1..N.")
 @click.option("--random", "drawn", type=click.IntRange(1, 1_000_000), metavar="N",
-              help="Draw N combinations at random: --sampler random --points N.")  # fmt: skip
+              help="Draw N combinations at random; the same as --sampler random --points N.")  # fmt: skip
 @click.option("--sampler", type=click.Choice(["grid", "random", "optuna"]),
-              help="All combinations (grid, the default), random ones, or those that Optuna proposes.")  # fmt: skip
+              help="grid (the default): all combinations; random: random ones; optuna: those that Optuna "
+                   "proposes.")  # fmt: skip
 @click.option("--points", type=click.IntRange(1, 1_000_000), help="How many combinations to draw.")
 @click.option("--halving", type=click.IntRange(2, 100), is_flag=False, flag_value=3, metavar="[FACTOR]",
-              help="Successive halving: all combinations run a part of the rounds, the best 1/FACTOR go on, from where "
-                   "they are, to FACTOR times as many; 3 when not given.")  # fmt: skip
-@click.option("--least-rounds", default=1, show_default=True, type=click.IntRange(1), help="Of the first part.")
-@click.option("--metric", help="The figure of summary.json to compare by; the task's main metric, mean over the nodes, "
-                               "when not given.")  # fmt: skip
+              help="Successive halving: run all combinations for part of the rounds, then continue the "
+                   "best 1/FACTOR of them to FACTOR times as many rounds, and so on. Default FACTOR: 3.")  # fmt: skip
+@click.option("--least-rounds", default=1, show_default=True, type=click.IntRange(1),
+              help="With --halving: rounds of the first part.")  # fmt: skip
+@click.option("--metric",
+              help="Figure of summary.json to compare by. Default: the task's main metric, mean over the "
+                   "nodes.")  # fmt: skip
 @click.option("--target", metavar="[METRIC=]VALUE",
-              help="Add what it took until the mean over the nodes was there: rounds, seconds, bytes; accuracy=0.9.")
+              help="Add the rounds, seconds and bytes until the mean over the nodes reached this value, "
+                   "such as accuracy=0.9.")  # fmt: skip
 @click.option("--best-by", metavar="KEY[,KEY]",
-              help="For each value of these keys show the best combination alone, by the mean of --metric over seeds.")
+              help="For each value of these keys, show only the best combination, by the mean of --metric over seeds.")
 @click.option("--within", metavar="KEY[,KEY]",
-              help="Compare combinations with the best of the same value of these keys, not with the best of all.")
+              help="Compare each combination with the best one of the same value of these keys, not with "
+                   "the best of all.")  # fmt: skip
 @click.option("--jobs", "-j", default="auto", show_default=True, metavar="N|auto",
-              help="Points that run at a time; auto: one per core.")  # fmt: skip
+              help="Points that run at the same time; auto: one per core.")  # fmt: skip
 @click.option("--by", type=click.Choice(["simulate", "processes"]), default="simulate", show_default=True,
-              help="All nodes of a point stepped in one process, or a process per node, as `run` does.")  # fmt: skip
-@click.option("--again", is_flag=True, help="Run points that are done once more.")
-@click.option("--every-model", is_flag=True, help="Keep the models of all nodes, not the merged one alone.")
+              help="simulate: step all nodes of a point in one process. processes: one process per node, "
+                   "as `decentnode run` does.")  # fmt: skip
+@click.option("--again", is_flag=True, help="Also run points again that are already done.")
+@click.option("--every-model", is_flag=True, help="Keep the models of all nodes, not only the merged one.")
 @start.options
 @click.pass_context
 def command(
@@ -54,12 +61,12 @@ def command(
     overrides: tuple[str, ...], run_dir: str | None, name: str | None, seed: int | None, plain: bool, quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run CONFIG once for every combination of values, several at a time, and print a table; without CONFIG the
+    """Run CONFIG once for every combination of values, several at a time, and print a table; without CONFIG, the
     built-in quickstart.
 
-    Every point has a run folder of its own in runs/NAME/sweep/. What is done is kept and never repeated: after Ctrl-C
-    or a power cut the same command goes on, and a larger one adds to it. A point that fails is named and stops no
-    other. The best row is compared with all others by a paired t-test over the seeds.
+    Every point has its own run folder in runs/NAME/sweep/. Finished points are kept and not repeated: after Ctrl-C or a
+    power cut, give the same command to continue; with more values, it runs only the new points. A point that fails is
+    reported and does not stop the others. The best row is compared with all others by a paired t-test over the seeds.
     """
     from decentnode.sweeps.plan import Plan
     from decentnode.sweeps.space import axes as parsed

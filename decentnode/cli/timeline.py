@@ -24,22 +24,24 @@ SUFFIXES = (".csv", ".png", ".pdf", ".svg")
 
 @click.command()
 @click.argument("target", metavar="CONFIG|RUN", shell_complete=run_names)
-@click.option("--rounds", type=click.IntRange(1, 1_000_000), help="Rounds; when not given, those of the config or run.")
+@click.option("--rounds", type=click.IntRange(1, 1_000_000),
+              help="Number of rounds. Default: that of the config or run.")  # fmt: skip
 @click.option("--links", type=click.Path(path_type=Path),
-              help="YAML file with the keys of simulate.links, in place of the config's.")  # fmt: skip
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
+              help="YAML file with the keys of simulate.links, used instead of the config's.")  # fmt: skip
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set a.b=value; a={...} replaces the whole section.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path),
               help="File to write: .csv for every round of every node, .png, .pdf or .svg for a picture.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(
     target: str, rounds: int | None, links: Path | None, overrides: tuple[str, ...], output: Path | None, as_json: bool
 ) -> None:
-    """Compute the virtual time of an experiment, without training it: how long rounds take, who waits for whom.
+    """Compute the virtual time of an experiment without training: how long rounds take, and which node waits for which.
 
-    The sections simulate.compute and simulate.links describe the world. Of a RUN (its directory, its experiment's name,
-    or latest) the local steps take what they took in it, unless simulate.compute.step_seconds says otherwise, and the
-    times are kept in the run's folder, so that `decentnode plot --x virtual_seconds` draws what was learned against
-    them.
+    The sections simulate.compute and simulate.links describe the speeds and links. For a RUN (its directory, its
+    experiment's name, or latest), the local steps take as long as they did in the run, unless
+    simulate.compute.step_seconds says otherwise. The times are stored in the run's folder, so that `decentnode plot --x
+    virtual_seconds` can use them.
     """
     if output is not None and output.suffix not in SUFFIXES:
         raise UsageError(f"the file's name must end in {', '.join(SUFFIXES)}, got {output.name}")

@@ -11,17 +11,18 @@ from decentnode.cli.run_names import run_names
 
 @click.command()
 @click.argument("run", metavar="RUN", shell_complete=run_names)
-@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="The first round that is shown.")
-@click.option("--last", type=click.IntRange(0), help="The last round that is shown; all to the end when not given.")
-@click.option("--node", "nodes", type=click.IntRange(0), multiple=True, help="Show this node; all when none is given.")
+@click.option("--first", type=click.IntRange(0), default=0, show_default=True, help="First round to show.")
+@click.option("--last", type=click.IntRange(0), help="Last round to show. Default: the last one of the run.")
+@click.option("--node", "nodes", type=click.IntRange(0), multiple=True,
+              help="Show only this node; may be repeated. Default: all nodes.")  # fmt: skip
 @click.option("--output", "-o", type=click.Path(path_type=Path),
-              help="File to write, .json; RUN/trace.json when not given.")  # fmt: skip
+              help="File to write (.json). Default: RUN/trace.json.")  # fmt: skip
 def command(run: str, first: int, last: int | None, nodes: tuple[int, ...], output: Path | None) -> None:
-    """Write when each node trained, sent, waited, mixed and evaluated, with its events, as a trace in Chrome's format:
-    open it in Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """Write when each node trained, sent, waited, mixed and evaluated, and its events, as a trace in Chrome's format.
+    Open it in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. With run.trace the
-    spans are exact; without it they are made of the seconds of each round, in the usual order.
+    RUN is a run directory, the folder of an experiment or its name (its latest run), or latest. With run.trace, the
+    spans are exact; without it, they are reconstructed from the seconds of each round, in the usual order.
     """
     from decentnode.launch.files.run_dir import resolve
     from decentnode.report.trace import write

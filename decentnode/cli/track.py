@@ -19,13 +19,13 @@ POLL_SECONDS = 1.0
 @click.command()
 @click.argument("run", metavar="RUN", shell_complete=run_names)
 @click.option("--to", "tracker", required=True, metavar="TRACKER",
-              help="A name of `decentnode list tracker`, or a section: '{name: wandb, mode: offline}'.")  # fmt: skip
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over, or Ctrl-C.")
+              help="Name from `decentnode list tracker`, or a section: '{name: wandb, mode: offline}'.")  # fmt: skip
+@click.option("--follow", "-f", is_flag=True, help="Continue until the run is over, or Ctrl-C.")
 def command(run: str, tracker: str, follow: bool) -> None:
-    """Tell TRACKER all that RUN has recorded, as `run.trackers` does while a run goes on.
+    """Send everything that RUN has recorded to a tracker, as `run.trackers` does during a run.
 
-    RUN is a run directory, the folder of an experiment (its latest run) or latest. A tracker that failed or was not
-    there during a run loses nothing: the figures are in the run's folder.
+    RUN is a run directory, the folder of an experiment (its latest run) or latest. If a tracker failed or was
+    unavailable during a run, nothing is lost: the figures are in the run's folder.
     """
     from decentnode.config.component import look_beside
     from decentnode.launch.files.run_dir import resolve

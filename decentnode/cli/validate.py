@@ -34,18 +34,19 @@ def check_machine(experiment: Experiment, machine: str, config: str) -> None:
 
 @click.command()
 @click.argument("config", type=click.Path())
-@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a.b=value; a={...} replaces.")
-@click.option("--machine", "-m", metavar="ID|auto", help="Check, too, that this machine has what its nodes need.")
-@click.option("--resolved", is_flag=True, help="Print every value of the run and where it comes from.")
+@click.option("--set", "-s", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Set a.b=value; a={...} replaces the whole section.")  # fmt: skip
+@click.option("--machine", "-m", metavar="ID|auto", help="Also check that this machine has what its nodes need.")
+@click.option("--resolved", is_flag=True, help="Print every value of the run and its origin.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the exit code stays the same.")
 @click.pass_context
 def command(
     ctx: click.Context, config: str, overrides: tuple[str, ...], machine: str | None, resolved: bool, as_json: bool
 ) -> None:
-    """Check CONFIG: keys, values, graph, mapping and data. Exit code 2 when something is wrong.
+    """Check CONFIG: keys, values, graph, mapping and data. The exit code is 2 if something is wrong.
 
-    With --machine also memory, devices, keys and private data of that machine's nodes; exit code 3 when something is
-    not there.
+    With --machine, also check memory, devices, keys and private data of that machine's nodes; the exit code is 3 if
+    something is missing.
     """
     from decentnode.experiment import load
 

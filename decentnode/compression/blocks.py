@@ -22,7 +22,7 @@ from decentnode.payload import TensorSpec
 
 class BlockConfig(component.Config):
     block: int = Field(1024, ge=8, le=1 << 18)
-    """Values that share a scale, fewer where a parameter tensor ends; a power of two."""
+    """Number of values that share a scale, fewer at the end of a parameter tensor; a power of two."""
 
     @field_validator("block")
     @classmethod
@@ -135,11 +135,11 @@ class Counted(Blockwise):
 
 class RoundedConfig(BlockConfig):
     unbiased: bool = False
-    """true: round up or down at random, so that the expectation is the value. false: round to the nearest."""
+    """true: round up or down at random, so that the expectation is the value. false: round to nearest."""
 
 
 class Int8(Counted):
-    """Whole numbers from -127 to 127; a block's scale is its largest absolute value over 127."""
+    """Integers from -127 to 127; the scale of a block is its largest absolute value over 127."""
 
     Config: ClassVar[type[component.Config]] = RoundedConfig
     width = 8
@@ -158,7 +158,7 @@ class Int8(Counted):
 
 
 class Int4(Int8):
-    """Whole numbers from -7 to 7, two in a byte; a block's scale is its largest absolute value over 7."""
+    """Integers from -7 to 7, two per byte; the scale of a block is its largest absolute value over 7."""
 
     width = 4
     levels = 7
@@ -180,8 +180,8 @@ class QSGDConfig(BlockConfig):
     levels: int = Field(7, ge=1, le=127)
     """Number of steps from zero to the norm of a block; a value then has one of 2 * levels + 1 forms."""
     block: int = Field(128, ge=8, le=1 << 18)
-    """Values that share a norm, fewer where a parameter tensor ends; a power of two. Smaller blocks give less noise and
-    send more scales."""
+    """Number of values that share a norm, fewer at the end of a parameter tensor; a power of two. Smaller blocks have
+    less noise but send more scales."""
 
 
 class QSGD(Counted):

@@ -41,7 +41,7 @@ class Float16(Codec):
 
 
 class BFloat16(Float16):
-    """The upper half of float32, 8 significant bits; values that would be rounded to infinity (from 3.39e38 on) are
+    """The upper half of float32, 8 significant bits; values that would be rounded to infinity (3.39e38 or more) are
     replaced by the largest finite value."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -49,7 +49,8 @@ class BFloat16(Float16):
 
 class TruncateConfig(component.Config):
     bits: int = Field(24, ge=10, le=31)
-    """Bits kept of float32, of which 9 are sign and exponent. A value takes as many whole bytes as these bits need."""
+    """Number of bits kept of float32, 9 of which are sign and exponent. A value takes the smallest number of bytes that
+    holds them."""
 
 
 class Truncate(Codec):

@@ -16,30 +16,31 @@ class ProfileConfig(Settings):
     """Which round of which node torch's profiler looks at. It slows that round down."""
 
     round: int = Field(ge=0)
-    """Counted from 0. The first rounds are not typical."""
+    """Number of the round, from 0. The first rounds are not typical."""
     uid: int = Field(0, ge=0)
-    """The node."""
+    """Uid of the node."""
 
 
 class RunConfig(Settings):
     """Where the results of a run go."""
 
     dir: Path = Path("runs")
-    """Folder in which every run makes its own. A path in the YAML is relative to the YAML, one on the command line to
-    the current directory."""
+    """Folder in which every run creates its own folder. A path in the YAML is relative to the YAML, one on the command
+    line to the current directory."""
     log_level: Annotated[Level, ADDED] = "info"
-    """Which lines nodes write to their log.txt: those of this level and above. Machines of one run may differ in it."""
+    """Lowest level of the lines that nodes write to their log.txt. Machines of one run may have different levels."""
     record: Annotated[Literal["auto"] | bool, ADDED] = "auto"
     """Whether nodes write to events.jsonl what they do with models: a digest of every payload that is sent or mixed,
-    generations that they enter and leave. `decentnode replay` repeats a run from it. auto: where rounds may go on
-    without a node (`node.missing`), and models are in the host's memory; and where the experiment has `faults`. Nodes
-    that all run in one process are recorded with true, or with faults, alone."""
+    and the generations that they enter and leave. `decentnode replay` repeats a run from these records. auto: if rounds
+    may continue without a node (`node.missing`) and models are in host memory, and always if the experiment has
+    `faults`. Nodes that all run in one process are recorded only with true, or with faults."""
     trace: Annotated[int, Field(ge=0), ADDED] = 0
-    """Every so many rounds nodes write to trace.jsonl when they trained, sent, waited and mixed, and when they
-    evaluated; `decentnode trace` makes a time line of it. 0: never."""
+    """Interval, in rounds, at which nodes write to trace.jsonl when they trained, sent, waited, mixed and evaluated;
+    `decentnode trace` makes a time line of it. 0: never."""
     trackers: Annotated[tuple[Annotated[Config, section(TRACKERS, "tracker")], ...], ADDED] = ()
-    """What the run's figures are told to while it goes on: a list of trackers, by name alone or as sections. Each runs
-    in a process of its own on every machine, and tells of that machine's nodes. One that fails ends no run."""
+    """Where the run sends its figures while it is running: a list of trackers, each a name or a section. Each tracker
+    runs in a process of its own on every machine and handles that machine's nodes. A tracker that fails does not end
+    the run."""
     profile: Annotated[ProfileConfig | None, ADDED] = None
-    """Of which round of which node torch's profiler writes profile_round_<round>.json into the node's folder, for
-    Perfetto and chrome://tracing; of none when not given."""
+    """Round and node of which torch's profiler writes profile_round_<round>.json into the node's folder, for Perfetto
+    and chrome://tracing. Default: no profile."""

@@ -14,12 +14,13 @@ class ComingConfig(Settings):
     """A node that is in no mapping and comes to a simulated run, as with `decentnode join` to one on machines."""
 
     at_seconds: float = Field(ge=0)
-    """When it asks to be admitted, in virtual seconds since the start of the run."""
+    """When the node asks to be admitted, in virtual seconds since the start of the run."""
     leaves_at_seconds: float | None = Field(None, gt=0)
-    """When it is asked to leave; it does so after its round. Default: it stays to the end."""
+    """When the node is asked to leave; it leaves after its current round. Default: it stays to the end."""
     samples_of: int | None = Field(None, ge=0)
-    """The node of the mapping whose samples it trains on, and as long as others do. Default: it has none and only
-    mixes, in no time; where data is private (a path has ``{uid}``) it has the files of its uid."""
+    """Node of the mapping on whose samples the newcomer trains; its steps take the median time of the others' steps.
+    Default: the newcomer has no samples and only mixes, in no time; if the data is private (a path has ``{uid}``), it
+    has the files of its uid."""
 
     @model_validator(mode="after")
     def _leaves_later(self) -> Self:
@@ -33,18 +34,18 @@ class SimulateConfig(Settings):
     """How a run is simulated. It does not change what a run is: its digest is that of the run with processes."""
 
     engine: Literal["auto", "stepped", "batched"] = "auto"
-    """How the nodes are computed. stepped: each by its own code, in turn, with the bits of a run with processes.
-    batched: the models of all nodes in one tensor, local steps and mixing of all at once; equal to stepped up to the
-    rounding of floats. auto: a few local steps of each are timed, and the faster one is taken. What batched cannot
-    compute is stepped, and the run says why."""
+    """How the nodes are computed. stepped: each node by its own code, in turn, with the same bits as a run with
+    processes. batched: the models of all nodes in one tensor, local steps and mixing of all nodes at once; equal to
+    stepped up to floating-point rounding. auto: a few local steps of each engine are timed, and the faster one is used.
+    What batched cannot compute is stepped, and the run says why."""
     steps: Literal["auto", "layers", "vmap", "rows"] = "auto"
     """How batched makes the local steps. layers: linear layers as batched matrix products. vmap: the model by
     torch.func.vmap. rows: each node by its own code, as many at a time as there are cores. auto: the fastest in a few
-    timed steps; which one that is may differ from machine to machine, and with it the last bits of results."""
+    timed steps; the choice, and so the last bits of the results, may differ between machines."""
     compute: ComputeConfig | None = None
-    """How long local work takes on each node, in virtual seconds. With this or `links`, records of rounds and
+    """How long local work takes on each node, in virtual seconds. With this or `links`, the records of rounds and
     evaluations have `virtual_seconds`."""
     links: LinksConfig | None = None
-    """What connects the nodes: bandwidths and latencies. Without bounds when not given."""
+    """The connections between nodes: bandwidths and latencies. Default: unlimited."""
     newcomers: tuple[ComingConfig, ...] = ()
-    """Nodes beyond the mapping that come (`node.newcomers` says how many may), each with the next free uid."""
+    """Nodes beyond the mapping that join the run (`node.newcomers` says how many may), each with the next free uid."""

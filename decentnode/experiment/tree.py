@@ -76,17 +76,18 @@ class Experiment(Settings):
     seed: int = Field(1, ge=0, lt=2**63)
     """Seed from which every random draw of the run derives: a run with the same seed and YAML repeats it."""
     graph: Annotated[Config, section(GRAPHS, "graph", implied=IMPLIED_NAMES["graph"])]
-    """Who talks to whom, in which round."""
+    """Which nodes exchange with which, in each round."""
     weights: Annotated[Config, section(WEIGHTS, "weights")] | None = None
-    """How much a node listens to each neighbor; when not given, what suits the graph."""
+    """How much each neighbor's model counts in the average (mixing weights). Default: the weights that suit the
+    graph."""
     mapping: Annotated[Config, section(MAPPINGS, "mapping", DEFAULT_NAMES["mapping"])] = Field(
         default={"name": DEFAULT_NAMES["mapping"], "machines": 1, "nodes_per_machine": 1}, validate_default=True
     )
-    """Which machine hosts which node; one machine with all nodes when not given."""
+    """Which machine hosts which node. Default: one machine with all nodes."""
     data: Annotated[Config, section(DATASETS, "data")]
     """The dataset, and how its training samples are dealt to the nodes."""
     task: Annotated[Config, section(TASKS, "task")] | None = None
-    """What is learned and measured; when not given, the task that the data is for."""
+    """What is learned and measured. Default: the task that the data is for."""
     model: Annotated[Config, section(MODELS, "model")]
     """The model that every node trains."""
     training: Annotated[Config, section(TRAININGS, "training", DEFAULT_NAMES["training"])]
@@ -94,21 +95,21 @@ class Experiment(Settings):
     sharing: Annotated[Config, section(SHARINGS, "sharing", DEFAULT_NAMES["sharing"])] = Field(
         default={"name": DEFAULT_NAMES["sharing"]}, validate_default=True
     )
-    """What leaves a node and how arrivals are mixed."""
+    """What a node sends, and how it mixes what it receives."""
     parameters: ParametersConfig | None = None
-    """Which parameters are shared, and in which fragments; all of them as one when not given."""
+    """Which parameters are shared, and in which fragments. Default: all parameters, exchanged together."""
     communication: Annotated[
         CommunicationConfig, section(COMMUNICATIONS, "communication", DEFAULT_NAMES["communication"])
     ] = Field(default={"name": DEFAULT_NAMES["communication"]}, validate_default=True)
     """How payloads move between nodes."""
     node: NodeConfig = Field(default={}, validate_default=True)
-    """The rounds: how many, in which order, what a failure does."""
+    """The rounds: how many, in which order, and what happens on a failure."""
     faults: Annotated[tuple[AnyFault, ...], ADDED] = ()
-    """What goes wrong, on purpose: processes that are killed or suspended, nodes that are slow, messages that are lost.
-    A list of faults, each with `do` (decentnode/faults/vocabulary.py). Whom and when is drawn from the seed. The run is
-    then recorded and checked (`run.record`)."""
+    """Faults to inject: processes that are killed or suspended, nodes that are slow, messages that are lost. A list of
+    faults, each with `do` (decentnode/faults/vocabulary.py). Random choices of nodes and times follow from the seed. A
+    run with faults is recorded and checked (`run.record`)."""
     simulate: Annotated[SimulateConfig, ADDED] = SimulateConfig()
-    """How `decentnode simulate` computes the run in one process; no other command looks at it."""
+    """How `decentnode simulate` computes the run in one process; other commands ignore it."""
     run: RunConfig = RunConfig()
     """Where the results go."""
 

@@ -17,13 +17,13 @@ class StragglerConfig(Settings):
     """Nodes that are slower than the others."""
 
     nodes: tuple[int, ...] = ()
-    """Their uids; drawn where not given."""
+    """Uids of the stragglers. Default: drawn at random."""
     fraction: float = Field(0.0, ge=0, le=1)
-    """Without `nodes`: the share of the nodes that is drawn, once for the run."""
+    """Without `nodes`: share of the nodes that are stragglers, drawn once for the run."""
     factor: float = Field(2.0, gt=0)
-    """By which their local steps take longer."""
+    """How many times as long their local steps take."""
     chance: float = Field(1.0, gt=0, le=1)
-    """Probability, in each round anew, that such a node is slow."""
+    """Probability that a straggler is slow in a round, drawn anew in each round."""
 
     @model_validator(mode="after")
     def _names_somebody(self) -> Self:
@@ -36,54 +36,53 @@ class DeviceClassConfig(Settings):
     """Nodes of one kind of device."""
 
     share: float = Field(gt=0, le=1)
-    """Share of the nodes that are of this kind; which ones is drawn."""
+    """Share of the nodes that are of this class; which nodes is drawn at random."""
     factor: float = Field(1.0, gt=0)
-    """By which their local steps take longer than `step_seconds`."""
+    """How many times as long as `step_seconds` their local steps take."""
 
 
 class ChurnConfig(Settings):
     """Nodes that come and go by themselves."""
 
     up_seconds: float = Field(gt=0)
-    """Mean of the exponentially distributed times for which a node is there."""
+    """Mean time for which a node is present; the times are exponentially distributed."""
     away_seconds: float = Field(gt=0)
-    """Mean of those for which it is away."""
+    """Mean time for which a node is away; the times are exponentially distributed."""
 
 
 class ComputeConfig(Settings):
     """How long the local work of a round takes on each node, in virtual seconds."""
 
     step_seconds: float | Literal["measured"] = "measured"
-    """Seconds of one local step on a node that nothing else slows down; measured: a few steps of the experiment are
-    timed on this machine."""
+    """Seconds of one local step on a node that nothing else slows down; measured: time a few steps of the experiment on
+    this machine."""
     overhead_seconds: float = Field(0.0, ge=0)
-    """Seconds that each round takes on each node beside steps, transfers and mixing."""
+    """Seconds of each round on each node in addition to steps, transfers and mixing."""
     mixing_bytes_per_second: float | None = Field(None, gt=0)
-    """Bytes of arrived payloads that a node mixes in a second; mixing takes no time when not given."""
+    """Bytes of received payloads that a node mixes in a second. Default: mixing takes no time."""
     cores: float | None = Field(None, gt=0)
-    """Cores of each machine, which its nodes share fairly, each using one at most. When not given, every node has one
-    to itself."""
+    """Cores of each machine, shared fairly by its nodes; a node uses at most one. Default: one core for every node."""
     factors: tuple[float, ...] = ()
-    """By which the steps of each node take longer, in the order of their uids; 1 when not given."""
+    """How many times as long the steps of each node take, in the order of the uids. Default: 1 for all."""
     classes: tuple[DeviceClassConfig, ...] = ()
-    """Kinds of devices; their shares must sum to 1."""
+    """Classes of devices; their shares must sum to 1."""
     stragglers: tuple[StragglerConfig, ...] = ()
     """Nodes that are slower than the others."""
     spread: float = Field(0.0, ge=0, le=10)
-    """Deviation of a round's time by its mean: every node's time is multiplied by a lognormal number of mean 1, drawn
-    anew in each round."""
+    """Standard deviation of a round's time relative to its mean: each node's time is multiplied by a lognormal factor
+    of mean 1, drawn anew in each round."""
     node_spread: float = Field(0.0, ge=0, le=10)
-    """The same, drawn once per node for the run."""
+    """Like `spread`, but drawn once per node for the whole run."""
     trace: Path | None = None
-    """File of devices in FedScale's format, which gives every node a speed in place of `step_seconds`, and a
+    """File of devices in FedScale's format, which gives every node a speed (instead of `step_seconds`) and a
     bandwidth."""
     availability: Path | None = None
-    """File of devices' availability in FedScale's format."""
+    """File with the availability of devices, in FedScale's format."""
     churn: ChurnConfig | None = None
-    """Times for which nodes are away, drawn instead of read."""
+    """Draw the times for which nodes are away, instead of reading them from a file."""
     when_away: Literal["wait", "skip"] = "wait"
-    """What a node's absence does. wait: its work goes on when it is back, and its neighbors wait for it. skip: rounds
-    that begin while it is away pass without it."""
+    """What happens while a node is away. wait: its work continues when it is back, and its neighbors wait for it. skip:
+    rounds that begin while it is away proceed without it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -102,9 +101,9 @@ class LinkConfig(Settings):
     """What a connection passes in each direction."""
 
     mbit_per_second: float | None = Field(None, gt=0)
-    """Bandwidth in Mbit/s; without bound when not given."""
+    """Bandwidth in Mbit/s. Default: unlimited."""
     latency_seconds: float = Field(0.0, ge=0)
-    """Seconds from the last byte's departure to its arrival."""
+    """Seconds from the departure of the last byte to its arrival."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -118,23 +117,23 @@ class MachineLinkConfig(LinkConfig):
     """The connection of two machines, shared by all edges between their nodes."""
 
     machines: tuple[int, int]
-    """Numbers of the two machines. What is said of [0, 1] holds for [1, 0], too, where no entry names that."""
+    """Numbers of the two machines. An entry for [0, 1] also holds for [1, 0], unless that has an entry of its own."""
     interface: str | None = None
-    """Network interface of the first of them, as `decentnode doctor` found it; for people."""
+    """Network interface of the first machine, as `decentnode doctor` found it; for information only."""
 
 
 class EdgeLinkConfig(LinkConfig):
     """The connection of two nodes, which they have to themselves."""
 
     nodes: tuple[int, int]
-    """Their uids."""
+    """Uids of the two nodes."""
 
 
 class UplinkConfig(Settings):
     """What one machine sends, and what it receives, to and from all others together."""
 
     machine: int = Field(ge=0)
-    """Its number."""
+    """Number of the machine."""
     mbit_per_second: float = Field(gt=0)
     """Bandwidth of each direction in Mbit/s."""
 
@@ -145,42 +144,43 @@ class CallCostsConfig(Settings):
     says."""
 
     call_seconds: float | None = Field(None, ge=0)
-    """Seconds of one batch or collective call; a payload takes one for each ``chunk_bytes`` of it."""
+    """Seconds of one batch or collective call; a payload takes one call per ``chunk_bytes``."""
     peer_seconds: float | None = Field(None, ge=0)
-    """Seconds that a batch takes longer for each neighbor in it."""
+    """Additional seconds of a batch for each neighbor in it."""
     hop_seconds: float | None = Field(None, ge=0)
-    """Seconds of one step from node to node within a machine; an all-reduce of n nodes in a ring has 2 (n - 1)."""
+    """Seconds of one step from node to node within a machine; an all-reduce of n nodes in a ring has 2 (n - 1)
+    steps."""
     network_hop_seconds: float | None = Field(None, ge=0)
-    """The same between machines, beside the latency of the link."""
+    """Seconds of one step from node to node between machines, in addition to the latency of the link."""
     busy_share: float | None = Field(None, ge=0, lt=1)
-    """Share of a node's compute that an exchange takes from the local steps while it is under way: of NCCL the
-    multiprocessors of the GPU that its kernels hold."""
+    """Share of a node's compute that an exchange takes from the local steps while it is in progress; for NCCL, the
+    share of the GPU's multiprocessors that its kernels occupy."""
 
 
 class LinksConfig(Settings):
     """What connects the nodes. Every transfer passes all that applies to it, and gets a max-min fair share of each."""
 
     between_machines: LinkConfig = UNBOUNDED
-    """Pairs of machines that `machines` does not name; every pair is a connection of its own."""
+    """Connections between machines that `machines` does not list; every pair of machines has its own."""
     same_machine: LinkConfig = UNBOUNDED
-    """Pairs of nodes on one machine; every pair is a connection of its own."""
+    """Connections between nodes of one machine; every pair of nodes has its own."""
     machines: tuple[MachineLinkConfig, ...] = ()
-    """Pairs of machines with a connection of their own."""
+    """Pairs of machines with settings of their own."""
     edges: tuple[EdgeLinkConfig, ...] = ()
-    """Pairs of nodes with a connection of their own, beside that of their machines."""
+    """Pairs of nodes with a connection of their own, in addition to that of their machines."""
     uplink_mbit_per_second: float | None = Field(None, gt=0)
-    """What each machine sends in Mbit/s, and what it receives, where `uplinks` does not say; without bound when not
-    given."""
+    """What each machine can send, and can receive, in Mbit/s, unless `uplinks` says otherwise. Default: unlimited."""
     uplinks: tuple[UplinkConfig, ...] = ()
     """Machines with an uplink of their own."""
     node_mbit_per_second: float | None = Field(None, gt=0)
-    """What each node sends in Mbit/s, and what it receives; without bound when not given."""
+    """What each node can send, and can receive, in Mbit/s. Default: unlimited."""
     calls: CallCostsConfig = CallCostsConfig.model_validate({})
-    """What operations of torch.distributed cost beside the bytes on the links."""
+    """Costs of torch.distributed operations in addition to the bytes on the links."""
     matrix: Path | None = None
-    """File with Mbit/s between places, in Diablo's format: a line per sender, numbers separated by commas. Node i is at
-    place i modulo the number of lines."""
+    """File with bandwidths in Mbit/s between places, in Diablo's format: one line per sender, numbers separated by
+    commas. Node i is at place i modulo the number of lines."""
     jitter: float = Field(0.0, ge=0, le=10)
-    """Deviation of what a transfer has to pass by its mean: a lognormal factor, drawn for each transfer."""
+    """Standard deviation, relative to the mean, of the lognormal factor by which the size of each transfer is
+    multiplied."""
     efficiency: float = Field(1.0, gt=0, le=1)
-    """Share of each bandwidth that carries payloads; 0.94 for TCP in frames of 1,500 bytes."""
+    """Share of each bandwidth that carries payloads; 0.94 for TCP with frames of 1,500 bytes."""

@@ -56,16 +56,16 @@ class Fault(Settings):
     """Something that goes wrong: once, again and again, or by chance."""
 
     at_seconds: float | None = Field(default=None, ge=0)
-    """When, in seconds since the start of the run."""
+    """Time of the fault, in seconds since the start of the run."""
     at_round: int | None = Field(default=None, ge=0)
-    """When: as a node that it concerns begins this round; what concerns several of them, in a simulated world, as the
-    first of them does."""
+    """Round of the fault: it strikes a node as that node begins this round; a fault that concerns several nodes of a
+    simulated run strikes as the first of them does."""
     every_seconds: float | None = Field(default=None, gt=0)
-    """Again and again, so many seconds apart, for the first time after as many; to `until_seconds`."""
+    """Repeat the fault at this interval, in seconds, for the first time after one interval, up to `until_seconds`."""
     until_seconds: float | None = Field(default=None, gt=0)
-    """With `every_seconds`: when it comes about for the last time, in seconds since the start of the run."""
+    """With `every_seconds`: the last time at which the fault may strike, in seconds since the start of the run."""
     probability: Share | None = None
-    """By chance: how probable it is in each round; for each node that it may strike by itself."""
+    """Probability that the fault strikes in a round, for each node that it may strike by itself."""
 
     _always: ClassVar[bool] = False
     """Whether a fault that says no time comes about at the start."""
@@ -121,7 +121,7 @@ class Fault(Settings):
 
 class _OfNodes(Fault):
     nodes: Uids
-    """Uids, or all."""
+    """Uids of the nodes that it may strike, or all."""
     count: int | None = Field(default=None, ge=1)
     """How many of `nodes` it strikes, drawn anew each time. Default: all of them."""
 
@@ -152,26 +152,26 @@ class _OfNodes(Fault):
 
 
 class Kill(_OfNodes):
-    """Processes end without a word (SIGKILL)."""
+    """Processes end without notice (SIGKILL)."""
 
     do: Literal["kill"] = "kill"
     """Which fault it is."""
 
 
 class Restart(_OfNodes):
-    """Processes that were killed are started again, without a model, and ask to be let in."""
+    """Killed processes are started again, without a model, and ask to rejoin the run."""
 
     do: Literal["restart"] = "restart"
     """Which fault it is."""
 
 
 class Pause(_OfNodes):
-    """Processes are suspended (SIGSTOP), and go on afterwards."""
+    """Processes are suspended (SIGSTOP) and continue afterwards."""
 
     do: Literal["pause"] = "pause"
     """Which fault it is."""
     seconds: float = Field(gt=0)
-    """For how long."""
+    """Duration, in seconds."""
 
 
 class Slow(_OfNodes):
@@ -180,39 +180,39 @@ class Slow(_OfNodes):
     do: Literal["slow"] = "slow"
     """Which fault it is."""
     factor: float = Field(ge=1)
-    """How many times as long."""
+    """How many times as long local steps take."""
     seconds: float | None = Field(default=None, gt=0)
-    """For how long. Default: to the end of the run."""
+    """Duration, in seconds. Default: to the end of the run."""
 
 
 class FullDisk(_OfNodes):
-    """No file of the run can be written (ENOSPC): metrics, status, checkpoints, models. The records that the run is
-    checked by (events.jsonl) are spared."""
+    """No file of the run can be written (ENOSPC): metrics, status, checkpoints, models. The records by which the run is
+    checked (events.jsonl) are exempt."""
 
     do: Literal["full_disk"] = "full_disk"
     """Which fault it is."""
     seconds: float | None = Field(default=None, gt=0)
-    """For how long. Default: to the end of the run."""
+    """Duration, in seconds. Default: to the end of the run."""
 
 
 class ClockJump(_OfNodes):
-    """The clock that tells the time of day jumps, and stays where it jumped to."""
+    """The wall clock jumps, and stays where it jumped to."""
 
     do: Literal["clock_jump"] = "clock_jump"
     """Which fault it is."""
     by_seconds: float
-    """How far: forwards, or backwards where negative."""
+    """How far it jumps: forward, or backward if negative."""
 
 
 class Cut(Fault):
-    """Nothing passes between two sets of nodes, in either direction, until it heals."""
+    """Nothing passes between two sets of nodes, in either direction, until the connection is restored."""
 
     do: Literal["cut"] = "cut"
     """Which fault it is."""
     sides: tuple[Some, Some]
-    """Uids of both sides."""
+    """Uids of the nodes on either side."""
     seconds: float = Field(gt=0)
-    """For how long."""
+    """Duration, in seconds."""
 
     @field_validator("sides")
     @classmethod
@@ -234,11 +234,11 @@ class Cut(Fault):
 
 class _OfConnection(Fault):
     source: int
-    """Uid of the node that made the connection, and sends over it."""
+    """Uid of the node that made the connection and sends over it."""
     to: int
-    """Uid of the node that it leads to."""
+    """Uid of the node that receives over it."""
     plane: Plane = "control"
-    """Which of the two connections: of control messages, or of models."""
+    """Which of the two connections: the one for control messages, or the one for models."""
 
     @field_validator("to")
     @classmethod
@@ -253,14 +253,14 @@ class _OfConnection(Fault):
 
 
 class Break(_OfConnection):
-    """A connection breaks, with what is under way on it; its owner hears of it and makes another."""
+    """A connection breaks and loses what is in flight; its owner is notified and makes a new one."""
 
     do: Literal["break"] = "break"
     """Which fault it is."""
 
 
 class HalfOpen(_OfConnection):
-    """A connection takes messages that do not come out of it any more, until its owner makes another."""
+    """A connection accepts messages but no longer delivers them, until its owner makes a new one."""
 
     do: Literal["half_open"] = "half_open"
     """Which fault it is."""
@@ -272,15 +272,15 @@ class _OfMessages(Fault):
     _always: ClassVar[bool] = True
 
     seconds: float | None = Field(default=None, gt=0)
-    """For how long. Default: to the end of the run."""
+    """Duration, in seconds. Default: to the end of the run."""
     source: Uids = "all"
-    """Uids of the nodes whose messages it concerns, or all."""
+    """Uids of the senders whose messages are affected, or all."""
     to: Uids = "all"
-    """Uids of the nodes that these messages are for, or all."""
+    """Uids of the receivers whose messages are affected, or all."""
     plane: Plane | Literal["all"] = "all"
-    """Which messages: those of control, those with models, or all."""
+    """Which messages: control, models, or all."""
     share: Share = 1.0
-    """Share of these messages."""
+    """Share of these messages that is affected."""
 
     @field_validator("to")
     @classmethod
@@ -307,14 +307,14 @@ class _OfMessages(Fault):
 
 
 class Delay(_OfMessages):
-    """Messages arrive later, in their order."""
+    """Messages arrive late, in their original order."""
 
     do: Literal["delay"] = "delay"
     """Which fault it is."""
     by_seconds: float = Field(gt=0)
-    """How much later."""
+    """Delay of each message, in seconds."""
     jitter_seconds: float = Field(default=0.0, ge=0)
-    """How much more at most, drawn for each message."""
+    """Largest additional delay, drawn for each message."""
 
 
 class Drop(_OfMessages):
@@ -325,7 +325,7 @@ class Drop(_OfMessages):
 
 
 class Corrupt(_OfMessages):
-    """A bit of a message arrives flipped."""
+    """A bit of a message is flipped."""
 
     do: Literal["corrupt"] = "corrupt"
     """Which fault it is."""
@@ -344,7 +344,7 @@ class Reorder(_OfMessages):
     do: Literal["reorder"] = "reorder"
     """Which fault it is."""
     within_seconds: float = Field(default=0.05, gt=0)
-    """How late such a message is at most, drawn for each."""
+    """Largest delay of such a message, drawn for each."""
 
 
 OfMessages: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder

@@ -33,7 +33,7 @@ Rows = dict[int, dict[int, tuple[int, ...]]]
 
 class EpidemicConfig(SeededConfig):
     degree: int = Field(4, ge=1)
-    """Number of nodes that every node sends to in every round; below `nodes`."""
+    """Number of nodes to which every node sends in every round; less than `nodes`."""
 
 
 class Epidemic(Topology):
@@ -126,7 +126,7 @@ class Epidemic(Topology):
 
 
 class RandomRegular(Epidemic):
-    """Each round a fresh connected graph in which every node has `degree` neighbors (EL-Oracle).
+    """A new random connected graph in each round, in which every node has `degree` neighbors (EL-Oracle).
 
     The nodes are permuted at random over the places of a circulant graph, one of whose offsets is 1, and the others are
     drawn. In expectation W is then the same for all pairs of nodes, and so is W^2, as for a graph drawn uniformly from
@@ -164,9 +164,9 @@ def _circle(seed: int, round: int, nodes: int, degree: int) -> tuple[RandomPermu
 
 
 class EpidemicLocal(Epidemic):
-    """Each round every node draws `degree` others that it sends to, on its own (EL-Local): how many send to a node is
-    a matter of chance. It takes the plain mean of its own model and those that came, which keeps the mean of all
-    models in expectation alone.
+    """In each round, every node independently draws `degree` others to send to (EL-Local); how many nodes send to it is
+    random. It takes the plain mean of its own model and the received ones, which keeps the mean of all models only in
+    expectation.
 
     As draws follow from the seed, a node knows who sends to it, and waits for them.
     """

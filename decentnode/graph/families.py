@@ -24,14 +24,14 @@ def ring_edges(n: int) -> set[tuple[int, int]]:
 
 
 class Ring(StaticTopology):
-    """Every node has the next and the previous one."""
+    """Each node is connected to the next and the previous one."""
 
     def _edges(self) -> Edges:
         return ring_edges(self.num_nodes)
 
 
 class Complete(StaticTopology):
-    """Everybody with everybody."""
+    """Each node is connected to all others."""
 
     def _edges(self) -> Edges:
         return [(i, j) for i in range(self.num_nodes) for j in range(i)]
@@ -50,7 +50,7 @@ class TorusConfig(NodesConfig):
 
 
 class Torus(StaticTopology):
-    """A grid whose borders are joined."""
+    """A grid whose opposite borders are connected."""
 
     Config: ClassVar[type[component.Config]] = TorusConfig
     config: TorusConfig
@@ -91,7 +91,7 @@ class Tree(StaticTopology):
 
 
 class Hypercube(StaticTopology):
-    """Nodes whose numbers differ in one bit."""
+    """Nodes whose numbers differ in one bit are neighbors."""
 
     def _edges(self) -> Edges:
         n = self.num_nodes
@@ -171,7 +171,7 @@ class Regular(StaticTopology):
 
 class SmallWorldConfig(SeededConfig):
     k_over_2: int = Field(2, ge=1)
-    """Neighbors on either side of a ring that each node starts with; half of its degree."""
+    """Number of neighbors on either side in the initial ring; half of the degree."""
     beta: float = Field(0.3, ge=0, le=1)
     """Probability that an edge of the ring lattice is moved to a random node: 0 keeps the lattice, 1 moves every
     edge."""
@@ -201,11 +201,11 @@ class SmallWorld(StaticTopology):
 
 class ErdosRenyiConfig(SeededConfig):
     probability: float = Field(0.3, ge=0, le=1)
-    """Probability with which any two nodes are neighbors. Graphs that are not connected are drawn again."""
+    """Probability that two nodes are neighbors. Graphs that are not connected are drawn again."""
 
 
 class ErdosRenyi(StaticTopology):
-    """Every edge with the same probability; drawn until connected."""
+    """Each edge exists with the same probability; drawn until connected."""
 
     Config: ClassVar[type[component.Config]] = ErdosRenyiConfig
     config: ErdosRenyiConfig

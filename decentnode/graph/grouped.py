@@ -1,4 +1,4 @@
-"""A graph of groups, made one of nodes."""
+"""A graph of nodes made from a graph of groups."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from decentnode.graph.topology import Lists, NodesConfig, Topology
 
 class GroupedConfig(NodesConfig):
     between: Annotated[Config, section(FAMILIES, "graph", implied={"file": "file"})]
-    """The graph of the groups; its `nodes` are how many groups there are."""
+    """The graph of the groups; its `nodes` is the number of groups."""
 
 
 class Grouped(Topology):
-    """Groups of consecutive uids: members are joined with each other and with all of the neighboring groups.
+    """Groups of consecutive uids: members of a group are connected to each other and to all members of the neighboring
+    groups.
 
     W is W_between kron (the mean in a group): a node takes the mean of the means of its own and the neighboring groups,
     weighted as `between` says. Rule hierarchical does the same with fewer bytes.

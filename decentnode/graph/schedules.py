@@ -98,7 +98,8 @@ class AlternatingExponentialRingConfig(NodesConfig):
 
 
 class AlternatingExponentialRing(GroupSchedule):
-    """Decent-DP's AER: half of the machine pairs average over both machines while the other half averages inside.
+    """Decent-DP's AER: half of the machine pairs average over both machines while the other half averages within
+    machines.
 
     Step i pairs machines j and j XOR 2^i; odd-numbered pairs go first, even-numbered ones in the next round.
     Exact after 2 log2 N rounds from round 0 for N machines (docs/explanation/graphs.rst, "What is exact when").
@@ -136,7 +137,7 @@ class AlternatingExponentialRing(GroupSchedule):
 
 
 class RandomMatching(GroupSchedule):
-    """Each round a fresh random pairing; with an odd number one node rests."""
+    """A new random pairing in each round; if the number of nodes is odd, one node has no partner."""
 
     Config: ClassVar[type[component.Config]] = SeededConfig
     config: SeededConfig
@@ -153,8 +154,8 @@ class RandomMatching(GroupSchedule):
 
 class BaseConfig(NodesConfig):
     peers: int = Field(1, ge=1)
-    """The k of the name: the most neighbors that a node has in one round. The graph averages exactly after a period;
-    more neighbors make the period shorter."""
+    """The k of the name: the largest number of neighbors of a node in one round. The graph averages exactly after one
+    period; more neighbors make the period shorter."""
 
 
 class Base(Topology):

@@ -1,4 +1,4 @@
-"""Servers and their clients: one star, or several whose servers are joined by a graph of their own."""
+"""Servers and their clients: one star, or several stars whose servers are connected by a graph of their own."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from decentnode.graph.topology import Lists, NodesConfig, Topology
 
 class StarConfig(NodesConfig):
     server: Annotated[int, ADDED] = Field(0, ge=0)
-    """The node that all others are joined with. With `servers`: its place in each group of consecutive uids."""
+    """The node to which all others are connected. With `servers`: its place in each group of consecutive uids."""
     servers: Annotated[Annotated[Config, section(AMONG_EQUALS, "graph", implied={"file": "file"})] | None, ADDED] = None
-    """With several servers: the graph that joins them; its `nodes` are how many servers there are. Consecutive uids are
-    one server and its clients. Default: one server."""
+    """With several servers: the graph that connects them; its `nodes` is the number of servers. A server and its
+    clients have consecutive uids. Default: one server."""
 
 
 class Star(Topology):
-    """One node, the server, with everybody; or several servers, each with its clients and with other servers."""
+    """One node, the server, is connected to all others; or several servers are connected to their clients and to other
+    servers."""
 
     Config: ClassVar[type[component.Config]] = StarConfig
     config: StarConfig

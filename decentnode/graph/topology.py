@@ -190,7 +190,7 @@ class StaticTopology(Topology):
 
 class SeededConfig(NodesConfig):
     seed: int | None = Field(None, ge=0)
-    """Seed of the draw; the run's seed when not given."""
+    """Seed of the random graph. Default: the run's seed."""
 
     def draw_seed(self, run_seed: int) -> int:
         return run_seed if self.seed is None else self.seed

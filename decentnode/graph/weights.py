@@ -77,7 +77,7 @@ class MetropolisHastingsConfig(WeightsConfig):
 
 
 class MetropolisHastings(Weights):
-    """W_ij = 1 / (1 + max(d_i, d_j)): symmetric, doubly stochastic, known from the degrees alone."""
+    """W_ij = 1 / (1 + max(d_i, d_j)): symmetric, doubly stochastic, computed from the degrees alone."""
 
     Config: ClassVar[type[component.Config]] = MetropolisHastingsConfig
 
@@ -90,7 +90,7 @@ class MetropolisHastings(Weights):
 
 
 class Uniform(Weights):
-    """W_ij = 1 / (1 + number of sources of i): row-stochastic; the mean is kept on regular graphs only."""
+    """W_ij = 1 / (1 + number of sources of i): row-stochastic; keeps the mean only on regular graphs."""
 
     def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
         sources = topology.senders(uid, round)

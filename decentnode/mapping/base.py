@@ -28,9 +28,9 @@ class MappingConfig(Config):
     """Keys that every mapping has."""
 
     nodes_per_process: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """How many nodes of a machine share a process, which steps them in turn: they take less memory and fewer threads,
-    and the results are the same. auto: a process per core where a machine has more than 4 nodes per core, on CPUs and
-    with a model of at most 16 MiB; else one per node."""
+    """How many nodes of a machine share a process, which steps them in turn: they need less memory and fewer threads,
+    and the results are the same. auto: one process per core if a machine has more than 4 nodes per core, computes on
+    CPUs and the model has at most 16 MiB; else one process per node."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Machines alike: uid = machine * nodes_per_machine + rank."""
+"""Identical machines: uid = machine * nodes_per_machine + rank."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ from decentnode.mapping.table import MachineConfig, Table
 
 class LinearConfig(MappingConfig):
     machines: int = Field(1, ge=1)
-    """Number of machines. With several, the command of the run is given on each."""
+    """Number of machines. If there are several, give the command of the run on each of them."""
     nodes_per_machine: int | None = Field(None, ge=1)
-    """Number of nodes on every machine. Default: the nodes of the graph, divided by the machines."""
+    """Number of nodes on every machine. Default: the number of the graph's nodes, divided by the number of machines."""
     addresses: Addresses | None = None
     """Host of each machine, a name or an IPv4 or IPv6 address: a list, {machine: host}, or the path of a YAML or JSON
-    file with either; needed for several machines, but not by simulations."""
+    file with either. Required for several machines, except in simulations."""
     base_port: int | None = Field(None, ge=1, le=65535)
-    """First TCP port on every machine: the machine's r-th node (from 0) takes base_port + 2 r and the port after it.
-    Default: across machines 20000; on one machine Unix sockets or free ports."""
+    """First TCP port on every machine: the machine's r-th node (from 0) takes base_port + 2 r and the next port.
+    Default: 20000 if there are several machines; Unix sockets or free ports if there is one."""
     bind: str | None = None
-    """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; a machine's own host
-    when there are several, loopback otherwise. A name means all of its addresses that this machine has."""
+    """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all. Default: the machine's
+    own host if there are several machines, else loopback. A name means all addresses that it has on this machine."""
     device: Device | list[Device] = "auto"
-    """Where models live: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn. With
-    auto and cuda node r takes GPU r, counted round; auto is the CPU where there is none."""
+    """Where models are stored: auto, cpu, cuda or cuda:N, or a list of these that the nodes of a machine take in turn.
+    With auto and cuda, node r takes GPU r modulo the number of GPUs; auto is the CPU if there is no GPU."""
     threads: int | None = Field(None, ge=1)
-    """Threads with which a node computes. Default: the machine's cores divided by its node processes, at least 1."""
+    """Threads with which a node computes. Default: the machine's cores divided by the number of its node processes, at
+    least 1."""
     behind_nat: Annotated[tuple[int, ...], ADDED] = ()
-    """Numbers of machines to which no other can connect, as a router translates their addresses. They connect to the
-    others as usual; what these send to their nodes goes through nodes of other machines, which are their relays."""
+    """Numbers of machines to which no other machine can connect, because a router translates their addresses. They
+    connect to the others as usual; what the others send to their nodes is forwarded by nodes of other machines, their
+    relays."""
 
 
 class Linear(Table):

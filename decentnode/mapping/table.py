@@ -1,4 +1,4 @@
-"""Machines that differ: each with its own number of nodes, host, ports, interface, device and threads."""
+"""Different machines: each with its own number of nodes, host, ports, interface, device and threads."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ class MachineConfig(pydantic.BaseModel):
     host: str = "127.0.0.1"
     """Name or address (IPv4 or IPv6) by which the other machines reach this one."""
     base_port: int | None = Field(None, ge=1, le=65535)
-    """First TCP port of this machine: its r-th node (from 0) takes base_port + 2 r and the port after it. Default: free
-    ports on one machine, 20000 across several."""
+    """First TCP port of this machine: its r-th node (from 0) takes base_port + 2 r and the next port. Default: free
+    ports if there is one machine, 20000 if there are several."""
     bind: str | None = None
-    """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all; `host` when there are
-    several machines, loopback otherwise. A name means all of its addresses that this machine has."""
+    """Address or name of the interface to listen on, 0.0.0.0 for all with IPv4, "::" for all. Default: `host` if there
+    are several machines, else loopback. A name means all addresses that it has on this machine."""
     device: Device | list[Device] = "auto"
-    """Where models live: auto, cpu, cuda or cuda:N, or a list of these that its nodes take in turn. With auto and cuda
-    node r takes GPU r, counted round; auto is the CPU where there is none."""
+    """Where models are stored: auto, cpu, cuda or cuda:N, or a list of these that the nodes take in turn. With auto and
+    cuda, node r takes GPU r modulo the number of GPUs; auto is the CPU if there is no GPU."""
     threads: int | None = Field(None, ge=1)
-    """Threads with which a node computes. Default: the machine's cores divided by its node processes, at least 1."""
+    """Threads with which a node computes. Default: the machine's cores divided by the number of its node processes, at
+    least 1."""
     behind_nat: Annotated[bool, ADDED] = False
-    """Whether no other machine can connect to this one, as a router translates its address. It connects to the others
-    as usual; what they send to its nodes goes through nodes of other machines, which are their relays."""
+    """Whether other machines cannot connect to this one, because a router translates its address. It connects to the
+    others as usual; what they send to its nodes is forwarded by nodes of other machines, its relays."""
 
 
 class TableConfig(MappingConfig):
@@ -50,7 +51,7 @@ class TableConfig(MappingConfig):
 
 
 class Table(Mapping):
-    """uid = nodes of the machines before + rank."""
+    """uid = number of nodes on the earlier machines + rank."""
 
     Config: ClassVar[type[component.Config]] = TableConfig
 

@@ -27,15 +27,15 @@ class LoraConfig(Settings):
     Patterns are those of file names, as in `parameters`."""
 
     rank: int = Field(8, ge=1, le=1 << 16)
-    """Of an adapter: it has rank * (inputs + outputs) parameters."""
+    """Rank of an adapter, which has rank * (inputs + outputs) parameters."""
     alpha: float = Field(16.0, gt=0)
-    """What an adapter adds is multiplied by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     targets: list[str] = Field(default=["*"], min_length=1)
     """Patterns of the names of the `nn.Linear` layers that get an adapter."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of an adapter's inputs, in training."""
+    """Dropout of an adapter's inputs, in training."""
     train: list[str] = Field(default_factory=list)
-    """Patterns of the model's own parameters that are trained and shared as well, such as a new output layer."""
+    """Patterns of the model's own parameters that are also trained and shared, such as a new output layer."""
 
 
 class LoraLinear(nn.Linear):

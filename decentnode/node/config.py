@@ -21,9 +21,9 @@ class EarlyStopConfig(BestConfig):
     """When a run ends before its last round."""
 
     patience: int = Field(5, ge=1)
-    """After how many evaluations in a row without a better value the run ends."""
+    """The run ends after this many evaluations in a row without a better value."""
     min_delta: float = Field(0.0, ge=0)
-    """By how much a value has to be better than the best one, in the unit of the figure."""
+    """How much better than the best value a value must be, in the unit of the figure."""
     after: int = Field(0, ge=0)
     """Evaluations up to this round do not count against the patience."""
 
@@ -32,91 +32,94 @@ class QuorumConfig(Settings):
     """When a round goes on without neighbors that are late."""
 
     share: float = Field(0.5, gt=0, le=1)
-    """Of the neighbors that a payload is expected of: so many must be there, rounded up."""
+    """Share of the expected payloads that must have arrived, rounded up to a number of neighbors."""
     grace_seconds: float = Field(0.1, ge=0)
-    """How long the others are waited for from then on, in seconds. Local steps that the exchange is hidden behind do
-    not count."""
+    """How long to wait for the other neighbors after that, in seconds. Time during which local steps hide the exchange
+    does not count."""
     weights: Annotated[Literal["neighbors", "samples", "tokens"], ADDED] = "neighbors"
-    """What a payload that is mixed counts; the share counts neighbors in any case. neighbors: what the graph's weights
-    say. samples: that, times how many training samples its sender has trained on since its payload before. tokens:
-    times how many tokens; of a task without any, samples. What comes counts against each other: a row of the weights
-    sums to one, whoever is missing. The mean of all models is kept with neighbors alone."""
+    """How much a payload counts in the mix; `share` counts neighbors in any case. neighbors: by the graph's weights.
+    samples: by the graph's weights times the number of training samples that its sender has trained on since its
+    previous payload. tokens: times the number of tokens; samples for a task without tokens. The weights of what arrived
+    are normalized: each row sums to one, whichever payloads are missing. Only neighbors keeps the mean of all
+    models."""
 
 
 class NodeConfig(Settings):
     rounds: int = Field(60, ge=0)
-    """Number of rounds. In each, a node makes its local steps and exchanges once with its neighbors."""
+    """Number of rounds. In each round, a node makes its local steps and exchanges once with its neighbors."""
     schedule: Literal["sequential", "overlapped", "gossip_async", "ad_psgd", "epidemic"] = "sequential"
-    """In which order a round computes and communicates. sequential: local steps, then exchange and mix. overlapped: the
-    models x(r) are exchanged while the local steps run from x(r); then x(r+1) = sum_j W_ij x_j(r) + what the steps
-    changed, which is exactly D-PSGD. gossip_async: local steps, then mix the newest model that came of each neighbor,
-    whatever round it is of, and wait for nobody; with sharing push_sum it is asynchronous push-sum. ad_psgd: local
-    steps, then average with one random neighbor as soon as that one comes to it, and wait for nobody. epidemic: local
-    steps, then wait until some models came, of whomever, or the time is over, and mix those. In an asynchronous
-    schedule the first node that has made all rounds ends the run."""
+    """The order in which a round computes and communicates. sequential: local steps, then exchange and mix. overlapped:
+    the models x(r) are exchanged while the local steps run from x(r); then x(r+1) = sum_j W_ij x_j(r) + the change made
+    by the steps, which is exactly D-PSGD. gossip_async: local steps, then mix the newest model received from each
+    neighbor, of whatever round, without waiting; with sharing push_sum it is asynchronous push-sum. ad_psgd: local
+    steps, then average with one random neighbor as soon as that neighbor is ready, without waiting meanwhile. epidemic:
+    local steps, then wait until some models have arrived, from any nodes, or the time is over, and mix these. In an
+    asynchronous schedule, the first node that has made all rounds ends the run."""
     asynchronous: Annotated[AsynchronousConfig | None, ADDED] = None
-    """How nodes meet with an asynchronous schedule. When not given, its keys have their defaults."""
+    """How nodes exchange under an asynchronous schedule. If not given, its keys have their defaults."""
     sampler: Annotated[Annotated[Config, section(SAMPLERS, "sampler")] | None, ADDED] = None
-    """With schedule epidemic: how a node that knows only some of the others finds those that it sends to. It begins
-    with its neighbors in the first round of the graph, which decides nothing else then. When not given, the graph says
-    whom it sends to."""
+    """With schedule epidemic: how a node that knows only some of the others chooses where to send. Initially it knows
+    its neighbors in the first round of the graph, which has no other effect then. Default: a node sends to its
+    neighbors in the graph."""
     mix_in_background: bool | None = None
-    """With overlapped, on a CPU: whether a second thread mixes what arrives while the local steps run. It takes memory
-    for one more model and changes no bit of the results. Default: yes where a node has more than one thread, or where
-    models are larger than `communication.window_bytes` and come over the network."""
+    """With overlapped, on a CPU: whether a second thread mixes arriving models while the local steps run. It takes
+    memory for one more model and does not change the results. Default: yes if a node has more than one thread, or if
+    models are larger than `communication.window_bytes` and are sent over the network."""
     evaluate_every: int = Field(10, ge=0)
-    """Number of rounds between two evaluations; one more precedes the first round and one follows the last. 0: only
-    after the last round."""
+    """Number of rounds between two evaluations; there is also one before the first round and one after the last. 0:
+    only after the last round."""
     missing: Literal["fail", "return_weight", "regroup"] = "fail"
-    """What to do when a neighbor's payload does not come in time. fail: stop the run. return_weight: mix without it,
+    """What to do when a neighbor's payload does not arrive in time. fail: stop the run. return_weight: mix without it
     and add its weight to the node's own, for that round. regroup: the others agree on a generation of members without
-    the node and go on from their present models, also when it died; a node that comes back is let in again. Sharing
-    rules start anew in every generation."""
+    the node, also if it has died, and continue from their current models; a node that comes back is admitted again.
+    Sharing rules start anew in every generation."""
     quorum: Annotated[QuorumConfig | None, ADDED] = None
-    """With return_weight: a round goes on as soon as the payloads of so many neighbors are there and a grace window
-    after that is over, long before the time-out. Who comes later is left out of this round, its weight returned to the
-    node itself: it is dropped, and counted as late. Default: all are waited for, up to the time-out."""
+    """With return_weight: a round continues when the payloads of enough neighbors have arrived and a grace period after
+    that is over, long before the time-out. A later payload is left out of this round and its weight is added to the
+    node's own: the payload is dropped and counted as late. Default: wait for all neighbors, up to the time-out."""
     min_nodes: int | None = Field(None, ge=1)
-    """With regroup: the least number of nodes of a generation. Default: more than half of the run's nodes, so that of
-    the two sides of a broken network at most one goes on. After the last round nodes that finished count too, and after
-    a stop any number is enough."""
+    """With regroup: the smallest number of nodes in a generation. Default: more than half of the run's nodes, so that
+    at most one side of a network partition continues. After the last round, nodes that have finished count too; after a
+    stop, any number is enough."""
     on_partition: Annotated[Literal["majority", "both"], ADDED] = "majority"
-    """With regroup: which sides of a broken network go on. majority: the one that has `min_nodes`; the others wait for
-    it. both: each side goes on in a generation of its own, however small. Once they hear each other again they become
-    one, which begins with the round of the furthest member; before it all models become their weighted mean."""
+    """With regroup: which sides of a network partition continue. majority: the side that has `min_nodes` nodes; the
+    others wait for it. both: each side continues in a generation of its own, however small. When they hear each other
+    again, they merge into one generation, which begins with the round of the furthest member; first, all models are
+    replaced by their weighted mean."""
     merge_weights: Annotated[MergeWeights, ADDED] = "samples"
-    """With on_partition both: what a model counts in that mean. samples: the samples that its node trained on since it
-    parted from the others. rounds: its rounds since then."""
+    """With on_partition both: how much each model counts in that mean. samples: the number of samples that its node has
+    trained on since it was separated from the others. rounds: the number of its rounds since then."""
     orphans: Annotated[Literal["lost", "adopted"], ADDED] = "lost"
-    """With regroup: what becomes of the training samples of nodes that are not members. lost: nobody trains on them
-    until the node is back. adopted: the data's partition deals them to the members, and they go back when the node
-    does. Every change of members then begins an epoch on all nodes, so that no sample is trained on twice in one."""
+    """With regroup: what happens to the training samples of nodes that are not members. lost: no node trains on them
+    until their node is back. adopted: the data's partition deals them to the members, and they go back when their node
+    does. Every change of members then begins a new epoch on all nodes, so that no sample is trained on twice in an
+    epoch."""
     repair: Annotated[Repair, ADDED] = "none"
-    """With regroup: what becomes of a graph that without the absent nodes falls apart into parts that do not hear of
-    each other. none: the run says so, and the parts go on apart until somebody comes back. ring: edges are added that
-    join the parts in a ring. random: edges are added that join them in a tree, drawn with the run's seed. Added edges
-    go both ways and take their weight from their own ends' weights for themselves. Which are added follows from the
-    members alone, and they are gone once the graph joins the members by itself."""
+    """With regroup: what happens if the graph without the absent nodes is disconnected. none: the run says so, and the
+    parts continue separately until a node comes back. ring: edges are added that connect the parts in a ring. random:
+    edges are added that connect them in a tree, drawn with the run's seed. Added edges go both ways, and their weight
+    is taken from the weights of their two nodes for themselves. The added edges follow from the members alone, and are
+    removed when the graph connects the members without them."""
     restarts: int = Field(0, ge=0)
-    """With regroup: how many times each node that died is started again by its machine. One that gave up waiting for
-    the others is only where other nodes of its machine go on."""
+    """With regroup: how many times each node that died is started again by its machine. A node that gave up waiting for
+    the others is only started again if other nodes of its machine are still running."""
     newcomers: Annotated[int, ADDED] = Field(0, ge=0, le=MAX_SEATS)
-    """With regroup: how many nodes that are not in the mapping the run admits (`decentnode join`). The graph must be
-    one that can be made with so many nodes more. They do not count toward `min_nodes`."""
+    """With regroup: how many nodes that are not in the mapping the run admits (`decentnode join`). It must be possible
+    to make the graph with that many more nodes. Newcomers do not count toward `min_nodes`."""
     buffers: Literal["average", "local", "recompute"] = "average"
-    """What happens to float buffers of the model, such as the running statistics of BatchNorm. average: they are
-    averaged with the neighbors' in every round. local: every node keeps its own. recompute: as local, but for every
-    evaluation and for the saved models the statistics of BatchNorm are measured anew, on the merged model over the data
-    of all nodes; the average of variances is too small where nodes hold different data."""
+    """What happens to the model's float buffers, such as the running statistics of BatchNorm. average: they are
+    averaged with the neighbors' in every round. local: every node keeps its own. recompute: like local, but for every
+    evaluation and for the saved models, the BatchNorm statistics are measured anew, with the merged model on the data
+    of all nodes, because averaged variances are too small if nodes hold different data."""
     check_finite: bool = True
-    """Stop the run with exit code 6 when a model holds NaN or infinity after its local steps."""
+    """Stop the run with exit code 6 if a model contains NaN or infinity after its local steps."""
     early_stop: Annotated[EarlyStopConfig | None, ADDED, pydantic.BeforeValidator(
         of_figure, json_schema_input_type=EarlyStopConfig | str | None)] = None
-    """End the run, on all nodes after the same round, once a figure of the evaluations has not become better for a
-    while: the figure's name (`accuracy_merged`), or a section. When not given, all rounds are made."""
+    """End the run, on all nodes after the same round, when a figure of the evaluations has stopped improving: the
+    figure's name (`accuracy_merged`), or a section. Default: all rounds are made."""
     checkpoint: CheckpointConfig | None = None
-    """Keep the whole state of all nodes on the disk, every so many rounds or minutes and after the last round, so that
-    `--resume` goes on from there; nothing is kept when not given."""
+    """Store the whole state of all nodes on disk, at an interval of rounds or minutes and after the last round, so that
+    `--resume` can continue from it. Default: nothing is stored."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

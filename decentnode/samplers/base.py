@@ -69,7 +69,7 @@ class SamplerConfig(Config):
     """Keys that every sampler has."""
 
     degree: int = Field(4, ge=1, le=1024)
-    """Number of nodes that a node sends its model to in a round; fewer while it knows fewer."""
+    """Number of nodes to which a node sends its model in a round; fewer while it knows fewer."""
 
 
 class Sampler(Component, abc.ABC):

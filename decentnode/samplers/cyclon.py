@@ -22,9 +22,9 @@ class CyclonConfig(SamplerConfig):
     view: int = Field(20, ge=2, le=1024)
     """Number of other nodes that a node knows at a time."""
     exchange: int = Field(8, ge=1, le=1024)
-    """Number of entries of the view that a node tells in a shuffle, its own among them; at most `view`."""
+    """Number of entries that a node sends in a shuffle, its own included; at most `view`."""
     every: int = Field(1, ge=1)
-    """Number of rounds between two shuffles that a node begins."""
+    """Number of rounds between two shuffles that a node starts."""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -34,9 +34,10 @@ class CyclonConfig(SamplerConfig):
 
 
 class Cyclon(Sampler):
-    """Every node keeps entries of `view` others with ages. It begins a shuffle with the oldest of them: it sends some
-    entries and its own, new, in place of that one, and gets some of the other's; what they tell each other takes the
-    place of what they told. Views come to be like random samples, with much the same number of views holding each node.
+    """Every node keeps a view: entries of `view` other nodes, with ages. It starts a shuffle with the node of the
+    oldest entry: it removes that entry, sends some entries and a new one of its own, and receives some of the other's;
+    each side replaces the entries it sent by those it received. Views become like random samples, and every node is in
+    about the same number of views.
 
     Entries of a node that is gone grow old, are asked, and are dropped with that: an entry comes back only with an
     answer.

@@ -1,4 +1,4 @@
-"""Overlays of nodes that are alike, or unlike, by what they say of their data or their models."""
+"""Overlays of similar, or dissimilar, nodes, compared by their data or their models."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from decentnode.samplers.messages import entries_of, tables_of
 
 class KnnConfig(CyclonConfig):
     by: Literal["labels", "model"] = "labels"
-    """What nodes tell of themselves, and are compared by. labels: how many of their training samples have each label,
-    as shares. model: a random projection of their parameters to `sketch` numbers."""
+    """What nodes are compared by. labels: the share of their training samples that has each label. model: a random
+    projection of their parameters to `sketch` numbers."""
     measure: Literal["cosine", "distance"] = "cosine"
-    """How two nodes are compared: by the cosine between what they tell, or by the Euclidean distance."""
+    """How two nodes are compared: by cosine similarity or by Euclidean distance."""
     prefer: Literal["similar", "dissimilar"] = "similar"
-    """Whether a node looks for others that are most like it, or least."""
+    """Whether a node looks for the nodes most similar to it, or for the least similar ones."""
     random: int = Field(1, ge=0)
-    """How many of the `degree` targets are drawn from the view instead. With none, nodes that are alike may end up in
-    groups that never hear of each other."""
+    """How many of the `degree` targets are drawn from the view instead. With 0, similar nodes may end up in groups that
+    never hear of each other."""
     refresh: int = Field(10, ge=1)
-    """Number of rounds between two choices of the targets; in between they stay the same."""
+    """Number of rounds between two choices of the targets; in between, the targets stay the same."""
     oldest: int = Field(50, ge=1)
-    """An entry that no shuffle has made younger for so many shuffles is dropped: its node may be gone."""
+    """An entry is dropped if no shuffle has refreshed it for this many shuffles: its node may be gone."""
     sketch: int = Field(32, ge=1, le=4096)
     """Length of the projection with by: model."""
 
@@ -41,9 +41,10 @@ class KnnConfig(CyclonConfig):
 
 
 class Knn(Cyclon):
-    """Cyclon's views, and beside them the `degree` best nodes that ever came by (Voulgaris and van Steen 2005,
-    VICINITY). Beside each shuffle of the views there is one with one of the best, which tells it what is best for it:
-    those who are near know others that are. It leaves the view alone, which stays a random sample."""
+    """Cyclon's views, plus the `degree` best nodes that were ever seen (Voulgaris and van Steen 2005, VICINITY).
+    Besides each shuffle of the views there is a shuffle with one of the best nodes, which answers with its best
+    candidates for the asking node: nodes that are similar know others that are. The views are unaffected and stay
+    random samples."""
 
     Config: ClassVar[type[component.Config]] = KnnConfig
     config: KnnConfig

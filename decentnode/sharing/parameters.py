@@ -33,13 +33,13 @@ class FragmentConfig(Settings):
     """Some of the shared parameters, which are exchanged together."""
 
     parameters: str | list[str]
-    """A pattern of parameter names, or several; of those that no fragment before has."""
+    """One or more patterns of parameter names; parameters of earlier fragments are excluded."""
     every: int = Field(1, ge=1)
-    """Rounds per exchange of these parameters. To the sharing rule they are one round."""
+    """Rounds per exchange of these parameters. The sharing rule treats these rounds as one."""
     offset: int = Field(0, ge=0)
     """The first round with an exchange, below `every`."""
     graph: Annotated[Config, section(GRAPHS, "graph", implied={"file": "file"})] | None = None
-    """Who exchanges them with whom, indexed by the number of the exchange; the run's graph when not given."""
+    """Which nodes exchange these parameters, indexed by the number of the exchange. Default: the run's graph."""
 
     @model_validator(mode="after")
     def _offset_is_below(self) -> Self:
@@ -84,17 +84,17 @@ class ParametersConfig(Settings):
     `*` matches dots, too. Parameters that do not require gradients are no part of any of this."""
 
     share: list[str] = Field(default=["*"], min_length=1)
-    """Patterns of the parameters that are sent and mixed; all others stay the node's own."""
+    """Patterns of the parameters that are sent and mixed; all others stay local to the node."""
     keep: list[str] = Field(default_factory=list)
-    """Patterns of parameters that stay the node's own (personal layers); wins over `share`. They never leave the node,
-    neither in an exchange nor in an evaluation's mean."""
+    """Patterns of parameters that stay local to the node (personal layers); takes precedence over `share`. They never
+    leave the node, neither in an exchange nor in the mean of an evaluation."""
     fragments: Annotated[
         Annotated[list[FragmentConfig], Field(min_length=1, max_length=MAX_FRAGMENTS), Tag("list")]
         | Annotated[Config, section(FRAGMENTS, "fragments"), Tag("section")],
         Discriminator(_form),
     ] | None = None
-    """The shared parameters in parts, each exchanged in its own rounds over its own graph: a list, of which the first
-    entry whose patterns match takes a parameter, or the name of a way to cut them. One part when not given."""
+    """The shared parameters in parts, each exchanged in its own rounds over its own graph: a list, in which a parameter
+    belongs to the first entry with a matching pattern, or the name of a way to split them. Default: one part."""
 
     def parts(self, num_nodes: int) -> list[Part]:
         """Returns when and over which graph each fragment is exchanged."""

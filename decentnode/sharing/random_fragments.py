@@ -1,4 +1,5 @@
-"""Every fragment of the model goes its own way: a fresh random regular graph per fragment and exchange."""
+"""Every fragment of the model is exchanged over a graph of its own: a new random regular graph per fragment and
+exchange."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from decentnode.sharing.parameters import MAX_FRAGMENTS, Fragments, Part
 
 class RandomFragmentsConfig(Config):
     count: int = Field(ge=1, le=MAX_FRAGMENTS)
-    """Fragments of one size that the shared parameters are cut into."""
+    """Number of fragments of equal size into which the shared parameters are split."""
     degree: int = Field(ge=1)
-    """Nodes that every node exchanges a fragment with, drawn anew for every fragment and exchange. 1: random pairs."""
+    """Number of nodes with which every node exchanges a fragment, drawn anew for every fragment and exchange. 1: random
+    pairs."""
     every: int = Field(1, ge=1)
-    """Rounds per exchange of a fragment. Above 1 the fragments take turns: their offsets are spread over the rounds."""
+    """Rounds per exchange of a fragment. If it is above 1, the fragments take turns: their offsets are spread over the
+    rounds."""
 
 
 class RandomFragments(Fragments):

@@ -17,7 +17,7 @@ from decentnode.errors import EnvironmentFault
 
 class TrackerConfig(component.Config):
     every: int = Field(1, ge=1)
-    """Rounds between two points of the figures of training; every evaluation is told."""
+    """Rounds between two points of the training figures; every evaluation is reported."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Points as a CSV file, a row per figure: RUN/trackers/points.csv."""
+"""Writes points to a CSV file, a row per figure: RUN/trackers/points.csv."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ COLUMNS = ("round", "time", "figure", "value")
 
 
 class CSV(Tracker):
-    """Appends a row per figure and round to RUN/trackers/points.csv, which any table program reads while the run goes
-    on."""
+    """Appends a row per figure and round to RUN/trackers/points.csv, which any spreadsheet program can read during the
+    run."""
 
     def __init__(self, config: component.Config, run: TrackedRun) -> None:
         super().__init__(config, run)

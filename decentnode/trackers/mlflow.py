@@ -1,4 +1,4 @@
-"""Points as a run of MLflow."""
+"""Logs points to a run of MLflow."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ AT_ONCE = 100
 
 class MLflowConfig(TrackerConfig):
     uri: str | None = None
-    """The tracking server or store, such as ``http://host:5000`` or ``sqlite:////home/me/mlflow.db``. What
-    MLFLOW_TRACKING_URI says when not given, else MLflow's own default."""
+    """Tracking server or store, such as ``http://host:5000`` or ``sqlite:////home/me/mlflow.db``. Default:
+    MLFLOW_TRACKING_URI if set, else MLflow's own default."""
     experiment: str | None = None
-    """The experiment of MLflow that the run is filed under; the experiment's own name when not given."""
+    """MLflow experiment of the run. Default: the name of this experiment."""
 
 
 class MLflow(Tracker):
-    """Makes a run of MLflow, with the experiment's values as parameters and, at the end, its summary as tags. The extra
-    installs mlflow-skinny, which talks to a server; for a store of one's own install mlflow."""
+    """Creates a run of MLflow with the experiment's values as parameters and, at the end, its summary as tags. The
+    extra installs mlflow-skinny, which talks to a server; for a local store, install mlflow."""
 
     Config: ClassVar[type[component.Config]] = MLflowConfig
     config: MLflowConfig

@@ -24,10 +24,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 class PrometheusConfig(TrackerConfig):
     host: str = "127.0.0.1"
-    """The address that the endpoint listens on. Anybody who reaches it can read the figures: it asks for no
-    password."""
+    """Address that the endpoint listens on. Anyone who can reach it can read the figures: it requires no password."""
     port: int = Field(0, ge=0, le=65535)
-    """The port; 0: a free one, which is said when the run starts."""
+    """TCP port; 0: any free port, which is reported when the run starts."""
 
 
 @dataclass
@@ -46,9 +45,9 @@ class NodeTotals:
 
 
 class Prometheus(Tracker):
-    """Serves the latest figures over HTTP at /metrics, in the text format of Prometheus or, where the scraper asks for
-    it, OpenMetrics. Names and units follow Prometheus' rules; CPU and memory of the nodes' processes have the standard
-    names. ``eval/grafana.json`` is a dashboard of them. The endpoint ends with the run."""
+    """Serves the latest figures over HTTP at /metrics, in the text format of Prometheus or, if the scraper asks for it,
+    OpenMetrics. Names and units follow Prometheus' rules; CPU and memory of the nodes' processes have the standard
+    names. ``eval/grafana.json`` is a dashboard for them. The endpoint ends with the run."""
 
     Config: ClassVar[type[component.Config]] = PrometheusConfig
     config: PrometheusConfig

@@ -1,4 +1,4 @@
-"""Points as an event file for TensorBoard: RUN/trackers/tensorboard."""
+"""Writes points to an event file for TensorBoard: RUN/trackers/tensorboard."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from decentnode.trackers.base import Point, TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
-    """Writes scalars by round into RUN/trackers/tensorboard; ``tensorboard --logdir runs`` shows all runs beside each
-    other. It needs neither TensorFlow nor torch."""
+    """Writes scalars by round into RUN/trackers/tensorboard; ``tensorboard --logdir runs`` shows all runs together. It
+    needs neither TensorFlow nor torch."""
 
     needs: ClassVar[tuple[str, str]] = ("tensorboard", "tensorboard")
 

@@ -1,4 +1,4 @@
-"""Points as a run of Weights & Biases."""
+"""Logs points to a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from decentnode.trackers.base import Point, TrackedRun, Tracker, TrackerConfig
 
 class WandBConfig(TrackerConfig):
     project: str = "decentnode"
-    """The project that the run is filed under."""
+    """Project of the run."""
     entity: str | None = None
-    """The user or team that it belongs to; the library's own choice when not given."""
+    """User or team that owns the run. Default: the library's own choice."""
     mode: Literal["online", "offline", "shared", "disabled"] | None = None
-    """online sends to the server, offline writes files that ``wandb sync`` sends later. What WANDB_MODE says when not
-    given, else online."""
+    """online sends to the server; offline writes files that ``wandb sync`` sends later. Default: WANDB_MODE if set,
+    else online."""
 
 
 class WandB(Tracker):
-    """Makes a run of Weights & Biases, with the experiment's config and, at the end, its summary. Its files lie in
-    RUN/trackers/wandb. The machines of an experiment make runs of one group."""
+    """Creates a run of Weights & Biases with the experiment's config and, at the end, its summary. Its files are in
+    RUN/trackers/wandb. The machines of an experiment create runs of one group."""
 
     Config: ClassVar[type[component.Config]] = WandBConfig
     config: WandBConfig

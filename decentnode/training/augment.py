@@ -51,19 +51,20 @@ class AugmentConfig(Settings):
     """What is done to training images, in this order. Evaluation sees images as they are."""
 
     random_resized_crop: Annotated[bool | ResizedCropConfig, ADDED] = False
-    """Whether a box drawn at random is cut out of the image's file and scaled to the size of inputs (Szegedy et al.
-    2015, arXiv 1409.4842, section 6; as torchvision draws it): true, or a section. For `data: image_folder`, whose
-    images have been scaled already otherwise."""
+    """Whether a random box is cut out of the image file and scaled to the input size (Szegedy et al. 2015, arXiv
+    1409.4842, section 6; drawn as torchvision draws it): true, or a section. Only for `data: image_folder`; other
+    datasets have scaled their images already."""
     random_crop: int = Field(0, ge=0)
-    """Images are shifted by up to so many pixels in each direction: a crop of the image with so many around it."""
+    """Images are shifted by up to this many pixels in each direction: a crop of the image padded by this many
+    pixels."""
     padding: Literal["zero", "edge"] = "zero"
-    """What is beyond the border. zero: pixels of the value 0 before normalization, as the field has it. edge: those of
-    the border, for images whose background is not black."""
+    """What lies beyond the border. zero: pixels of value 0 before normalization, as is usual. edge: the pixels of the
+    border, for images whose background is not black."""
     flip: bool = False
-    """Whether every other image, at random, is mirrored left to right."""
+    """Whether images are mirrored left to right at random, with probability one half."""
     cutout: int = Field(0, ge=0)
-    """Side of a square whose inputs are 0 after normalization (DeVries and Taylor 2017, arXiv 1708.04552). Its middle
-    is anywhere in the image, so that it may reach beyond the border."""
+    """Side of a square in which inputs are set to 0 after normalization (DeVries and Taylor 2017, arXiv 1708.04552).
+    Its center is anywhere in the image, so the square may extend beyond the border."""
 
     @model_validator(mode="after")
     def _something(self) -> Self:

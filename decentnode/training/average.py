@@ -18,10 +18,11 @@ class EMAConfig(Settings):
     """Which models the average is made of."""
 
     decay: float = Field(0.99, gt=0, lt=1)
-    """Factor by which a model counts less than the next one; half of the weight lies on the last log(.5) / log(decay)
-    models, 69 of them at .99. Weights are normalized, so that the initial model has none after the first."""
+    """Factor by which a model counts less than the next one; half of the weight is on the last log(.5) / log(decay)
+    models, 69 models at .99. Weights are normalized, so that the initial model has no weight after the first
+    average."""
     every: Literal["round", "step"] = "round"
-    """Which models are averaged. round: the mixed one after every round. step: the local one after every optimizer
+    """Which models are averaged. round: the mixed model after every round. step: the local model after every optimizer
     step."""
 
 

@@ -24,13 +24,13 @@ class CompileConfig(Settings):
     """How torch.compile compiles the model's training steps."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """Mode of torch.compile. The modes with max-autotune choose kernels by timing them: then two runs may differ in
-    their last bits."""
+    """Mode of torch.compile. The modes with max-autotune choose kernels by timing them, so two runs may differ in their
+    last bits."""
     backend: str = "inductor"
     """Backend of torch.compile: inductor, or one that is registered with torch._dynamo."""
     dynamic: bool | None = None
-    """false: every shape of a batch gets code of its own, at most 8 of them, so that the same batch always gives the
-    same bits. true: one code for all shapes. Default: true for rows of unequal length, else false."""
+    """false: every shape of a batch gets its own code, at most 8 shapes, so that the same batch always gives the same
+    bits. true: one code for all shapes. Default: true for rows of unequal length, else false."""
     fullgraph: bool = False
     """Whether a model that cannot be compiled in one piece is an error."""
 

@@ -29,7 +29,7 @@ class LossConfig(ArgumentsConfig):
 
     name: str
     """cross_entropy (torch.nn.CrossEntropyLoss), nll, mse, l1, smooth_l1 or huber; or package.module:Class, whose
-    instances give the mean loss of a batch for its outputs and targets."""
+    instances return the mean loss of a batch for its outputs and targets."""
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> LossConfig:

@@ -60,8 +60,8 @@ class ScheduleConfig(ArgumentsConfig):
     """constant, cosine (CosineAnnealingLR), cosine_warm_restarts, cyclic, exponential, linear, multistep,
     one_cycle, polynomial or step; or package.module:Class, derived from torch's LRScheduler."""
     every: Literal["round", "step"] = "round"
-    """What one tick of the schedule is: a round (all its local steps have one learning rate) or an optimizer step.
-    All lengths (T_max, step_size, milestones, warmup ...) count ticks."""
+    """What one tick of the schedule is: a round (all its local steps have one learning rate) or an optimizer step. All
+    lengths (T_max, step_size, milestones, warmup ...) count ticks."""
     warmup: int = Field(0, ge=0)
     """Ticks over which the learning rate grows linearly to its first value, before the schedule starts."""
     warmup_factor: float = Field(0.1, ge=0, le=1)

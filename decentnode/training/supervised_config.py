@@ -31,8 +31,8 @@ class ValidationConfig(Settings):
     """Samples that are set aside to choose hyperparameters with."""
 
     source: Literal["train", "test"] = "train"
-    """train: a part of this node's own samples, which it then does not train on. test: a part of the test set, the
-    same on all nodes, which is then not tested on."""
+    """train: a part of this node's own samples, on which it then does not train. test: a part of the test set, the same
+    on all nodes, on which they are then not tested."""
     fraction: float = Field(0.1, gt=0, lt=1)
     """Fraction of the samples that is set aside."""
 

@@ -135,7 +135,7 @@ TYPOS = {
     "[{do: cut, side: [[0], [1]], at_round: 1, seconds: 1}]": """
         a.yaml:6:10: faults[0].sides is missing
             faults: [{do: cut, side: [[0], [1]], at_round: 1, seconds: 1}]
-                     ^ Uids of both sides.
+                     ^ Uids of the nodes on either side.
         a.yaml:6:20: faults[0].side is not a known key
             faults: [{do: cut, side: [[0], [1]], at_round: 1, seconds: 1}]
                                ^ did you mean 'sides'?
@@ -148,7 +148,7 @@ TYPOS = {
     "[{do: cut, sides: [[0], [1]], at_round: 1}]": """
         a.yaml:6:10: faults[0].seconds is missing
             faults: [{do: cut, sides: [[0], [1]], at_round: 1}]
-                     ^ For how long.
+                     ^ Duration, in seconds.
         """,
     "[{do: kill, node: [1], nodes: [2], at_round: 1}]": """
         a.yaml:6:21: faults[0].node is not a known key

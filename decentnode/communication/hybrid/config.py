@@ -51,9 +51,9 @@ class EdgeConfig(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
     nodes: list[int] = Field(min_length=2)
-    """Uids; the entry holds for every pair of them."""
+    """Uids; the entry applies to every pair of them."""
     by: str
-    """The path: shared_memory (on one machine only), collective (inside one clique only), zeromq, or
+    """The path: shared_memory (only on one machine), collective (only inside one clique), zeromq, or
     "package.module:Class" for a path of your own."""
 
     @field_validator("by")
