@@ -46,8 +46,8 @@ def __getattr__(name: str) -> Any:
     found = _bound.get().get(name)
     if found is None:
         raise UsageError(
-            f"{name} was an object of the program that made this experiment, which only that program has; "
-            "to use the experiment elsewhere, put its class into a module and name it package.module:Class"
+            f"{name} was an object of the program that made this experiment and is not available here; to use the "
+            f"experiment elsewhere, put its class into a module and name it package.module:Class"
         )
     return found
 
@@ -177,8 +177,8 @@ def make_optimizer(given: Any) -> tuple[type[Any], dict[str, Any]]:
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
         raise UsageError(
-            f"optimizer must be a class or a function of parameters: the {name} given belongs to the parameters of one "
-            f"model; functools.partial(torch.optim.{name}, lr=...) would do"
+            f"optimizer must be a class or a function of parameters: the {name} given is bound to the parameters of "
+            f"one model; use functools.partial(torch.optim.{name}, lr=...)"
         )
     if not callable(given):
         raise UsageError(f"optimizer must be a function of parameters, got {type(given).__name__}")
@@ -236,7 +236,8 @@ def make_graph(given: Graph) -> tuple[type[Any], dict[str, Any]]:
 
         def __new__(cls, config: Any, *, weights: Any = None, **_: Any) -> Any:  # noqa: ARG004
             if weights is not None:
-                raise UsageError("weights cannot be given beside a graph that has its own; give the graph's section")
+                raise UsageError("weights cannot be given together with a graph that has its own; give the graph as "
+                                 "a section")
             return given
 
     return GivenGraph, {}

@@ -103,7 +103,7 @@ class Experiment:
             graph = {"nodes": nodes, **graph}
         described = isinstance(train, type | str | Mapping | functools.partial)
         if described and test is not None:
-            raise UsageError("test must not be given beside a section or a class, which stand for both")
+            raise UsageError("test must not be given if data is a section or a class, which provides both")
         made["data"] = kept.plain({"data": train})["data"] if described else kept.keep("data", train, test)
         if isinstance(made["data"], str):
             made["data"] = {"name": made["data"]}
@@ -199,8 +199,8 @@ class Experiment:
         """The request that all points of a sweep begin with. Raises UsageError for an experiment of objects."""
         chosen = self._changed(sections, **short)
         if chosen._objects:
-            raise UsageError(f"{_named(chosen._objects)} other processes cannot have, so that no sweep can run it: put "
-                             "the class into a module and name it package.module:Class")  # fmt: skip
+            raise UsageError(f"{_named(chosen._objects)} other processes cannot access, so no sweep can run the "
+                             f"experiment: put the class into a module and name it package.module:Class")  # fmt: skip
         return chosen._request(folder=os.getcwd(), variables=forkserver.changed_variables())
 
     def _outcome(
@@ -220,8 +220,8 @@ class Experiment:
             self._one_machine()
             return run_here(request, observer, command=command, started=started)
         if multiprocessing.current_process().daemon:
-            raise UsageError("a daemonic process, such as one of multiprocessing.Pool, can have no processes of its "
-                             "own; processes=False runs all nodes in this one")  # fmt: skip
+            raise UsageError("a daemonic process, such as one of multiprocessing.Pool, cannot start processes; "
+                             "processes=False runs all nodes in this one")  # fmt: skip
         try:
             if own:
                 return supervise(self._forked(request), observer, command=command, started=started,
@@ -253,12 +253,13 @@ class Experiment:
 
         self._one_machine()
         if "fork" not in multiprocessing.get_all_start_methods():
-            raise UsageError(f"{_named(self._objects)} can be given to processes only where the system forks them; "
-                             "processes=False runs all nodes in this one")  # fmt: skip
+            raise UsageError(f"{_named(self._objects)} can be passed to processes only on systems that fork them; "
+                             f"processes=False runs all nodes in this one")  # fmt: skip
         used = "uses CUDA" if torch.cuda.is_initialized() else "has computed gradients" if _autograd_threads() else ""
         if used:
-            raise UsageError(f"{_named(self._objects)} cannot be given to processes, because this one {used} "
-                             "already and forks of it cannot; processes=False runs all nodes in this one")  # fmt: skip
+            raise UsageError(f"{_named(self._objects)} cannot be passed to processes, because this process {used}, "
+                             f"after which its forks cannot; processes=False runs all nodes in this "
+                             f"one")  # fmt: skip
         return self._request(resume=request.resume, forked=True)
 
     def _ended(self, outcome: Outcome) -> Run:

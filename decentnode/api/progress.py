@@ -136,7 +136,7 @@ class NotebookObserver(Observer):
         self._draw()
 
     def stopping(self, signal_name: str) -> None:  # noqa: ARG002
-        self._doing = "stopping: finishing the round; once more to kill"
+        self._doing = "stopping: finishing the round; press again to kill"
         self._draw()
 
     def failed(self, failure: Failed, log: Path | None) -> None:  # noqa: ARG002

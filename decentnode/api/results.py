@@ -190,7 +190,8 @@ class Models(Mapping[int | str, "nn.Module"]):
     def _path(self, key: int | str) -> Path:
         if key not in self._keys:
             there = f"there are {', '.join(map(str, self._keys))}" if self._keys else (
-                f"the run has left none ({self._run.status}); node.checkpoint keeps those of a run that is cut off")
+                f"the run has saved none ({self._run.status}); with node.checkpoint, a run that is cut off keeps its "
+                f"models")
             raise KeyError(f"no model {key!r}: {there}")
         return self._run.path / "models" / (f"{key:03d}.safetensors" if isinstance(key, int) else f"{key}.safetensors")
 

@@ -92,8 +92,8 @@ class Sections:
 
     def _kept(self, chosen: type[Any], place: str) -> str:
         if place.startswith("run.trackers"):
-            raise UsageError(f"{place} must be a class that a module holds, as trackers run in a process of their own, "
-                             f"got {chosen.__qualname__} of this program: put it into a module")  # fmt: skip
+            raise UsageError(f"{place} must be a class from a module, because trackers run in a process of their "
+                             f"own, got {chosen.__qualname__} of this program: put it into a module")  # fmt: skip
         name = re.sub(r"\W", "_", place)
         self.objects[name] = chosen
         return f"decentnode.objects:{name}"

@@ -132,7 +132,8 @@ def sweep(
     from decentnode.sweeps.space import axes
 
     if random is not None and optuna is not None:
-        raise UsageError("random and optuna both say which combinations to try: give one of them")
+        raise UsageError("random and optuna cannot be combined, since both choose the combinations to try: give one "
+                         "of them")
     experiment = config if isinstance(config, Experiment) else Experiment.from_config(config)
     forkserver.start()
     found = plan(Plan(
@@ -156,7 +157,8 @@ def sweep(
     made = Sweep(state)
     files.write(made._results, found.folder)
     if state.exit_code > 128:
-        error = RunInterrupted(f"stopped after {len(state.ended)} of {state.total} points; what is done is kept", None,
+        error = RunInterrupted(f"stopped after {len(state.ended)} of {state.total} points; finished points are "
+                               f"kept", None,
                                state.exit_code)  # fmt: skip
         error.sweep = made  # type: ignore[attr-defined]
         raise error

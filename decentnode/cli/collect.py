@@ -31,15 +31,15 @@ def command(run: str, others: tuple[Path, ...]) -> None:
     for each in found.taken:
         parts = [f"node {names(each.uids)}"] if each.uids else []
         parts += each.whole
-        parts += [f"what machine {names(sorted(each.machines))} ran on"] if each.machines else []
+        parts += [f"details of machine {names(sorted(each.machines))}"] if each.machines else []
         new = f"{', '.join(parts)}; {size(each.size)}" if parts else "nothing new"
         click.echo(f"{each.folder}: {new}")
     for line in found.left_out:
         click.echo(f"left out: {line}", err=True)
     going = [uid for uid, status in read(found.run).items() if status.get("doing") not in ENDS]
     if going:
-        click.echo(f"node {names(going)} had not ended when it was copied: collect again to have the rest, unless it "
-                   "died")  # fmt: skip
+        click.echo(f"node {names(going)} had not ended when it was copied: collect again later to get the rest, "
+                   f"unless it died")  # fmt: skip
     for machine, uids in sorted(found.missing.items()):
         click.echo(f"missing: node {names(uids)}, of machine {machine}")
     for line in differences(machines_of(found.run)):

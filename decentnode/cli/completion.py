@@ -40,7 +40,7 @@ def _own_shell() -> str:
     """Returns the name of the user's shell. Raises UsageError for one that cannot complete."""
     name = Path(os.environ.get("SHELL", "")).name
     if name not in SHELLS:
-        raise click.UsageError(f"name a shell: {', '.join(SHELLS)}; $SHELL is {name or 'not set'}")
+        raise click.UsageError(f"give the shell: {', '.join(SHELLS)}; $SHELL is {name or 'not set'}")
     return name
 
 
@@ -68,7 +68,7 @@ def installed(shell: str) -> list[str]:
             said.append(_mention(script, start))
     except OSError as error:
         raise EnvironmentFault(f"cannot write {error.filename}: {error.strerror}") from error
-    return [*said, f"new {shell} shells complete decentnode"]
+    return [*said, f"new {shell} shells will complete decentnode commands"]
 
 
 def places(shell: str) -> tuple[Path, Path | None]:

@@ -143,7 +143,7 @@ class ConsoleObserver(Observer):
         self._begin(f"all connected, {duration(seconds)} after the command")
 
     def asks_to_join(self, seconds: float) -> None:
-        self._begin(f"ready, {duration(seconds)} after the command; they ask the run to let them in")
+        self._begin(f"ready, {duration(seconds)} after the command; asking the run to let them in")
 
     def _begin(self, what: str) -> None:
         assert self._state is not None
@@ -208,13 +208,13 @@ class ConsoleObserver(Observer):
         self.say("note", text, "yellow", timed=True)
 
     def stopping(self, signal_name: str) -> None:
-        self._note = f"{signal_name}: finishing the round and writing; once more to kill"
+        self._note = f"{signal_name}: finishing the round and writing results; press again to kill"
         self._changed = True
         self.say("stopping", self._note, "yellow", timed=True)
 
     def suspending(self) -> None:
         self.end()
-        self.say("note", "the nodes go on; fg shows the run again, kill %1 ends it", "yellow")
+        self.say("note", "the nodes keep running; fg shows the run again, kill %1 ends it", "yellow")
         self.output.drain(SUSPEND_SECONDS)
 
     def resumed(self) -> None:
@@ -253,7 +253,7 @@ class ConsoleObserver(Observer):
             others = plural(len(outcome.followers), "other node")
             self._print(f"{others} stopped because of node {outcome.failure.uid}", kind=kind)
         if outcome.silent:
-            self._print(f"node {names(outcome.silent)} did not answer any more and had to be killed", kind=kind)
+            self._print(f"node {names(outcome.silent)} stopped answering and had to be killed", kind=kind)
         if outcome.run_dir is not None and outcome.exit_code == 0:
             run, name = shlex.quote(shown(outcome.run_dir)), program()
             self.say("next", f"{name} plot {run}", kind=OutputKind.RESULT)

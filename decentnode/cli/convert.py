@@ -45,7 +45,7 @@ def command(
 
     target = output or Path(f"{config.stem}.yaml")
     if target.exists() and not force:
-        raise UsageError(f"{target} is there already; -o names another file, --force writes over it")
+        raise UsageError(f"{target} already exists; use -o for another file or --force to overwrite it")
     flags = CommandLine(graph_file, graph_type, machines, procs_per_machine, addresses, iterations, test_after,
                         bool(reset_optimizer), train_evaluate_after, log_level)  # fmt: skip
     found = translate(config, flags, target.absolute().parent)
@@ -60,7 +60,7 @@ def command(
     try:
         load(target, environ={})
     except ConfigError as error:
-        click.echo(f"{target}: written, and not ready to run here:")
+        click.echo(f"{target}: written, but it cannot run here yet:")
         for problem in error.problems:
             click.echo(problem)
         return

@@ -33,12 +33,12 @@ def command(runs: tuple[str, ...], port: int | None, host: str, run_dir: Path, o
     check_installed()
     paths = [resolve(run, run_dir) for run in runs]
     if not paths and not run_dir.is_dir():
-        raise click.UsageError(f"no runs in {run_dir}: name a RUN, or their folder by --run-dir")
+        raise click.UsageError(f"no runs in {run_dir}: give a RUN, or the folder of all runs with --run-dir")
     listening = listen(host, port)
     if not is_loopback(host):
-        click.echo(f"warning: port {listening.getsockname()[1]} is open to the network: whoever reaches it and has the "
-                   "token sees these runs and can stop them, and nothing is encrypted. Without --host the page is "
-                   "open to this machine alone, and ssh -L leads there from elsewhere.", err=True)  # fmt: skip
+        click.echo(f"warning: port {listening.getsockname()[1]} is open to the network: anyone who can reach it and "
+                   f"has the token can see and stop these runs, and nothing is encrypted. Without --host, only this "
+                   f"machine can open the page; use ssh -L to reach it from elsewhere.", err=True)  # fmt: skip
     token = new_token()
     address = url(listening, host, token)
     click.echo(address)

@@ -75,7 +75,7 @@ def prepare(name: str, folder: Path, keys: tuple[str, ...]) -> None:
         raise DataError(f"data {name}: {problems}; --set KEY=VALUE gives a key") from error
     dataset = chosen(config, Path())
     if (index := getattr(dataset, "index", None)) is not None and (damaged := index.damaged()):
-        click.echo(f"{index.folder}: {', '.join(damaged)} has changed since it was written, and is converted again")
+        click.echo(f"{index.folder}: {', '.join(damaged)} has changed since it was written and will be converted again")
         index.discard()
         dataset = chosen(config, Path())
     for line in check(dataset):
@@ -96,7 +96,7 @@ def check(dataset: Dataset) -> list[str]:
         _read(dataset.train(np.arange(start, min(start + block, train))), f"training sample {start} on")
     for start in range(0, test, block):
         _read(dataset.test_part(np.arange(start, min(start + block, test))), f"test sample {start} on")
-    found = [f"{train:,} training samples, {test:,} test samples, all of them whole"]
+    found = [f"{train:,} training samples, {test:,} test samples, all readable"]
     if keys is not None:
         sizes = np.unique(keys, return_counts=True)[1]
         found.append(f"{len(sizes):,} users, with {sizes.min():,} to {sizes.max():,} training samples")

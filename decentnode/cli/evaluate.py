@@ -37,7 +37,7 @@ def command(run: str, section: str | None, overrides: tuple[str, ...], device: s
 
     found = evaluate(folder, sections, overrides, device)
     if found.missing:
-        click.echo(f"no model of node {', '.join(map(str, found.missing))}", err=True)
+        click.echo(f"no model found for node {', '.join(map(str, found.missing))}", err=True)
     click.echo(json.dumps(found.summary, indent=2) if as_json else table(found))
 
 

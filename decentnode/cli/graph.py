@@ -38,8 +38,8 @@ def family(name: str, options: dict[str, Any], seed: int, weights: str | None = 
         needed = [str(each["loc"][0]) for each in error.errors() if each["type"] == "missing"]
         if needed and len(needed) == len(error.errors()):
             if sections := [key for key in needed if key not in options]:
-                raise GraphError(f"graph {plain} needs {', '.join(sections)}, for which there is no option: name it in "
-                                 "an experiment (.yaml), whose file `graph info` and `graph draw` take") from error
+                raise GraphError(f"graph {plain} needs {', '.join(sections)}, for which there is no option: put it in "
+                                 f"an experiment (.yaml) and give that to `graph info` or `graph draw`") from error
             flags = " and ".join(FLAGS.get(key, f"--{key.replace('_', '-')}") for key in needed)
             raise GraphError(f"graph {plain} needs {flags}") from error
         takes = ", ".join(sorted(set(found.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"
@@ -62,7 +62,7 @@ def open_graph(text: str, options: dict[str, Any], seed: int, weights: str | Non
     of a family."""
     if text.endswith((".yaml", ".yml")):
         if given := [key for key, value in {**options, "weights": weights}.items() if value is not None]:
-            raise GraphError(f"{text} says all of its graph: leave out --{given[0].replace('_', '-')}")
+            raise GraphError(f"{text} already defines the whole graph: leave out --{given[0].replace('_', '-')}")
         from decentnode.experiment import load
 
         return cast("Topology", load(text, check=False).make_graph())
@@ -107,7 +107,7 @@ def make(name: str, seed: int, output: Path | None, **options: Any) -> None:
     graph = family(name, options, seed)
     if graph.directed or graph.period != 1:
         raise GraphError(
-            f"a file holds a static undirected graph, {name} is not one; name it in the experiment: "
+            f"graph files are static and undirected, {name} is not; name it in the experiment instead: "
             f"graph: {{name: {name}, nodes: {graph.num_nodes}}}"
         )
     if output is None:
@@ -156,7 +156,7 @@ def describe(graph: Topology, model_bytes: int | None = None) -> dict[str, Any]:
     degrees = [len(graph.neighbors(uid, r)) for r in rounds for uid in range(graph.num_nodes)]
     facts: dict[str, Any] = {
         "nodes": graph.num_nodes,
-        "period": graph.period if graph.period is not None else "none (drawn every round)",
+        "period": graph.period if graph.period is not None else "none (a new graph in each round)",
         "directed": graph.directed,
         "degree_min": min(degrees),
         "degree_mean": round(sum(degrees) / len(degrees), 3),

@@ -34,5 +34,5 @@ def command(secret: Path, nodes: int, hours: float) -> None:
             write_secret(secret)
         except OSError as error:
             raise EnvironmentFault(f"cannot make {secret}: {error.strerror}") from error
-        click.echo(f"{secret} is new: copy it to every machine of the mapping before the run starts", err=True)
+        click.echo(f"{secret} was created: copy it to every machine of the mapping before the run starts", err=True)
     click.echo(issue(read_secret(secret), nodes, int(clock.wall() + 3600 * hours), entropy.draw))

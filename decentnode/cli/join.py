@@ -75,7 +75,7 @@ def command(
 
     def tell(why: str) -> None:
         if not quiet:
-            click.echo(f"asks again: {why}", err=True)
+            click.echo(f"asking again: {why}", err=True)
 
     told = experiment_of(request, timeout, tell)
     text = checked_text(told.config)
@@ -83,12 +83,13 @@ def command(
     granted = admitted(request, max(1.0, timeout + started - clock.now()), tell)
     began = clock.now() - granted.age_milliseconds / 1000
     if not quiet:
-        how = "; behind NAT: others reach it through relays" if relayed(granted) else ""
+        how = "; behind NAT: other nodes reach it through relays" if relayed(granted) else ""
         click.echo(f"admitted as node {granted.uid}{how}")
     seat = _Seat(request, granted, began)
     with seat:
         if granted.config != told.config:
-            raise AssemblyError("the run tells another experiment once it has admitted this node", [])
+            raise AssemblyError("the run sent a different experiment after it admitted this node; start the node "
+                                "again", [])
         ctx.exit(_take_part(seat, text, chosen, (host, port), run_dir, samples_of, (device, threads), quiet))
 
 

@@ -55,7 +55,7 @@ def _make_secret(path: Path) -> None:
     try:
         write_secret(path)
     except FileExistsError:
-        raise UsageError(f"{path} is there already; remove it first, or choose another name") from None
+        raise UsageError(f"{path} already exists; remove it first, or choose another name") from None
     except OSError as error:
         raise EnvironmentFault(f"cannot make {path}: {error.strerror}") from error
     click.echo(f"{path}: copy it to every machine, readable by your user alone")

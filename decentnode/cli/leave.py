@@ -31,7 +31,7 @@ def command(run: str, nodes: str | None, timeout: float) -> None:
     path = resolve(run)
     here = sorted(int(each.name) for each in (path / "nodes").iterdir() if each.name.isdigit())
     if nodes is None and len(here) != 1:
-        raise UsageError(f"{path} has {len(here)} nodes: say with --node which of them leave")
+        raise UsageError(f"{path} has {len(here)} nodes on this machine: choose with --node which of them leave")
     asked = here if nodes is None else _uids(nodes)
     if wrong := [uid for uid in asked if uid not in here]:
         raise UsageError(f"{path} has no node {', '.join(map(str, wrong[:5]))} on this machine")

@@ -38,14 +38,14 @@ def write(folder: Path) -> None:
     """Make the folder and write the starter into it. Raises UsageError where something is there already,
     EnvironmentFault when the disk refuses, and then leaves nothing in the folder, so that it can be tried again."""
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} must be a folder, it is a file")
+        raise UsageError(f"{folder} must be a folder, got a file")
     here = Path(os.path.abspath(folder))
     plain = unicodedata.normalize("NFKD", here.name).encode("ascii", "ignore").decode()
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-")[:100].rstrip("-") or "experiment"
     written: list[Path] = []
     try:
         if folder.is_dir() and any(folder.iterdir()):
-            raise UsageError(f"{folder} must be empty or new, it holds {_some(folder)}")
+            raise UsageError(f"{folder} must be empty or new, got a folder with {_some(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
         for each in STARTER:
             text = files("decentnode").joinpath("starter", each).read_text(encoding="utf-8")

@@ -57,7 +57,8 @@ def command(
     place = mapping.place(uid)
     without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
     if without:
-        raise UsageError(f"every node needs a port here, node {without[0]} has none: set mapping.base_port")
+        raise UsageError(f"`decentnode node` needs a port for every node, node {without[0]} has none: set "
+                         f"mapping.base_port")
     request = Request(config, chosen, variables, place.machine, join=join, resume=resume)
     facts = facts_of(experiment, request)
     if facts.finished:
@@ -134,7 +135,7 @@ def leavable(directory: Path, uid: int, signals: Callable[[Node], None]) -> Iter
         nodes.append(node)
 
     def leave() -> str:
-        refusal = nodes[0].refusal_to_leave() if nodes else "it takes part in no round yet"
+        refusal = nodes[0].refusal_to_leave() if nodes else "it does not take part in any round yet"
         if not refusal:
             nodes[0].ask_leave()
         return refusal
@@ -212,7 +213,7 @@ class Teller:
 
         if isinstance(message, NodeJoined):
             self._joined = clock.now()
-            connected = "ready, asks the run to let it in" if self._join else "all nodes connected"
+            connected = "ready, asking the run to let it in" if self._join else "all nodes connected"
             self._echo(connected, OutputKind.LINE)
         elif isinstance(message, Progress):
             if self._state.update(message.uid, message.record):

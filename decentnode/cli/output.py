@@ -76,7 +76,7 @@ class Output(io.TextIOBase):
                 self._left_out += text.count("\n")
                 return
             if self._left_out:
-                note = f"... {self._left_out} lines were left out while nobody took them\n"
+                note = f"... {self._left_out} lines were left out because the output was blocked\n"
                 self._append(note, OutputKind.LINE)
                 self._left_out = 0
             self._append(text, kind)

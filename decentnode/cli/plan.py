@@ -73,7 +73,7 @@ def command(
                       batches)  # fmt: skip
     found, skipped = plan.predictions(choices)
     if not found:
-        raise UsageError("no candidate can run: " + "; ".join(f"{each.name}: {each.reason}" for each in skipped))
+        raise UsageError("no combination can run: " + "; ".join(f"{each.name}: {each.reason}" for each in skipped))
     reduced = plan.all_reduce()
     found = ranked(found, by)
     best = pareto(found)
@@ -87,7 +87,7 @@ def command(
         click.echo(table(found, best, target))
         if reduced is not None:
             click.echo(
-                "beside it: all-reduce of gradients in every step (PyTorch DDP): "
+                "for comparison, all-reduce of gradients in every step (PyTorch DDP): "
                 f"{_seconds(reduced.step_seconds)} a step, of which {_seconds(reduced.compute_seconds)} compute, "
                 f"{_bytes(reduced.bytes_per_node)} sent by a node, {reduced.samples_per_second:,.0f} samples/s"
             )

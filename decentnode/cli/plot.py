@@ -64,7 +64,7 @@ def command(
         return
     paths = [path for run in runs for path in (resolve_all(run, Path("runs")) if all_runs else [resolve(run)])]
     if panel is not None and (preset != "curves" or (output is not None and output.suffix == ".csv")):
-        raise click.UsageError("--panel is for pictures of curves")
+        raise click.UsageError("--panel needs --preset curves")
     drawn, said = lines(paths, labels, seeds_once=all_runs, panel=panel)
     if preset != "curves":
         _tell(said, _preset(preset, drawn, metric, axes, paper, output, paths[0]))
@@ -91,7 +91,7 @@ def command(
     if len(paths) > 1:
         name += f"_{len(paths)}_runs"
     target = output or paths[0] / "plots" / f"{name}{ending}"
-    said += [f"nothing to draw of {label}" for label in
+    said += [f"nothing to plot for {label}" for label in
              plot(drawn, metrics, axes_of(drawn) if axes == "all" else [axes], target, paper)]  # fmt: skip
     _tell(said, target)
 
@@ -109,7 +109,7 @@ def _dumps(runs: Sequence[str], output: Path | None) -> Path:
     from decentnode.report.pictures.dumps import plot
 
     if len(runs) > 1:
-        raise click.UsageError(f"--dumps draws one run, got {len(runs)}")
+        raise click.UsageError(f"--dumps takes one run, got {len(runs)}")
     target = output or resolve(runs[0]) / "plots" / "dumps.png"
     plot(resolve(runs[0]), target)
     return target

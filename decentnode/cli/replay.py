@@ -44,7 +44,7 @@ def command(run: str, only_check: bool, as_json: bool) -> None:
 
     folder = resolve(run)
     if not (folder / "summary.json").is_file():
-        raise UsageError(f"{folder} is not finished: it has no summary.json; a run is repeated once it is over")
+        raise UsageError(f"{folder} is not finished: it has no summary.json; only finished runs can be repeated")
     from decentnode.experiment import load
     from decentnode.simulate.world.records import Violation, read_lives
 
@@ -68,35 +68,36 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
     from decentnode.simulate.world.records import every_event, place_of
 
     if experiment.node.schedule not in ("sequential", "overlapped"):
-        raise UsageError(f"node.schedule was {experiment.node.schedule}: its nodes mix what has come by then, and no "
+        raise UsageError(f"node.schedule was {experiment.node.schedule}: its nodes mix whatever has arrived, and no "
                          f"record says when; --check compares the records without repeating the run")  # fmt: skip
     if experiment.node.on_partition == "both" and any(event.kind == "entered" for _, event in every_event(lives)):
-        raise UsageError("node.on_partition was both: sides of a broken network may have gone on apart, and a replay "
-                         "has one generation at a time; --check compares the records without repeating the run")
+        raise UsageError("node.on_partition was both: the sides of a network partition may have continued "
+                         "separately, but a replay has only one generation at a time; --check compares the records "
+                         "without repeating the run")
     founders = experiment.make_graph().num_nodes
     for life, event in every_event(lives):
         if event.kind == "entered" and max(event.members) >= founders:
-            raise UsageError(f"{place_of(life, event)}: it has node {max(event.members)} beside it, which came from "
-                             f"outside of the mapping: a replay begins with the nodes of the mapping and lets nobody "
-                             f"in; --check compares the records without repeating the run")  # fmt: skip
+            raise UsageError(f"{place_of(life, event)}: it has node {max(event.members)} beside it, which is not in "
+                             f"the mapping: a replay begins with the nodes of the mapping and admits no others; "
+                             f"--check compares the records without repeating the run")  # fmt: skip
     for each in lives.values():
         first = next((event for event in each[0].events if event.kind in ("steps", "resumed")), None)
         if first is not None and first.kind == "steps" and first.round:
-            raise UsageError(f"{each[0].path} begins with round {first.round}: the run went on from a checkpoint of "
-                             f"another one, and does not say from which (older versions did not)")  # fmt: skip
+            raise UsageError(f"{each[0].path} begins with round {first.round}: the run was resumed from a checkpoint "
+                             f"of another run, but the records, of an older version, do not say which")  # fmt: skip
         for life in each if experiment.node.checkpoint is not None else ():
             came = None
             for event in life.events:
                 if event.kind == "steps" and came is not None:
-                    raise UsageError(f"{place_of(life, came)}: it came back, and does not say what it took of a "
-                                     f"checkpoint (older versions did not)")  # fmt: skip
+                    raise UsageError(f"{place_of(life, came)}: it came back, but the records do not say what it took "
+                                     f"from a checkpoint (an older version wrote them)")  # fmt: skip
                 if event.kind in ("entered", "restored"):
                     came = event if event.kind == "entered" and life.uid in event.fresh else None
     for life, event in every_event(lives):
         if "total" in event.fields:
-            raise UsageError(f"{place_of(life, event)}: a whole group's payloads were summed by torch.distributed. The "
-                             f"order in which it adds is its own, and follows from the group and the machines: one "
-                             f"process cannot add to the same bits, and every later record depends on them; --check "
+            raise UsageError(f"{place_of(life, event)}: torch.distributed summed the payloads of a whole group. Its "
+                             f"order of additions depends on the group and the machines, so one process cannot get "
+                             f"the same bits, on which all later records depend; --check "
                              f"compares the records without repeating the run")  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def warnings(experiment: Experiment, lives: Lives) -> list[str]:
             found.append(f"the run was made with {what} {', '.join(others)}, this is {here}: results may differ")
     threads = sorted({int(each.get("threads", 1)) for each in headers})
     if len(threads) > 1:
-        found.append(f"nodes computed with {threads} threads; here all do with {threads[0]}: results may differ")
+        found.append(f"nodes computed with {threads} threads; here all compute with {threads[0]}: results may differ")
     return found
 
 

@@ -32,7 +32,7 @@ def command(run: str, edges: bool, once: bool, as_json: bool) -> None:
     found = read(path)
     dead = died(path)
     if not found and not dead:
-        raise UsageError(f"{path} has no status of any node: the run has not begun, or wrote none")
+        raise UsageError(f"{path} has no status of any node: the run has not begun, or has not written its status")
     if as_json:
         click.echo(json.dumps({str(uid): status for uid, status in found.items()}, indent=1))
         if dead:

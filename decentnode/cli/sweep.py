@@ -72,9 +72,10 @@ def command(
     from decentnode.sweeps.space import axes as parsed
 
     if drawn is not None and (sampler not in (None, "random") or points is not None):
-        raise click.UsageError("--random N says --sampler random --points N: give one of them")
+        raise click.UsageError("--random N means --sampler random --points N: give only one of them")
     if seeds is not None and seed is not None:
-        raise click.UsageError("--seeds gives every point its seed, and --seed one for all: give one of them")
+        raise click.UsageError("--seeds gives each point its own seed, --seed gives all points one: give only one of "
+                               "them")
     if jobs != "auto" and not (jobs.isdecimal() and int(jobs) > 0):
         raise click.UsageError(f"--jobs must be a number above 0 or auto, got {jobs}")
     file, variables = start.config_of(config or start.default_config(), start.environ())
@@ -117,7 +118,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
         text = json.dumps(frame_rows(results)) if as_json else text_table(results)
         result.put(text + "\n", OutputKind.RESULT)
         if state.exit_code > 128:
-            watcher.say("what is done is kept; the same command goes on", kind=OutputKind.RESULT)
+            watcher.say("finished points are kept; the same command continues", kind=OutputKind.RESULT)
         elif not as_json:
             watcher.say(f"written  {shown(sweep.folder)}/: {', '.join(path.name for path in written)}")
     finally:

@@ -48,7 +48,7 @@ class ConsoleWatcher(Watcher):
         self.say(f"sweep    {sweep.name}: {plural(total, 'point')}, {jobs}, {how}; {shown(sweep.folder)}")
         if sweep.rungs:
             rungs = ", ".join(map(str, sweep.rungs))
-            self.say(f"halving  rungs of {rungs} rounds, the best 1/{sweep.plan.halving} go on")
+            self.say(f"halving  rungs of {rungs} rounds, the best 1/{sweep.plan.halving} continue")
         self._begin()
 
     def _begin(self) -> None:
@@ -83,12 +83,12 @@ class ConsoleWatcher(Watcher):
 
     def stopping(self, state: State, signal_name: str) -> None:
         points = plural(len(state.running), "point")
-        self._note = f"{signal_name}: {points} under way finish a round and stop; once more to kill"
+        self._note = f"{signal_name}: {points} in progress finish their round and stop; press again to kill"
         self.say(f"stopping {self._note}", "yellow")
 
     def suspending(self) -> None:
         self.end()
-        self.say("the points under way go on; fg shows the sweep again, kill %1 ends it", "yellow")
+        self.say("the points in progress keep running; fg shows the sweep again, kill %1 ends it", "yellow")
         self.output.drain(SUSPEND_SECONDS)
 
     def resumed(self) -> None:

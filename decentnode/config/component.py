@@ -197,7 +197,7 @@ def imported(target: str, name: str, kind: str, what: str = "function or class")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        where = f"; looked for in {', '.join(_beside)} and where Python looks" if _beside else ""
+        where = f"; searched in {', '.join(_beside)} and on Python's path" if _beside else ""
         raise UsageError(f"{kind} {name!r}: no module named {error.name!r}{where}") from error
     except Exception as error:  # an outsider's module may raise anything, and odd names raise ValueError, TypeError
         raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error

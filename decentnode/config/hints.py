@@ -42,7 +42,7 @@ def value_hint(
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         if item.raw.lower() != shown:
             return f"YAML reads a bare {item.raw} as {shown}: quote it"
-        return "quote it if text is meant"
+        return "quote it if you mean text"
     if details["type"] == "boolean" and item is not None and item.raw.lower() not in ("true", "false", ""):
         return f"YAML reads a bare {item.raw} as {str(value).lower()}"
     if isinstance(value, str):

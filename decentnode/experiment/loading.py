@@ -100,9 +100,10 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
     tree = parse(read(path, shown), shown)
     files.append(os.fspath(path))
     if tree.value is None:
-        raise ConfigError([f"{shown}: is empty; an experiment needs at least graph, data, model and training"], shown)
+        raise ConfigError([f"{shown}: the file is empty; an experiment needs at least graph, data, model and "
+                           f"training"], shown)
     if not isinstance(tree.value, dict):
-        raise ConfigError([problem(tree.place, "an experiment must be keys and values")], shown)
+        raise ConfigError([problem(tree.place, "an experiment must consist of keys and values")], shown)
     tree, found = derived.take_out(tree, shown)
     seen.update(found)
     extends = tree.value.get("extends")
@@ -114,7 +115,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
     target = path.parent / extends.value
     if target.resolve() in chain:
         circle = " -> ".join(p.name for p in (*chain, target.resolve()))
-        raise ConfigError([problem(extends.place, f"extends must not lead back to a file: {circle}")], shown)
+        raise ConfigError([problem(extends.place, f"extends must not form a cycle, got {circle}")], shown)
     if not target.is_file():
         raise ConfigError([problem(extends.place, f"extends: no such file: {target}")], shown)
     own = dataclasses.replace(tree, value={k: v for k, v in tree.value.items() if k != "extends"})
@@ -165,8 +166,8 @@ def _refuse_others(folder: Path, modules: Set[str], only: Sequence[Path] | None 
         if place is None or not wanted.is_file() or not Path(place).is_file() or wanted.samefile(place):
             continue
         if (only is None or Path(place).parent in only) and wanted.read_bytes() != Path(place).read_bytes():
-            raise UsageError(f"this program has imported module {module} from {place}, and that of {folder} is "
-                             "another: start it anew, or use the command line")  # fmt: skip
+            raise UsageError(f"this program has already imported another module {module}, from {place}, than the one "
+                             f"in {folder}: restart the program, or use the command line")  # fmt: skip
 
 
 def _outsiders(item: Item) -> Iterator[Item]:

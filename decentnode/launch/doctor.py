@@ -80,7 +80,8 @@ def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator
         return
     required = config.shared_memory is True
     if not FOLDER.is_dir():
-        yield Finding("shared memory", None if not required else False, f"there is no {FOLDER}: ipc instead")
+        yield Finding("shared memory", None if not required else False, f"{FOLDER} does not exist: payloads use ipc "
+                                                                        f"instead")
         return
     need = Layout(schemas, experiment.make_graph().num_nodes).size * nodes
     free = shutil.disk_usage(FOLDER).free
@@ -96,8 +97,8 @@ def _descriptors(experiment: Experiment, uids: Any) -> Finding:
     peers = max(len({v for graph, r in met for v in graph.neighbors(u, r)}) for u in uids)
     need = DESCRIPTORS_OF_A_NODE + peers * SOCKETS_PER_PEER * DESCRIPTORS_PER_SOCKET
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # which nodes take, whatever they begin with
-    return Finding("open files", need <= most, f"a node with {peers} neighbors needs about {need}, "
-                                               f"it may have {most} (ulimit -Hn)")  # fmt: skip
+    return Finding("open files", need <= most, f"a node with {peers} neighbors needs about {need}, the limit is "
+                                               f"{most} (ulimit -Hn)")  # fmt: skip
 
 
 def _keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
@@ -242,7 +243,7 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
         patients: dict[int, Patient] = {}
         for other in others:
             if first[other].behind_nat:
-                yield Finding(f"machine {other}", True, "behind NAT: what is sent to it goes through relays")
+                yield Finding(f"machine {other}", True, "behind NAT: other nodes send to it through relays")
                 continue
             port = first[other].port
             assert port is not None
@@ -285,7 +286,7 @@ def _examine(
     if hello is None:
         yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall"
                       if resolved(patient.host) else "its name cannot be resolved here: correct it, or add it to the "
-                      "name server or to this machine's /etc/hosts")  # fmt: skip
+                                                     "name server or to this machine's /etc/hosts")  # fmt: skip
         return
     if hello[0] != other:
         yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")

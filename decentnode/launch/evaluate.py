@@ -70,11 +70,11 @@ def evaluate(
     """
     for key in [*(sections or {}), *(each.partition("=")[0].split(".")[0].strip() for each in overrides)]:
         if key not in ("data", "task"):
-            raise UsageError(f"evaluate takes other data and another task alone, got {key}; a run's models stay as "
-                             "they were trained")  # fmt: skip
+            raise UsageError(f"only data and task can be changed for an evaluation, got {key}; a run's models stay as "
+                             f"they were trained")  # fmt: skip
     refuse_script(run)
     if not (run / RESOLVED).is_file():
-        raise UsageError(f"{run} has no {RESOLVED}: it does not say what its models are")
+        raise UsageError(f"{run} has no {RESOLVED}, which describes its models")
     experiment = load(run / RESOLVED, overrides, {}, check=False, layers=[sections] if sections else [])
     model = experiment.model
     if getattr(model, "init", None) is not None:  # the file to start from need not be there any more
@@ -107,8 +107,8 @@ class _Evaluation:
         self.there = [uid for uid in range(self.count) if self._path(uid).is_file()]
         if not self.there and not (self.folder / f"{MERGED}.safetensors").is_file():
             raise UsageError(
-                f"{run} has no models: nodes write them when a run ends in order; with node.checkpoint, such as "
-                "{every: 20}, a run that is cut off can go on to its end with --resume"
+                f"{run} has no models: nodes write them when a run ends normally; with node.checkpoint, such as "
+                "{every: 20}, a run that was cut off can be continued with --resume"
             )
         self.data = experiment.open_data()
         self.data.check()

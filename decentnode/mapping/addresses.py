@@ -66,10 +66,9 @@ def find(hosts_: Sequence[str], names: set[str]) -> int:
     known = ", ".join(f"{machine}: {host}" for machine, host in enumerate(hosts_))
     if not found:
         raise MappingError(
-            f"this machine ({', '.join(sorted(names))}) is none of the mapping's ({known}); "
-            f"say which it is with --machine"
+            f"this machine ({', '.join(sorted(names))}) is not in the mapping ({known}); give its number with --machine"
         )
     raise MappingError(
-        f"this machine is several of the mapping's: {', '.join(map(str, found))} of ({known}); "
-        f"say which it is with --machine"
+        f"this machine matches several machines of the mapping: {', '.join(map(str, found))} of ({known}); give its "
+        f"number with --machine"
     )

@@ -38,7 +38,7 @@ def checked(host: str) -> str:
     if found is not None:
         if found.version == 6 and found.is_link_local:
             raise ValueError(
-                f"must not be a link-local address, got {host!r}: it means another machine on every link; give a "
+                f"must not be a link-local address, got {host!r}: it means a different machine on every link; give a "
                 f"global or unique local one (fd00::/8), or a name"
             )
         if "%" in host:
@@ -125,8 +125,8 @@ def unknown_name(host: str, what: str) -> str:
     if address(host) is not None or host == "*" or is_interface(host) or resolved(host):
         return ""
     return (
-        f"{what} in the mapping is {host!r}, a name that cannot be resolved on this machine, which has to listen "
-        f"there: correct it, add it to the name server or to this machine's /etc/hosts, or give the address of the "
+        f"{what} in the mapping is {host!r}, a name that cannot be resolved on this machine, which must listen there: "
+        f"correct it, add it to the name server or to this machine's /etc/hosts, or give the address of the "
         f"network interface in its place"
     )
 
@@ -164,7 +164,8 @@ def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
     if unknown:
         return "", (
             f"a name in the mapping cannot be resolved here: {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}; "
-            f"the nodes there are waited for until it can; correct it, or add it to the name server or to this "
+            f"the run waits for the nodes there until it can be resolved; correct it, or add it to the name server or "
+            f"to this "
             f"machine's /etc/hosts"
         )
     wrong = [number for number in loopback if number != machine]
@@ -172,7 +173,7 @@ def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
         host = places[wrong[0]].host
         meant = f"{host!r} in the mapping" + ("" if address(host) else f", which is {found[host][0]} here")
         return "", (
-            f"machine {wrong[0]} is {meant}: unless a tunnel leads there, this machine reaches itself in its place"
+            f"machine {wrong[0]} is {meant}: unless a tunnel leads there, this machine reaches itself instead"
         )
     return "", ""
 

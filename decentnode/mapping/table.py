@@ -61,10 +61,10 @@ class Table(Mapping):
     def _lay_out(self, machines: list[MachineConfig]) -> None:
         for number, machine in enumerate(machines):
             if not machine.device:
-                raise MappingError(f"device of machine {number} must name one at least, got {machine.device!r}")
+                raise MappingError(f"device of machine {number} must name at least one, got {machine.device!r}")
         machines = [self._with_hosts_checked(machine, number, len(machines)) for number, machine in enumerate(machines)]
         if all(machine.behind_nat for machine in machines):
-            raise MappingError("behind_nat: a machine at least must be one that the others can connect to")
+            raise MappingError("behind_nat: at least one machine must be one that the others can connect to")
         self.machines = machines
         self.num_machines = len(machines)
         self._first = [sum(m.nodes for m in machines[:i]) for i in range(len(machines) + 1)]
@@ -85,7 +85,8 @@ class Table(Mapping):
         known = address(host) if host else None
         if machines > 1 and (host == "*" or (known is not None and known.is_unspecified)):
             raise MappingError(
-                f"host of machine {number} must be what the others reach it by, got {host!r}; to listen on every "
+                f"host of machine {number} must be the address by which the others reach it, got {host!r}; to listen "
+                f"on every "
                 f"interface give its own address or name here, and bind: {'0.0.0.0' if host == '*' else host}"
             )
         return machine.model_copy(update=spelled)

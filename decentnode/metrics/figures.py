@@ -20,8 +20,8 @@ Purpose = Literal["data", "metadata", "protocol", "evaluation", "control"]
 
 PURPOSES: dict[Purpose, str] = {
     "data": "tensors of payloads that carry values, as the sharing rule gave them to the transport",
-    "metadata": "what payloads carry beside values: indices, scales, scalars",
-    "protocol": "what transports add: headers, doorbells, acknowledgements, checksums, whatever is sent again",
+    "metadata": "what payloads carry besides values: indices, scales, scalars",
+    "protocol": "what transports add: headers, doorbells, acknowledgements, checksums, resent data",
     "evaluation": "tensors of means over all nodes that evaluations ask for",
     "control": "messages about the run: joining, barriers, generations of members, reports, and their means",
 }
@@ -122,9 +122,9 @@ FIGURES = (
            "Node.evaluate", "evaluated after", digits=0, of=("evaluated_round",), how=_least),
     Figure("rounds", "rounds", "that every node finished", "Node.run", "rounds", digits=0, of=("rounds",),
            how=_rounds),
-    Figure("round_seconds_median", "s", "from the begin of a round to its end, median over rounds, then over nodes",
+    Figure("round_seconds_median", "s", "from the beginning of a round to its end, median over rounds, then over nodes",
            "Node.finish_round", "ms/round", 1e3, 1, of=("round_seconds_median",), how=_median),
-    Figure("virtual_seconds", "s", "until the last node had made its last round, in the world that `simulate` has",
+    Figure("virtual_seconds", "s", "until the last node finished its last round, on the virtual time of `simulate`",
            "simulate/virtual.py", of=("virtual_seconds",), how=lambda values: max(values, default=None)),
     Figure("bytes_sent_total", "bytes", "data + metadata: what the sharing rules of all nodes sent",
            "Counters.sent", "payload MB", 1e-6, of=("bytes_data", "bytes_metadata"), how=_total),
@@ -136,23 +136,26 @@ FIGURES = (
     ),
     Figure("bytes_saved_total", "bytes", "of data and metadata, not sent: one call of a whole clique (all_reduce) did",
            "communication/torch_distributed/group_collective.py", "saved MB", 1e-6, of=("bytes_saved",), how=_total),
-    Figure("bytes_relayed_total", "bytes", "that nodes passed on for those behind NAT, beside their own: whatever goes "
-           "through a connection, once for each relay", "wire/relay.py", "relayed MB", 1e-6, of=("bytes_relayed",),
+    Figure("bytes_relayed_total", "bytes", "that nodes forwarded for nodes behind NAT, besides their own: all data on "
+                                           "these connections, counted once for each relay",
+           "wire/relay.py", "relayed MB", 1e-6, of=("bytes_relayed",),
            how=_total),
-    Figure("bytes_resent_total", "bytes", "of protocol: what was sent again, as it did not arrive",
+    Figure("bytes_resent_total", "bytes", "of protocol: what was sent again because it did not arrive",
            "communication/zeromq/protocol/link_sender.py", "resent MB", 1e-6, of=("bytes_resent",), how=_total),
-    Figure("rounds_without_total", "rounds", "that nodes finished without the payload of a neighbor, which came too "
-           "late or not at all, added over the nodes; `losses` has them by neighbor", "Node.finish_round",
-           "rounds without", digits=0, of=("rounds_without",), how=_total),
-    Figure("late_payloads_total", "payloads", "that came after their receivers had gone on without them; they are "
-           "dropped", "Counters", "late payloads", digits=0, of=("late_payloads",), how=_total),
+    Figure("rounds_without_total", "rounds", "that nodes finished without a neighbor's payload, which arrived too "
+                                             "late or not at all, summed over the nodes; `losses` lists them by "
+                                             "neighbor",
+           "Node.finish_round", "rounds without", digits=0, of=("rounds_without",), how=_total),
+    Figure("late_payloads_total", "payloads", "that arrived after their receivers had continued without them; they "
+                                              "are dropped",
+           "Counters", "late payloads", digits=0, of=("late_payloads",), how=_total),
     Figure("checkpoints", "checkpoints", "that every node wrote", "node/checkpoints/making.py", "checkpoints", digits=0,
            of=("checkpoints",), how=_least),
     Figure("checkpoints_kept", "checkpoints", "that every node has at the end", "node/checkpoints/making.py",
            "checkpoints kept", digits=0, of=("checkpoints_kept",), how=_least),
     Figure("bytes_checkpoints_total", "bytes", "of all checkpoints that all nodes wrote", "node/checkpoints/making.py",
            "checkpoint MB", 1e-6, of=("bytes_checkpoints",), how=_total),
-    Figure("checkpoint_copy_seconds", "s", "in which the training thread copied its state, of the node with the most",
+    Figure("checkpoint_copy_seconds", "s", "in which the training thread copied its state, for the node with the most",
            "node/checkpoints/making.py", "checkpoint copy s", digits=3, of=("checkpoint_copy_seconds",), how=_most),
     Figure("checkpoint_wait_seconds", "s", "in which the training thread waited for the disk, likewise",
            "node/checkpoints/making.py", "checkpoint wait s", digits=3, of=("checkpoint_wait_seconds",), how=_most),

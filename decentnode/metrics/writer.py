@@ -115,11 +115,12 @@ class MetricsWriter:
                 raise
             if not self._refused:
                 self._refused = True
-                logger.warning("%s: %s; training goes on, metrics wait in memory", self.path, os.strerror(error.errno))
+                logger.warning("%s: %s; training continues, metrics are kept in memory", self.path,
+                               os.strerror(error.errno))  # fmt: skip
             return
         if self._refused:
             self._refused = False
-            logger.warning("%s: written again%s", self.path, f", {self.lost} records lost" if self.lost else "")
+            logger.warning("%s: writing works again%s", self.path, f", {self.lost} records lost" if self.lost else "")
 
     @property
     def pending(self) -> int:

@@ -124,15 +124,18 @@ class NodeConfig(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.early_stop is not None and not self.evaluate_every:
-            raise ValueError("early_stop needs evaluate_every of at least 1; otherwise nothing is measured in between")
+            raise ValueError("early_stop needs evaluate_every of at least 1; otherwise nothing is measured during the "
+                             "run")
         if self.quorum is not None and self.missing != "return_weight":
-            raise ValueError("quorum needs missing: return_weight, by which rounds go on without neighbors")
+            raise ValueError("quorum needs missing: return_weight, with which rounds continue without neighbors")
         if self.quorum is not None and self.schedule not in ("sequential", "overlapped"):
             raise ValueError(f"quorum needs a schedule in which nodes wait for each other, got {self.schedule}")
         if self.mix_in_background and self.schedule != "overlapped":
-            raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed meanwhile")
+            raise ValueError("mix_in_background: true needs schedule: overlapped; otherwise nothing is mixed during "
+                             "local steps")
         if self.asynchronous is not None and self.schedule in ("sequential", "overlapped"):
             raise ValueError(f"asynchronous needs schedule: gossip_async, ad_psgd or epidemic, got {self.schedule}")
         if self.sampler is not None and self.schedule != "epidemic":
-            raise ValueError(f"sampler needs schedule: epidemic, in which nodes expect nobody, got {self.schedule}")
+            raise ValueError(f"sampler needs schedule: epidemic, in which nodes do not wait for particular neighbors, "
+                             f"got {self.schedule}")
         return self

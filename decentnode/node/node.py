@@ -194,7 +194,7 @@ class Node:
             except Interrupted as stop:
                 if self.round == 0:
                     raise
-                logger.warning("%s: this node ends with what it has after round %d", stop, self.round)
+                logger.warning("%s: this node ends with its results so far, after round %d", stop, self.round)
                 return
             self.rounds.abandon()
             if self.communication.history is not None:
@@ -359,7 +359,7 @@ class Node:
         try:
             yield from self.evaluate(ordered=ordered)
         except Interrupted:
-            logger.info("evaluation after round %d given up: the run is stopping", self.round)
+            logger.info("evaluation after round %d abandoned: the run is stopping", self.round)
 
     def evaluate(self, closing: bool = False, ordered: bool = False) -> Steps[None]:
         """Evaluate the local and the merged model, as steps, and record the result. closing: the last time, which a

@@ -57,7 +57,7 @@ class NodeOrders:
     def refusal_to_leave(self, others: Collection[int]) -> str:
         """As `Node.refusal_to_leave`."""
         if self._node.over or self._communication.stopping:
-            return "the run ends at this moment"
+            return "the run is ending"
         return self._communication.refusal_to_leave(others)
 
     @property
@@ -104,7 +104,7 @@ class NodeOrders:
             if what == "meet":
                 stops_at = min(stops_at, clock.now() + MEET_SECONDS + MEET_ROUNDS * longest)
                 if clock.now() >= stops_at and not self._stop_asked:
-                    logger.warning("whoever ordered the run to stop says no more: this node stops it")
+                    logger.warning("the node that ordered the run to stop is silent: this node stops the run")
                     self.ask_stop()
             node.doing = "paused" if stands else "agreeing on an order"
             yield from communication.order_steps(node.round, until)

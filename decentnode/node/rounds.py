@@ -155,7 +155,7 @@ class NodeRounds:
         if lost and self._config.missing != "return_weight":
             self._miss(round, phase, lost)
         if missing:
-            logger.warning("round %d: went on without node %s", round, names(sorted(missing)))
+            logger.warning("round %d: continued without node %s", round, names(sorted(missing)))
 
     def _miss(self, round: int, phase: int, lost: frozenset[int]) -> None:
         """Without these the node does not go on as it is. Raises PeerLost with `node.missing: fail`."""

@@ -21,7 +21,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     if summary.get("ended") == "early_stop":
         did = f"stopped early {after}, {wall}"
     sides = summary.get("sides", [])
-    lines = [f"{did}, in {len(sides)} parts that ended apart" if sides else f"{did}{_main_metric(summary)}"]
+    lines = [f"{did}, in {len(sides)} parts that ended separately" if sides else f"{did}{_main_metric(summary)}"]
     lines += [*_sides(summary), *([] if sides else _best(summary))]
     if not summary["nodes"]:
         return lines
@@ -47,7 +47,7 @@ def _virtual(summary: Mapping[str, Any], rounds: int) -> list[str]:
     if not seconds or not rounds:
         return []
     per_round = duration(seconds / rounds)
-    return [f"virtual  {duration(seconds)} in the world that simulate describes, {per_round} per round"]
+    return [f"virtual  {duration(seconds)} with the speeds and links of simulate, {per_round} per round"]
 
 
 def _sides(summary: Mapping[str, Any]) -> list[str]:
@@ -70,7 +70,7 @@ def _left(summary: Mapping[str, Any]) -> list[str]:
     """Of nodes of this machine that were asked to leave."""
     told = [f"node {uid} after round {after}" for uid, after in summary.get("left", {}).items()]
     more = f" and {plural(len(told) - MOST_NAMED, 'other')}" if len(told) > MOST_NAMED else ""
-    return [f"left     {', '.join(told[:MOST_NAMED])}{more}, as asked"] if told else []
+    return [f"left     {', '.join(told[:MOST_NAMED])}{more}, on request"] if told else []
 
 
 def _lost(summary: Mapping[str, Any]) -> list[str]:
@@ -133,7 +133,7 @@ def _losses(summary: Mapping[str, Any]) -> list[str]:
     named = [f"node {uid} ({count} times)" if count > 1 else f"node {uid}" for uid, count in by_uid.items()]
     more = f" and {plural(len(named) - MOST_NAMED, 'other')}" if len(named) > MOST_NAMED else ""
     whom = f" without {', '.join(named[:MOST_NAMED])}{more}" if named else ""
-    return [f"losses   {plural(total, 'round')} of nodes went on{whom or ' without a neighbor'}"]
+    return [f"losses   {plural(total, 'round')} of nodes continued{whom or ' without a neighbor'}"]
 
 
 def _waiting(waiting: Mapping[str, Any]) -> list[str]:
@@ -159,15 +159,15 @@ def _checkpoints(summary: Mapping[str, Any]) -> list[str]:
     waited = summary["checkpoint_copy_seconds"] + summary["checkpoint_wait_seconds"]
     fewer = [uid for uid in counts if (counts[uid] < kept and wrote[uid] < made) or uid in missed]
     but = " but for those below" if any(counts[uid] < kept for uid in fewer) else ""
-    why = "" if summary.get("own_rounds") else ", being away or started again"
+    why = "" if summary.get("own_rounds") else ", because they were away or started again"
     named = [f"{'':9}{_fewer(uid, counts[uid], made, told[uid], why)}" for uid in fewer[:MOST_NAMED]]
     if len(fewer) > MOST_NAMED:
-        named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all either")
+        named.append(f"{'':9}{plural(len(fewer) - MOST_NAMED, 'other node')} did not keep all of them either")
     ended = {figures["rounds"] for figures in summary["nodes"].values() if "rounds" in figures}
     apart: list[str] = []
     if summary["status"] == "interrupted" and len(ended) > 1 and not summary.get("own_rounds"):
         apart = [f"{'':9}nodes ended after {min(ended)} to {max(ended)} rounds: "
-                 "--resume needs an earlier one that all have"]
+                 "--resume needs an earlier checkpoint that all nodes have"]
     return [
         f"kept     {plural(kept, 'checkpoint')}{of} per node{but}, "
         f"{size(summary['bytes_checkpoints_total'])} written in all; training waited {duration(waited)} for them, "

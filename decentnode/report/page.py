@@ -48,9 +48,9 @@ EVENTS_IN_ORDER = frozenset({
 })  # fmt: skip
 """Kinds of events that are told one by one; all others are counted."""
 PURPOSES = {
-    "data": "payloads: models and what stands for them", "metadata": "payloads: indices, scales and the like",
+    "data": "payloads: models, or compressed forms of them", "metadata": "payloads: indices, scales and the like",
     "evaluation": "evaluation of the merged model", "protocol": "headers, acknowledgments and membership",
-    "control": "beats and what keeps connections", "checkpoints": "checkpoints",
+    "control": "heartbeats and connection upkeep", "checkpoints": "checkpoints",
 }  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_forms_of_graphs() -> None:
         experiment(graph=networkx.DiGraph([(0, 1), (1, 0)]))
     with pytest.raises(UsageError, match="must be connected, got a networkx graph of 2 parts"):
         experiment(graph=networkx.Graph([(0, 1), (2, 3)]))
-    with pytest.raises(ConfigError, match="cannot be given beside a graph that has its own"):
+    with pytest.raises(ConfigError, match="cannot be given together with a graph that has its own"):
         experiment(graph=ours, weights="uniform").check()
 
 
@@ -160,7 +160,7 @@ def test_a_function_gets_what_is_known_of_the_data() -> None:
     ({"train": (np.ones((3, 2)), np.ones(2))}, "train must have as many inputs as targets"),
     ({"train": []}, "train has no sample"),
     ({"loss": 1.5}, "loss must be a function of outputs and targets, got float"),
-    ({"run": {"trackers": ["csv", type("Own", (CSV,), {})]}}, "trackers.1 must be a class that a module holds, as "),
+    ({"run": {"trackers": ["csv", type("Own", (CSV,), {})]}}, "trackers.1 must be a class from a module, because "),
     ({"sharing": {"name": "full", "x": object()}}, "sharing.x must be plain data or a component's class, got <object"),
 ], ids=["optimizer", "model", "train", "lengths", "empty", "loss", "tracker", "key"])  # fmt: skip
 def test_what_is_given_wrongly_is_told_by_its_name(given: dict[str, Any], words: str) -> None:
@@ -179,7 +179,7 @@ def test_what_cannot_be_sent_to_another_machine_is_refused_by_name() -> None:
 
 def test_cuda_in_use_is_told_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(UsageError, match="this one uses CUDA already and forks of it cannot; processes=False runs"):
+    with pytest.raises(UsageError, match="this process uses CUDA, after which its forks cannot; processes=False runs"):
         experiment().run(processes=True, progress=False)
 
 

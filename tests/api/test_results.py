@@ -79,7 +79,7 @@ def test_models_of_objects_are_of_their_classes(tmp_path: Path) -> None:
     run = experiment(rounds=1).run(progress=False, run_dir=tmp_path)
     assert isinstance(run.models().merged, Net)
     again = decentnode.open_run(run.path).models()
-    with pytest.raises(UsageError, match="which only that program has"):
+    with pytest.raises(UsageError, match="of the program that made this experiment and is not available here"):
         _ = again.merged
     assert set(again.state_dict("merged")) == set(Net().state_dict())
 
@@ -109,7 +109,7 @@ def test_a_run_that_was_killed(run: decentnode.Run, tmp_path: Path) -> None:
     found = decentnode.open_run(tmp_path / "killed")
     assert found.status == "unfinished" and found.summary == {} and "unfinished" in repr(found)
     assert len(found.rounds()) == 16 and found.nodes().empty
-    with pytest.raises(KeyError, match=r"the run has left none .unfinished.; node.checkpoint keeps those"):
+    with pytest.raises(KeyError, match=r"the run has saved none .unfinished.; with node.checkpoint, a run"):
         found.models()["merged"]
     shutil.rmtree(tmp_path / "killed" / "nodes")
     with pytest.raises(UsageError, match="holds no metrics"):

@@ -59,7 +59,7 @@ def test_the_shares_of_two_machines_become_one_run(tmp_path: Path, monkeypatch: 
 
     said = command("collect", "tiny", "copied")
     copied = f"{tmp_path}/a/copied/runs/tiny/{second.name}"
-    assert f"{copied}: node 2-3, what machine 1 ran on; " in said and "has 4 nodes" in said, said
+    assert f"{copied}: node 2-3, details of machine 1; " in said and "has 4 nodes" in said, said
     assert "missing" not in said and "ended" not in said and "warning" not in said, "both ran on the same"
     for name in ("env.json", "git.txt", "pip-freeze.txt", "command.txt"):
         assert (first / "machines" / "1" / name).read_bytes() == (second / name).read_bytes()
@@ -90,4 +90,4 @@ def test_the_shares_of_two_machines_become_one_run(tmp_path: Path, monkeypatch: 
     assert title(other).endswith("band from lowest to highest node") and "4 nodes" in title(other)
     code, out, err = run(tmp_path / "a", "run", str(first), "--resume", "--plain", "--set", "node.rounds=10",
                          "--set", "mapping={machines: 1, nodes_per_machine: 4}")  # fmt: skip
-    assert code == 0 and "goes on after round 8" in out, out + err
+    assert code == 0 and "continues after round 8" in out, out + err

@@ -27,7 +27,7 @@ def test_prepare_converts_and_checks(tmp_path: Path) -> None:
     found = data("prepare", "femnist", "--from", str(tmp_path / "d"))
     assert found.exit_code == 0, found.output
     lines = found.output.splitlines()
-    assert lines[0] == "20 training samples, 5 test samples, all of them whole"
+    assert lines[0] == "20 training samples, 5 test samples, all readable"
     assert lines[1] == "5 users, with 2 to 6 training samples"
     assert lines[2].startswith(f"converted into {tmp_path / 'cache' / 'femnist-'}")
     assert lines[3] == f"data: {{name: femnist, folder: {tmp_path / 'd'}}}"
@@ -38,7 +38,7 @@ def test_prepare_converts_and_checks(tmp_path: Path) -> None:
     array.write_bytes(b"\x01" + whole[1:])
     os.utime(array, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
     damaged = data("prepare", "femnist", "--from", str(tmp_path / "d"))
-    assert "train_x has changed since it was written, and is converted again" in damaged.output
+    assert "train_x has changed since it was written and will be converted again" in damaged.output
     assert array.read_bytes() == whole
 
 
@@ -132,7 +132,7 @@ def test_images_in_files_are_read_to_the_last(tmp_path: Path) -> None:
     found = data(*words)
     assert found.exit_code == 0, found.output
     lines = found.output.splitlines()
-    assert lines[0] == "12 training samples, 6 test samples, all of them whole"
+    assert lines[0] == "12 training samples, 6 test samples, all readable"
     assert lines[1].startswith(f"listed in {tmp_path / 'cache' / 'image_folder-'}")
     last = tmp_path / "d" / "val" / "n02" / "val_1.png"
     last.write_bytes(last.read_bytes()[:60])

@@ -102,7 +102,7 @@ def test_other_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 
 def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
     run = ran(tmp_path)
-    with pytest.raises(UsageError, match="evaluate takes other data and another task alone, got model"):
+    with pytest.raises(UsageError, match="only data and task can be changed for an evaluation, got model"):
         evaluate(run.path, overrides=["model.init=x"])
     with pytest.raises(UsageError, match="does not fit the model for this data"):
         evaluate(run.path, {"data": {"name": "synthetic", "input_shape": [5, 5, 1], "test_samples": 20}})
@@ -114,10 +114,10 @@ def test_what_cannot_be_evaluated_is_told(tmp_path: Path) -> None:
         evaluate(run.path)
     for file in (run.path / "models").iterdir():
         file.unlink()
-    with pytest.raises(UsageError, match=r"has no models: nodes write them when a run ends in order; with node.check"):
+    with pytest.raises(UsageError, match=r"has no models: nodes write them when a run ends normally; with node.check"):
         evaluate(run.path)
     (run.path / "config.resolved.yaml").unlink()
-    with pytest.raises(UsageError, match="it does not say what its models are"):
+    with pytest.raises(UsageError, match="which describes its models"):
         evaluate(run.path)
 
 

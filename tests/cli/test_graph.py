@@ -73,7 +73,7 @@ def test_draw(tmp_path: Path, suffix: str) -> None:
         (("make", "rnig", "-n", 4), "did you mean 'ring'"),
         (("make", "ring"), "graph ring needs -n N (the number of nodes)"),
         (("make", "ring", "-n", 4, "-d", 2), "degree: Extra inputs"),
-        (("info", "grouped", "-n", 4), "graph grouped needs between, for which there is no option: name it in an exp"),
+        (("info", "grouped", "-n", 4), "graph grouped needs between, for which there is no option: put it in an exp"),
         (("make", "one_peer_exponential", "-n", 4), "name it in the experiment"),
         (("info", "none.edges"), "No such file"),
         (("draw", "ring", "-n", 4, "-o", "x.gif"), "must end in"),

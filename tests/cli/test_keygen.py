@@ -70,7 +70,7 @@ def test_the_secret_of_invitations_is_made_once_and_stays_secret(tmp_path: Path)
     first = runner.invoke(main, ["invite", str(path), "--nodes", "2", "--hours", "1"])
     again = runner.invoke(main, ["invite", str(path)])
     assert first.exit_code == again.exit_code == 0, first.output + again.output
-    assert "is new: copy it to every machine" in first.stderr and not again.stderr
+    assert "was created: copy it to every machine" in first.stderr and not again.stderr
     found = opened(read_secret(path), first.stdout.strip(), clock.wall())
     assert found.uses == 2 and 3500 < found.until - clock.wall() <= 3601
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_text().strip() not in first.output

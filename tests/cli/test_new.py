@@ -69,10 +69,10 @@ def test_every_line_of_its_config_says_what_it_is_for(tmp_path: Path) -> None:
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years")
-    with pytest.raises(UsageError, match=r"mine must be empty or new, it holds thesis\.tex"):
+    with pytest.raises(UsageError, match=r"mine must be empty or new, got a folder with thesis\.tex"):
         write(tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.tex"]
-    with pytest.raises(UsageError, match=r"thesis\.tex must be a folder, it is a file"):
+    with pytest.raises(UsageError, match=r"thesis\.tex must be a folder, got a file"):
         write(tmp_path / "mine" / "thesis.tex")
 
 

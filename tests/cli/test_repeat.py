@@ -100,7 +100,7 @@ def test_other_code_of_decentnode_is_said(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "source": "other"}))
     code, out, err = decentnode(tmp_path, "run", "runs/tiny", "--set", "node.rounds=2")
     assert code == 0, err
-    assert "made with other code of decentnode" in out and "round=2/2" in out
+    assert "used a different version of decentnode's code" in out and "round=2/2" in out
     assert f"run {path.parent.relative_to(tmp_path)} --set node.rounds=4" in out
 
 

@@ -27,7 +27,7 @@ def test_a_run_that_was_killed_in_the_middle_of_writing_goes_on(tmp_path: Path) 
         assert process.returncode == -signal.SIGKILL
     code, out, err = run(tmp_path, "run", config, "--plain", "--resume")
     assert code == 0, out + err
-    assert "is partial: it has no manifest" in out and "goes on after round 4" in out, out
+    assert "is partial: it has no manifest" in out and "continues after round 4" in out, out
     assert "checkpoints (2 of them new) per node" in out, out
     (tmp_path / "killed").unlink()
     latest = tmp_path / "runs" / "tiny" / "latest"
@@ -46,9 +46,9 @@ def test_two_machines_go_on_where_one_stopped(tmp_path: Path) -> None:
     config = write(tmp_path, node=node, mapping={**mapping, "base_port": free_ports(8)})
     with started(tmp_path, "launch", config, "--machine", "0", "--plain", "--resume") as zero:
         code, out, err = run(tmp_path, "launch", config, "--machine", "1", "--plain", "--resume")
-        assert code == 0 and "goes on after round 5" in out, out + err
+        assert code == 0 and "continues after round 5" in out, out + err
         out, err = zero.communicate(timeout=200)
-        assert zero.returncode == 0 and "goes on after round 5" in out, out + err
+        assert zero.returncode == 0 and "continues after round 5" in out, out + err
     runs = tmp_path / "runs" / "tiny"
     for name in ("003", "merged"):
         place = runs / ("latest" if name == "merged" else "latest-machine1") / "models" / f"{name}.safetensors"

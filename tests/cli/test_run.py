@@ -168,7 +168,7 @@ def test_a_supervisor_that_is_killed_leaves_no_sockets_and_status_tells_so(froze
             wait_until(lambda: not list(sockets.glob("decentnode-*")), "the end of the folders of sockets")
             said = CliRunner().invoke(main, ["status", str(run), "--once"])
             assert said.exit_code == 0, said.output
-            assert f"ended without a word: its supervisor, process {process.pid}, is gone" in said.output
+            assert f"ended without a result: its supervisor, process {process.pid}, is gone" in said.output
             psutil.wait_procs(family, timeout=60)
 
 

@@ -85,7 +85,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(tmp_path: Path) 
         terminal.press(INTERRUPT)
         text = terminal.rest()
         assert terminal.process.returncode == 130, text
-        assert "the same command goes on" in text and "accuracy %" in text
+        assert "the same command continues" in text and "accuracy %" in text
     first = outcomes(tmp_path)
     assert {label: status for label, (status, _) in first.items()} == {"4": "finished"}
     (tmp_path / "quick").write_text("")
@@ -175,11 +175,12 @@ def test_a_mistake_that_all_points_have_is_told_as_of_a_run(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--random", "3", "--points", "2"], "give one of them"), (["--seeds", "2", "--seed", "1"], "give one of them"),
+    (["--random", "3", "--points", "2"], "give only one of them"),
+    (["--seeds", "2", "--seed", "1"], "give only one of them"),
     (["-j", "0"], "--jobs must be"), (["-g", "a=log(1,2)"], "is a distribution"),
-    (["--points", "3"], "is for --sampler"),
-    (["--sampler", "optuna"], "--points N"), (["--random", "3"], "something to choose"),
-    (["-g", "seed=1,2", "--seeds", "3"], "give one of them"), (["-g", "run.dir=a,b"], "must not set"),
+    (["--points", "3"], "is only for --sampler"),
+    (["--sampler", "optuna"], "--points N"), (["--random", "3"], "values to choose from"),
+    (["-g", "seed=1,2", "--seeds", "3"], "give only one of them"), (["-g", "run.dir=a,b"], "must not set"),
     (["-g", "name=a,b"], "must not set"), (["--halving", "-g", "node.rounds=1,2"], "sets node.rounds itself"),
     (["--metric", "accuracy_men"], "did you mean 'accuracy_mean'?"),
 ])  # fmt: skip

@@ -87,7 +87,7 @@ def test_ctrl_z_stops_the_display_and_not_the_nodes(tmp_path: Path) -> None:
         wait_until(lambda: supervisor.status() == psutil.STATUS_STOPPED, "the stop of the supervisor")
         models = latest(tmp_path) / "models"
         wait_until(lambda: len(list(models.glob("00?.safetensors"))) == 4, "the end of the training")
-        assert "the nodes go on" in terminal.seen or "the nodes go on" in _more(terminal)
+        assert "the nodes keep running" in terminal.seen or "the nodes keep running" in _more(terminal)
         supervisor.send_signal(signal.SIGCONT)
         assert "done in " in terminal.rest()
     assert terminal.process.returncode == 0
@@ -95,7 +95,7 @@ def test_ctrl_z_stops_the_display_and_not_the_nodes(tmp_path: Path) -> None:
 
 
 def _more(terminal: Terminal) -> str:
-    terminal.read_until("the nodes go on")
+    terminal.read_until("the nodes keep running")
     return terminal.seen
 
 

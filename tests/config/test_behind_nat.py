@@ -21,7 +21,7 @@ def test_relays_are_zeromqs_alone() -> None:
     cliques = {"name": "hybrid", "cliques": [[0, 1, 2, 3]]}
     loaded(cliques)
     loaded({"name": "auto"}, behind_nat=[1])
-    with pytest.raises(ConfigError, match="nodes 2 and 0 would use collective, but nobody can connect to node 2"):
+    with pytest.raises(ConfigError, match="nodes 2 and 0 would use collective, but no node can connect to node 2"):
         loaded(cliques, behind_nat=[1])
 
 

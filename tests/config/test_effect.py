@@ -16,16 +16,16 @@ TWO = "mapping: {machines: 2, nodes_per_machine: 2, base_port: 20100, addresses:
 
 @pytest.mark.parametrize(("node", "wrong"), [
     ("{schedule: epidemic, asynchronous: {max_age: 3}}",
-     "6:52: node.asynchronous.max_age is read with schedule: gossip_async alone, got epidemic; leave it out"),
-    ("{schedule: epidemic, asynchronous: {stale: wait, age_weights: false}}", "node.asynchronous.age_weights is read"),
-    ("{schedule: ad_psgd, asynchronous: {advance_copies: false}}", "is read with schedule: gossip_async alone"),
-    ("{schedule: epidemic, asynchronous: {patience: 3}}", "is read with schedule: ad_psgd alone, got epidemic"),
-    ("{schedule: ad_psgd, asynchronous: {deadline_seconds: 3}}", "is read with schedule: epidemic alone, got ad_psgd"),
-    ("{schedule: gossip_async, asynchronous: {arrivals: 1}}", "is read with schedule: epidemic alone"),
-    ("{schedule: gossip_async, asynchronous: {wait_seconds: 2}}", "is read with stale: wait alone, got leave_out"),
+     "6:52: node.asynchronous.max_age is used only with schedule: gossip_async, got epidemic; leave it out"),
+    ("{schedule: epidemic, asynchronous: {stale: wait, age_weights: false}}", "node.asynchronous.age_weights is used"),
+    ("{schedule: ad_psgd, asynchronous: {advance_copies: false}}", "is used only with schedule: gossip_async"),
+    ("{schedule: epidemic, asynchronous: {patience: 3}}", "is used only with schedule: ad_psgd, got epidemic"),
+    ("{schedule: ad_psgd, asynchronous: {deadline_seconds: 3}}", "is used only with schedule: epidemic, got ad_psgd"),
+    ("{schedule: gossip_async, asynchronous: {arrivals: 1}}", "is used only with schedule: epidemic"),
+    ("{schedule: gossip_async, asynchronous: {wait_seconds: 2}}", "is used only with stale: wait, got leave_out"),
     ("{schedule: gossip_async, asynchronous: {stale: wait, wait_seconds: 60}}",
      "6:74: node.asynchronous.wait_seconds must be less than communication.timeout_seconds, 60, got 60"),
-    ("{schedule: epidemic, asynchronous: {deadline_seconds: 90}}", "others give a node up that waits so long"),
+    ("{schedule: epidemic, asynchronous: {deadline_seconds: 90}}", "the others give up on a node that waits that long"),
     ("{asynchronous: {max_age: 3}}", "6:22: node.asynchronous needs schedule: gossip_async, ad_psgd or epidemic"),
     ("{merge_weights: rounds}", "6:23: node.merge_weights needs missing: regroup and on_partition: both, got fail"),
     ("{missing: regroup, merge_weights: rounds}", "6:41: node.merge_weights needs on_partition: both, got majority"),
@@ -61,7 +61,7 @@ def test_keys_with_an_effect_are_taken_and_so_is_what_a_run_writes_of_them(write
 def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
     path = write(f"{BASE}node: {{schedule: epidemic, asynchronous: {{arrivals: 3}}}}\n")
     (doubt,) = load(path, [], {}).doubts
-    assert doubt.startswith("a.yaml:6:53: node.asynchronous.arrivals is more than the graph sends to a node in a round")
+    assert doubt.startswith("a.yaml:6:53: node.asynchronous.arrivals is more than a node receives in a round")
     assert not load(path, ["node.asynchronous.arrivals=2"], {}).doubts
     assert not load(path, ["graph={name: complete, nodes: 4}"], {}).doubts
 
@@ -70,14 +70,14 @@ def test_more_arrivals_than_a_graph_sends_are_a_warning(write: Any) -> None:
 def test_weights_that_a_schedule_does_not_read_are_a_warning(write: Any, schedule: str) -> None:
     path = write(f"{BASE}weights: {{name: uniform}}\nnode: {{schedule: {schedule}}}\n")
     (doubt,) = load(path, [], {}).doubts
-    assert doubt.startswith(f"a.yaml:6:1: weights: {schedule} takes ") and "reads no weights" in doubt
+    assert doubt.startswith(f"a.yaml:6:1: weights: {schedule} takes ") and "ignores weights" in doubt
     assert not load(path, ["weights=null"], {}).doubts and not load(path, ["node.schedule=gossip_async"], {}).doubts
 
 
 def test_weights_that_a_rule_with_servers_does_not_read_are_a_warning(write: Any) -> None:
     sets = ["graph={name: star, nodes: 4}", "sharing={name: fedavg}"]
     (doubt,) = load(write(f"{BASE}weights: {{name: uniform}}\n"), sets, {}).doubts
-    assert doubt.startswith("a.yaml:6:1: weights: fedavg takes the mean of what the clients changed, and reads no")
+    assert doubt.startswith("a.yaml:6:1: weights: fedavg takes the mean of the clients' changes and ignores ")
     assert not load(write(BASE), sets, {}).doubts
 
 
@@ -141,4 +141,4 @@ def test_a_start_shorter_than_a_round_is_a_warning(write: Any) -> None:
 
 def test_a_cipher_without_keys_is_warned_of(write: Any) -> None:
     (doubt,) = load(write(f"{BASE}communication: {{name: zeromq, bulk_security: aes-gcm}}\n"), [], {}).doubts
-    assert doubt.startswith("a.yaml:6:46: communication.bulk_security: aes-gcm encrypts nothing without keys")
+    assert doubt.startswith("a.yaml:6:46: communication.bulk_security: aes-gcm needs keys, got none")

@@ -83,7 +83,7 @@ def test_extends_chains_and_is_relative_to_its_file(write):
 
 def test_extends_in_a_circle_and_to_nowhere(write):
     write("extends: a.yaml\n", "p.yaml")
-    assert "p.yaml:1:10: extends must not lead back to a file: a.yaml -> p.yaml -> a.yaml" in said(
+    assert "p.yaml:1:10: extends must not form a cycle, got a.yaml -> p.yaml -> a.yaml" in said(
         write("extends: p.yaml\n")
     )
     assert "b.yaml:1:10: extends: no such file: nope.yaml" in said(write("extends: nope.yaml\n", "b.yaml"))
@@ -125,10 +125,10 @@ def test_set_over_a_bare_name(write):
 @pytest.mark.parametrize(
     ("data", "part"),
     [
-        (b"", "a.yaml: is empty; an experiment needs at least graph, data, model and training"),
-        (b"# nothing\n", "a.yaml: is empty"),
-        (b"- a\n", "a.yaml:1:1: an experiment must be keys and values"),
-        (b"text", "an experiment must be keys and values"),
+        (b"", "a.yaml: the file is empty; an experiment needs at least graph, data, model and training"),
+        (b"# nothing\n", "a.yaml: the file is empty"),
+        (b"- a\n", "a.yaml:1:1: an experiment must consist of keys and values"),
+        (b"text", "an experiment must consist of keys and values"),
         (b"\x89PNG\r\n\x1a\n\x00", "a.yaml:1: must be UTF-8 text, got byte 0x89: is it a binary file?"),
         (b"graph: {name: ring, nodes: 4}\n", "a.yaml: data is missing\n    The dataset, and how its training"),
         (b"a: 1\n\tb: 1\n", "YAML does not allow tabs for indentation: use spaces"),

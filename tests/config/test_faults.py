@@ -16,17 +16,17 @@ ZEROMQ = ["communication.name=zeromq"]
 
 
 @pytest.mark.parametrize(("faults", "more", "wrong"), [
-    ("[{do: kill, nodes: [9], at_round: 1}]", "", "faults[0].nodes[0] must be of nodes below 4, got 9"),
-    ("[{do: drop, share: .1}]", "communication: {name: shared_memory}", "drop is of messages that go through sockets"),
+    ("[{do: kill, nodes: [9], at_round: 1}]", "", "faults[0].nodes[0] must be uids below 4, got 9"),
+    ("[{do: drop, share: .1}]", "communication: {name: shared_memory}", "drop acts on messages that go through"),
     ("[{do: cut, sides: [[0], [1]], at_round: 1, seconds: 1}]", "communication: {name: auto, same_host: shared_memory}",
-     "models are to go through shared_memory here"),
-    ("[{do: drop, source: [2]}]", "communication: {name: auto, cliques: [[1, 2]]}", "models are to go through coll"),
+     "models go through shared_memory"),
+    ("[{do: drop, source: [2]}]", "communication: {name: auto, cliques: [[1, 2]]}", "models go through coll"),
     ("[{do: drop, to: [2]}]", "communication: {name: auto, edges: [{nodes: [1, 2], by: shared_memory}]}",
-     "models are to go through shared_memory here; take communication: {name: auto}, or plane: control"),
-    ("[{do: delay, by_seconds: .1}]", "communication: {name: collective}", "models are to go through collective here"),
-    ("[{do: corrupt}]", "communication: {name: zeromq, checksum: none}", "found by checksums alone"),
+     "models go through shared_memory; use communication: {name: auto}, or plane: control"),
+    ("[{do: delay, by_seconds: .1}]", "communication: {name: collective}", "models go through collective"),
+    ("[{do: corrupt}]", "communication: {name: zeromq, checksum: none}", "corrupted messages are not detected"),
     ("[{do: kill, nodes: [1], at_round: 1}]", "communication: {name: inproc}", "neither processes nor connections"),
-    ("[{do: restart, nodes: [1], at_seconds: 1}]", "", "missing: regroup alone"),
+    ("[{do: restart, nodes: [1], at_seconds: 1}]", "", "only with missing: regroup"),
 ])  # fmt: skip
 def test_faults_that_cannot_come_about_are_refused_by_name(write: Any, faults: str, more: str, wrong: str) -> None:
     assert wrong in said(write(f"{BASE}faults: {faults}\n{more}\n"))
@@ -46,14 +46,14 @@ def test_faults_that_strike_sockets_are_taken_whatever_the_transport(write: Any,
 
 @pytest.mark.parametrize(("fault", "wrong"), [
     ("{do: cut, sides: [[0, 1], [1, 2]], at_round: 1, seconds: 1}",
-     "7:27: faults[0].sides must have a node on one of the two sides alone, got 1 on both"),
+     "7:27: faults[0].sides must have each node on only one side, got 1 on both"),
     ("{do: cut, sides: [[0, 0], [1]], at_round: 1, seconds: 1}",
      "7:28: faults[0].sides[0] must name each node once, got 0 twice"),
     ("{do: cut, sides: [[0], [7]], at_round: 1, seconds: 1}",
-     "7:34: faults[0].sides[1][0] must be of nodes below 4, got 7"),
+     "7:34: faults[0].sides[1][0] must be uids below 4, got 7"),
     ("{do: kill, nodes: [1, 2, 1], at_round: 1}", "7:28: faults[0].nodes must name each node once, got 1 twice"),
     ("{do: delay, by_seconds: 1, to: [3, 3]}", "7:41: faults[0].to must name each node once, got 3 twice"),
-    ("{do: drop, source: [2], to: [2]}", "7:38: faults[0].to must have another node than source, got 2 alone"),
+    ("{do: drop, source: [2], to: [2]}", "7:38: faults[0].to must have another node than source, got only 2"),
     ("{do: break, source: 2, to: 2, at_round: 1}", "7:37: faults[0].to must be another node than source, got 2"),
     ("{do: kill, nodes: [1, 2], count: 3, at_round: 1}",
      "7:43: faults[0].count must be at most the number of nodes, 2, got 3"),
@@ -76,7 +76,7 @@ def test_faults_of_rounds_that_a_shorter_run_does_not_have_are_a_warning(write: 
     path = write(f"{BASE}node: {{rounds: 6}}\nfaults: [{{do: kill, nodes: [1], at_round: 5}}]\n")
     assert not load(path, [], {}).doubts
     (doubt,) = load(path, ["node.rounds=5"], {}).doubts
-    assert doubt.startswith("a.yaml:7:43: faults[0].at_round is not below node.rounds, 5, got 5: the fault does not")
+    assert doubt.startswith("a.yaml:7:43: faults[0].at_round is not below node.rounds, 5, got 5: the fault will never")
     assert doubt.endswith("(see node.rounds at --set node.rounds=5)")
 
 
@@ -95,7 +95,7 @@ def test_a_restart_of_a_node_that_lives_is_a_warning(write: Any, killed: str, re
 def test_a_kill_that_ends_a_run_that_seems_to_bear_it_is_a_warning(write: Any, missing: str, doubts: int) -> None:
     faults = "faults: [{do: kill, nodes: [1], at_round: 1}, {do: pause, nodes: [1], at_round: 1, seconds: 1}]\n"
     found = load(write(f"{BASE}node: {{missing: {missing}}}\n{faults}"), [], {}).doubts
-    assert ["faults[0].do: a node that is dead for good ends the run" in each for each in found] == [True] * doubts
+    assert ["faults[0].do: a node that never comes back ends the run" in each for each in found] == [True] * doubts
 
 
 def test_faults_at_the_bounds_are_taken(write: Any) -> None:
@@ -209,9 +209,9 @@ def test_faults_go_with_newcomers_and_name_them(write: Any, fault: str) -> None:
 
 
 @pytest.mark.parametrize(("fault", "wrong"), [
-    ("{do: kill, nodes: [6], at_round: 1}", "faults[0].nodes[0] must be of nodes below 6, got 6"),
+    ("{do: kill, nodes: [6], at_round: 1}", "faults[0].nodes[0] must be uids below 6, got 6"),
     ("{do: restart, nodes: [3, 4], at_seconds: 1}",
-     "faults[0].nodes[1]: node 4 is a newcomer, which its own command starts (decentnode join): nothing else"),
+     "faults[0].nodes[1]: node 4 is a newcomer, which only its own command (decentnode join) can start"),
 ])  # fmt: skip
 def test_what_no_newcomer_can_be_struck_by_is_refused_at_its_place(write: Any, fault: str, wrong: str) -> None:
     assert wrong in said(write(f"{OPEN}faults: [{fault}]\n"), *ZEROMQ)
@@ -224,7 +224,7 @@ def test_what_no_newcomer_can_be_struck_by_is_refused_at_its_place(write: Any, f
 def test_newcomers_of_simulated_runs_are_checked(write: Any, newcomers: str, wrong: str) -> None:
     assert wrong in said(write(f"{OPEN}simulate: {{newcomers: {newcomers}}}\n"), *ZEROMQ)
     nobody = write(f"{BASE}simulate: {{newcomers: [{{at_seconds: 1}}]}}\n")
-    assert "simulate.newcomers: the run admits nobody; set node.newcomers" in said(nobody, *ZEROMQ)
+    assert "simulate.newcomers: the run admits no newcomers; set node.newcomers" in said(nobody, *ZEROMQ)
 
 
 def test_newcomers_for_whom_there_is_no_place_are_told(write: Any) -> None:

@@ -149,14 +149,14 @@ def test_a_module_of_the_same_name_in_another_folder_is_not_taken_for_it(
     for folder in folders[:2]:
         load(folder / "a.yaml", model, {})
     assert str(folders[1] / "code") not in sys.path, "what is imported already need not be looked for"
-    with pytest.raises(UsageError, match=f"has imported module {module} from {folders[0]}.*start it anew"):
+    with pytest.raises(UsageError, match=f"already imported another module {module}, from {folders[0]}.*restart"):
         load(folders[2] / "a.yaml", model, {})
 
 
 @pytest.mark.slow
 def test_a_module_that_is_nowhere_says_where_it_was_looked_for(folder: Path) -> None:
     done = command(folder, "validate", str(folder / "quickstart.yaml"), "--set", "model={name: nett:Net}")
-    assert done.returncode == 2 and f"no module named 'nett'; looked for in {folder} and where Python" in done.stderr
+    assert done.returncode == 2 and f"no module named 'nett'; searched in {folder} and on Python's path" in done.stderr
 
 
 @pytest.mark.slow

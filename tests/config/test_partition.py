@@ -17,9 +17,9 @@ BOTH = ["node.missing=regroup", "node.on_partition=both"]
     [
         (["node.on_partition=both"], "node.on_partition", "needs missing: regroup"),
         ([*BOTH, "node.min_nodes=2"], "node.min_nodes", "however small"),
-        ([*BOTH, "node.orphans=adopted"], "node.orphans", "train on all of them"),
+        ([*BOTH, "node.orphans=adopted"], "node.orphans", "train on all samples"),
         ([*BOTH, "node.newcomers=1"], "node.newcomers", "two newcomers"),
-        ([*BOTH, "node.checkpoint={every: 2}"], "node.checkpoint", "both sides would write theirs"),
+        ([*BOTH, "node.checkpoint={every: 2}"], "node.checkpoint", "each side would write its own"),
         ([*BOTH, "node.schedule=gossip_async"], "node.schedule", "would end the run"),
         ([*BOTH, "sharing.name=fedavg", "graph.name=star"], "sharing", "without the servers"),
         ([*BOTH, "communication=collective"], "communication.name", "on one side"),

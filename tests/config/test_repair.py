@@ -18,7 +18,7 @@ HOW = ["node.missing=regroup", "node.repair=ring"]
         (["node.repair=ring"], "repair needs missing: regroup"),
         ([*HOW, "sharing.name=moshpit"], "moshpit has neighbors of its own"),
         ([*HOW, "sharing.name=hierarchical"], "hierarchical has neighbors of its own"),
-        ([*HOW, "sharing.name=relaysgd", "graph.name=line"], "random would do"),
+        ([*HOW, "sharing.name=relaysgd", "graph.name=line"], "use random"),
         ([*HOW, "sharing.name=fedavg", "graph.name=star"], "has servers"),
     ],
     ids=["no generations", "moshpit", "hierarchical", "relaysgd", "fedavg"],

@@ -53,16 +53,16 @@ def test_one_that_does_not_is_refused_by_name(family: str) -> None:
 
 def test_invitations_to_a_run_that_admits_nobody_are_a_mistake() -> None:
     sections = {**ADMITS, "node": {"missing": "regroup"}, "communication": {"name": "zeromq", "invitations": "a"}}
-    with pytest.raises(ConfigError, match=r"invitations.*admits nobody; set node.newcomers"):
+    with pytest.raises(ConfigError, match=r"invitations.*admits no newcomers; set node.newcomers"):
         load(None, [], {}, True, [{**experiment(), **sections}])
 
 
 @pytest.mark.parametrize(("text", "why"), [
-    ("model: {name: 'os:system'}\n", "code of its own, model.name: os:system"),
-    ("sharing:\n- {name: a.b.c:Class}\n", "code of its own, sharing.0.name"),
+    ("model: {name: 'os:system'}\n", "its own code, model.name: os:system"),
+    ("sharing:\n- {name: a.b.c:Class}\n", "its own code, sharing.0.name"),
     ("extends: /etc/passwd\n", "extends another file"), ("[1, 2]", "no sections"), ("a: [", "not YAML"),
     ("a: !!python/object/apply:os.system [ls]", "not YAML"), ("[" * 40 + "]" * 40, "no sections"),
-    ("a: " + "[" * 40 + "]" * 40, "sections within sections"), ("\udcff", "not YAML"),
+    ("a: " + "[" * 40 + "]" * 40, "nested too deeply"), ("\udcff", "not YAML"),
     ("a: &a [1]\nb: [*a, *a]\n", "refers to parts of itself"),
 ])  # fmt: skip
 def test_nothing_in_the_experiment_is_trusted(text: str, why: str) -> None:

@@ -83,7 +83,7 @@ def test_a_folder_of_another_run_or_of_none_is_refused(tmp_path: Path, run_id: A
     run, other = share(tmp_path / "run", 0), share(tmp_path / "other", 2, run=run_id)
     share(tmp_path / "more", 3, run=OTHER)
     before = content(run)
-    with pytest.raises(UsageError, match="is of another run" if run_id == OTHER else "tells the run's id"):
+    with pytest.raises(UsageError, match="belongs to another run" if run_id == OTHER else "has the run's id"):
         collect(run, [other])
     with pytest.raises(UsageError, match=r"no other folder of the run .*, but 2 of other runs"):
         collect(run, [tmp_path])
@@ -190,7 +190,7 @@ def test_whole_checkpoints_of_the_run_come_along(tmp_path: Path) -> None:
     assert torch.equal(kept.load()["x"], torch.ones(3)) and kept.cut.run == RUN
     assert store.read_best(run / "checkpoints", 2) == store.read_best(other / "checkpoints", 2)
     assert [sum(part in line for line in found.left_out) for part in (
-        "another run, moment or node", "must have", "is not there", good.parent.name)] == [1, 1, 1, 0]  # fmt: skip
+        "another run, time or node", "must have", "is missing", good.parent.name)] == [1, 1, 1, 0]  # fmt: skip
     assert names(run / "checkpoints") == [good.parent.name, "best-002.json"]
     assert uids(collect(run, [other])) == [[]]
 
@@ -276,9 +276,9 @@ def test_a_link_in_place_of_an_environment_is_not_followed(tmp_path: Path) -> No
 
 def test_a_folder_that_tells_no_run_says_what_to_do(tmp_path: Path) -> None:
     run, old = share(tmp_path / "run", 0), share(tmp_path / "old" / "other", 2, run=None)
-    with pytest.raises(UsageError, match=rf"copy by hand .*: cp -rn {old}/nodes {old}/models {run}/$"):
+    with pytest.raises(UsageError, match=rf"only this folder has by hand: cp -rn {old}/nodes {old}/models {run}/$"):
         collect(run, [old])
-    with pytest.raises(UsageError, match=r"1 of other runs \(1 of them tell no run: name one to hear what to do\)"):
+    with pytest.raises(UsageError, match=r"1 of other runs \(1 of them do not say their run: give one"):
         collect(run, [tmp_path / "old"])
 
 

@@ -115,7 +115,7 @@ def test_the_user_hears_of_each_order_once(run: Path) -> None:
     for uid in range(3):
         controlling.told({"kind": "control", "what": "paused", "round": 7, "uid": uid}, share)  # type: ignore[arg-type]
     controlling.told({"kind": "control", "what": "resumed", "round": 7}, share)  # type: ignore[arg-type]
-    assert share.told == ["paused after round 7", "goes on after round 7"]
+    assert share.told == ["paused after round 7", "resumed after round 7"]
 
 
 def test_the_command_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

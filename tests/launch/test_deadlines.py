@@ -66,7 +66,7 @@ def test_a_run_that_is_over_waits_a_moment_for_who_is_on_the_way_back() -> None:
     assert not second.killed
     deadlines.check(100.1 + BACK_SECONDS)
     assert second.killed and not end.near
-    assert heard.notices == ["node 1 was killed; started again, it was not back in time before the run was over"]
+    assert heard.notices == ["node 1 was killed; started again, it did not rejoin before the run ended"]
 
 
 def test_a_process_ends_soon_after_its_last_message() -> None:

@@ -85,7 +85,7 @@ def test_the_others_finish_without_a_node_that_dies(tmp_path: Path, way: str) ->
         (told,) = generations(outcome, uid)
         assert (told["generation"], told["left"], told["members"]) == (1, [2], [0, 1, 3, 4])
         assert 3 <= told["round"] <= 7, "3 where its machine's word comes before the others have begun that round"
-    assert any("generation 1: 4 of 5 nodes go on" in text for text in listener.notices)
+    assert any("generation 1: 4 of 5 nodes continue" in text for text in listener.notices)
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_too_few_end_the_run_and_say_what_it_takes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["auto", "collective"])
-@pytest.mark.parametrize("when", ["the others go on", "is started again", "generation 1", "generation 2"])
+@pytest.mark.parametrize("when", ["the others continue", "is started again", "generation 1", "generation 2"])
 @pytest.mark.slow
 def test_a_stop_costs_nobody_what_the_others_have_wherever_a_node_on_its_way_back_is(
     tmp_path: Path, when: str, way: str
@@ -217,7 +217,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
     assert outcome.summary["restarts"] == {"2": 1}
     told = outcome.summary["lost"]["2"]
     assert told.startswith("node 2 was killed by SIGKILL") and told in listener.notices
-    assert told.endswith("; started again, it was not back in time before the run was over")
+    assert told.endswith("; started again, it did not rejoin before the run ended")
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_that_it_left_behind(
     )  # fmt: skip
     assert outcome.exit_code == 0, listener.failures
     assert outcome.summary["members"] == [0, 1, 3, 4]
-    assert outcome.summary["lost"] == {"2": "node 2: left behind, it was not back in time before the run was over"}
+    assert outcome.summary["lost"] == {"2": "node 2: left behind, it did not rejoin before the run ended"}
 
 
 STEPS = [
@@ -282,7 +282,7 @@ def test_clients_wait_for_a_server_that_is_killed_and_comes_back_from_its_checkp
     assert told and all(0 in each["members"] for each in told), "no client goes on without it"
     assert outcome.run_dir is not None
     text = (outcome.run_dir / "nodes" / "000" / "log.txt").read_text()
-    assert re.search(r"goes on from its own checkpoint after round [24]\b", text)
+    assert re.search(r"continues from its own checkpoint after round [24]\b", text)
     assert outcome.summary["nodes"]["0"]["accuracy"] == outcome.summary["accuracy_merged"]
 
 
@@ -296,4 +296,4 @@ def test_clients_wait_for_a_server_for_so_long_and_say_for_whom(tmp_path: Path) 
     assert [each.uid for each in listener.failures if not each.follower] == [0], listener.failures
     assert outcome.run_dir is not None
     told = (outcome.run_dir / "nodes" / "001" / "log.txt").read_text()
-    assert "no round begins without node 0" in told, told
+    assert "no round can begin without the server node 0" in told, told

@@ -54,7 +54,7 @@ def test_a_node_of_the_mapping_leaves_and_the_others_finish(tmp_path: Path) -> N
                        mapping={"device": "cpu"})  # fmt: skip  # where such a run is recorded by itself
     wrong, several, right = listener.result()
     assert wrong.exit_code == 2 and "has no node 7 on this machine" in wrong.output
-    assert several.exit_code == 2 and "has 4 nodes: say with --node which" in several.output
+    assert several.exit_code == 2 and "has 4 nodes on this machine: choose with --node which" in several.output
     assert (right.exit_code, right.output) == (0, "node 2 leaves after its round\n")
     assert outcome.exit_code == 0, (listener.failures, listener.notices)
     found, path = outcome.summary, outcome.run_dir
@@ -120,7 +120,7 @@ class Told:
     (2, True, "running", "not on this machine, which has node 0-1"),
     (1, False, "running", "node.missing is not regroup"),
     (1, True, "joining", "has not begun"),
-    (1, True, "running", "has ended already"),
+    (1, True, "running", "has already ended"),
 ])  # fmt: skip
 def test_why_a_node_stays(tmp_path: Path, uid: int, regroup: bool, phase: str, why: str) -> None:
     run = Told(phase)
@@ -129,7 +129,7 @@ def test_why_a_node_stays(tmp_path: Path, uid: int, regroup: bool, phase: str, w
     leaving.tick(clock.now(), run)
     assert why in (tmp_path / f"leave-{uid}.answer").read_text()
     leaving.answered(LeaveAnswer(1), run)
-    assert run.notices == ["node 1 leaves after its round, as asked"]
+    assert run.notices == ["node 1 leaves after its round, on request"]
 
 
 def test_a_machine_all_of_whose_nodes_left_has_finished() -> None:

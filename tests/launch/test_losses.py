@@ -25,7 +25,7 @@ def test_the_others_go_on_where_the_config_allows_it(
     end = EarlyEnd(run)
     Losses(run, end).died(Failed(1, exit_code, "node 1 was killed", ""))
     assert end.near is not goes_on and (1 in run.ledger.lost) is goes_on
-    assert heard.notices == (["node 1 was killed: the others go on"] if goes_on else [])
+    assert heard.notices == (["node 1 was killed: the others continue"] if goes_on else [])
 
 
 def test_of_a_node_that_misses_the_others_nobody_claims_that_they_go_on() -> None:
@@ -102,7 +102,7 @@ def test_the_user_hears_of_each_generation_once_and_who_is_in_it_is_not_lost() -
     record = {"generation": 2, "origin": "ab", "members": [0, 1], "joined": [1], "left": [], "round": 7}
     losses.generation(record)
     losses.generation(record)
-    assert heard.notices[1:] == ["generation 2: 2 of 2 nodes go on from round 7, with node 1 again"]
+    assert heard.notices[1:] == ["generation 2: 2 of 2 nodes continue from round 7, with node 1 again"]
     assert run.ledger.lost == {}
 
 

@@ -106,7 +106,7 @@ def test_a_newcomer_comes_while_faults_strike_and_its_records_are_checked_once_t
     struck = [each["detail"] for each in read_kind(events, "fault")]
     assert any('"slow"' in each for each in struck) and any('"drop"' in each for each in struck)
     code, out, err = run(tmp_path, "collect", "tiny", "came")
-    assert code == 0 and "node 4, what machine 1 ran on" in out, out + err
+    assert code == 0 and "node 4, details of machine 1" in out, out + err
     code, out, err = run(tmp_path, "replay", "tiny", "--check", "--json")
     told = json.loads(out)
     assert code == 0 and told["nodes"] == 5 and "unseen" not in told, out + err

@@ -116,12 +116,12 @@ def test_nodes_of_other_machines_that_are_gone_are_named_too() -> None:
             ledger.progress(uid, record)
     ledger.finished = {uid: replace(FINISHED, uid=uid) for uid in (0, 1)}
     found = summary(replace(FACTS, machines=[[0, 1], [2, 3, 4]]), ledger, 0, None, Durations(1.0, 2.0))
-    assert found["lost"] == {"4": "node 4: the others went on without it from round 4"}
+    assert found["lost"] == {"4": "node 4: the others continued without it from round 4"}
     assert found["left"] == {"2": 6}, "node 3 was back, and left as it had finished"
     assert found["elsewhere"] == [2, 4]
     lines = closing(found)
     assert any("sent by 2 nodes" in line for line in lines), "of what the others sent nothing is known here"
-    assert "left     node 2 after round 6, as asked" in lines
+    assert "left     node 2 after round 6, on request" in lines
 
 
 def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None:
@@ -148,7 +148,7 @@ def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None
     assert [side["rounds"] for side in found["sides"]] == [10, 9] and found["rounds"] == 9
     lines = closing(found)
     assert lines[:4] == [
-        "done in 2.0 s, in 2 parts that ended apart",
+        "done in 2.0 s, in 2 parts that ended separately",
         "apart    nodes 0-1; nodes 2-3 ended in generations of their own; the merged model is that of nodes 0-1",
         "         nodes 0-1 after round 10: mean test accuracy 0.550 (min 0.500 node 0, max 0.600 node 1), "
         "merged model 0.600, consensus distance 1.0e-02",

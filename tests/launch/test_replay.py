@@ -196,8 +196,8 @@ def test_other_models_at_the_end_are_a_difference(calm: Outcome, tmp_path: Path)
 
 @pytest.mark.parametrize(("change", "said"), [
     (lambda lines: [line for line in lines if '"joined"' in line], "run.record: true"),
-    (lambda lines: [line for line in lines if '"steps","round":0' not in line], "does not say from which"),
-    (lambda lines: [line.replace('"from":{', '"total":"0","from":{') for line in lines], "summed by torch.distributed"),
+    (lambda lines: [line for line in lines if '"steps","round":0' not in line], "a checkpoint of another run, but"),
+    (lambda lines: [line.replace('"from":{', '"total":"0","from":{') for line in lines], "summed the payloads"),
     (lambda lines: [line.replace('"from"', '"form"') for line in lines], "mixed cannot be read"),
     (lambda lines: [line for line in lines if '"recording"' not in line], "before a process began to record"),
 ], ids=["none", "resumed", "summed", "damaged", "headless"])  # fmt: skip

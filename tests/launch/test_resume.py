@@ -112,7 +112,7 @@ def test_a_run_of_processes_goes_on_where_one_process_stopped(tmp_path: Path, ca
     folder.done(*others, "name=a", "node.rounds=5", keep)
     by_processes = folder.done(*others, "name=a", transport, keep, resume="")
     check_same(straight, by_processes)
-    assert folder.told.notices == ["goes on after round 5"]
+    assert folder.told.notices == ["continues after round 5"]
     folder.done(*others, "name=b", "node.rounds=5", transport, keep)
     check_same(straight, folder.done(*others, "name=b", keep, resume=""))
     found = json.loads((by_processes / "summary.json").read_text())
@@ -150,7 +150,7 @@ def test_a_run_without_rounds_in_common_is_killed_and_goes_on(tmp_path: Path, se
     with pytest.raises(DecentnodeError, match=r"(?s)these keys differ:.*node\.schedule"):
         folder.run("node.schedule=sequential", resume="")
     run = folder.done(*sets, resume="")
-    said = "goes on, each node after the last round of its own"
+    said = "continues, each node after its own last round"
     assert any(each.startswith(said) for each in folder.told.notices), "partial files may be named behind it"
     rounds = [read_kind(run / f"nodes/{uid:03d}/metrics.jsonl", "round") for uid in range(4)]
     assert all([each["round"] for each in found] == list(range(len(found))) for found in rounds), "none twice"
@@ -231,7 +231,9 @@ def test_a_finished_run_says_so_and_goes_on_with_more_rounds(tmp_path: Path) -> 
     first = folder.done()
     outcome = folder.run(resume="")
     assert outcome.exit_code == 0 and outcome.run_dir == first and outcome.summary["rounds"] == 4
-    assert folder.told.notices == [f"{first} is finished: it has done 4 of 4 rounds; --set node.rounds=N goes on to N"]
+    assert folder.told.notices == [
+        f"{first} is finished: it has done 4 of 4 rounds; --set node.rounds=N continues it to N"
+    ]
     assert len([path for path in first.parent.iterdir() if not path.is_symlink()]) == 1
     more = folder.done("node.rounds=6", resume="")
     straight = folder.done("node={rounds: 6, evaluate_every: 0}", "name=other")
@@ -273,8 +275,8 @@ def test_nodes_without_files_are_named(tmp_path: Path) -> None:
     outcome = folder.run("node.rounds=6", resume="")
     assert outcome.exit_code == 0 and outcome.summary["resumed"]["without"] == [3]
     assert "must have" in folder.told.notices[1] and "001.safetensors" in folder.told.notices[1]
-    mean = "without a checkpoint, from the mean of the others' models: node 3; the sharing rule begins anew"
-    assert folder.told.notices[0] == f"goes on after round 2; {mean}"
+    mean = "node 3 has no checkpoint and starts from the mean of the others' models; the sharing rule starts anew"
+    assert folder.told.notices[0] == f"continues after round 2; {mean}"
 
 
 @pytest.mark.slow

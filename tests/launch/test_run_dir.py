@@ -51,7 +51,7 @@ def test_a_sweep_stands_for_the_runs_of_its_points(tmp_path: Path) -> None:
     _, again, other = (run_dir.create(points / key, "ring", local=[0]) for key in ("b", "b", "a"))
     for given in ("ring", "ring/sweep"):
         assert {*run_dir.resolve_all(given, tmp_path / "runs")} == {again, other}, "of each point the latest"
-        with pytest.raises(UsageError, match=r"ring/sweep is a sweep: name a run in .*points, or have plot .* all"):
+        with pytest.raises(UsageError, match=r"ring/sweep is a sweep: name a run in .*points, or use --all-runs"):
             run_dir.resolve(given, tmp_path / "runs")
     alone = run_dir.create(tmp_path / "runs", "ring", local=[0])
     assert run_dir.resolve_all("ring", tmp_path / "runs") == [alone]

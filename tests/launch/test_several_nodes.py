@@ -94,7 +94,7 @@ def test_a_killed_process_is_the_loss_of_all_its_nodes(tmp_path: Path) -> None:
     assert outcome.summary["members"] == [0, 1, 4] and outcome.summary["rounds"] == 40
     lost = outcome.summary["lost"]
     assert lost.keys() == {"2", "3"} and all("node 2-3 was killed by SIGKILL" in lost[uid] for uid in lost)
-    assert listener.notices.count(f"{lost['2']}: the others go on") == 1
+    assert listener.notices.count(f"{lost['2']}: the others continue") == 1
     assert {uid for told in generations(outcome, 0) for uid in told["left"]} == {2, 3}
     folder = tmp_path / "fail"
     folder.mkdir()

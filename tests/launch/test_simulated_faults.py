@@ -85,7 +85,7 @@ def test_without_generations_a_kill_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fault", "sections", "says"), [
-    ({"do": "clock_jump", "nodes": [0], "at_round": 1, "by_seconds": 5}, {}, "no time of day for clock_jump"),
+    ({"do": "clock_jump", "nodes": [0], "at_round": 1, "by_seconds": 5}, {}, "no wall clock for clock_jump"),
     ({"do": "full_disk", "nodes": [0], "at_round": 1}, {}, "no disk"),
     (ALL[0], {"simulate": {"engine": "batched"}}, "simulate.engine: batched"),
 ], ids=["clock_jump", "full_disk", "batched"])  # fmt: skip
@@ -176,13 +176,13 @@ def test_newcomers_come_to_a_simulated_run_that_faults_strike(tmp_path: Path) ->
     assert check_generations(founders, min_nodes=3, rounds=60, founders=NODES) >= 4
     found = check(tmp_path, facts(experiment, Request("", in_process=True, simulate=True)))
     assert found["payloads"] == whole and "unseen" not in found
-    with pytest.raises(UsageError, match=r"came from outside of the mapping.*--check"):
+    with pytest.raises(UsageError, match=r"which is not in the mapping: .*--check"):
         refuse(experiment, lives)
 
 
 def test_payloads_of_newcomers_whose_records_are_elsewhere_are_counted_and_told() -> None:
     sentence = sentence_of({"payloads": 10, "generations": 1, "unseen": {"4": 1500, "5": 2}})
-    assert sentence.startswith("checked: 10 payloads") and "1,502 more are of node 4-5, whose records lie" in sentence
+    assert sentence.startswith("checked: 10 payloads") and "1,502 more came from node 4-5, whose" in sentence
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_a_run_without_faults_to_which_nodes_come_is_a_world_too(tmp_path: Path)
     assert in_world(experiment) and not in_world(of())
     made, _ = run(experiment, tmp_path)
     assert made.world.processes[4].node.round == 20 and made.world.processes[0].node.reports.keys() >= {0, 4}
-    with pytest.raises(UsageError, match="not resumed"):
+    with pytest.raises(UsageError, match="cannot be resumed"):
         StruckRun(Task(Request(""), [0], 0, None, 1, "", True, 2.0, "", resume=["x"]), experiment, print, print)
 
 
@@ -209,7 +209,7 @@ def test_newcomers_that_never_come_are_told_of(tmp_path: Path, caplog: pytest.Lo
     told = [each.getMessage() for each in caplog.records if "never came" in each.getMessage()]
     assert told == [
         f"simulate.newcomers[{index}] never came: {why} (node.newcomers: 1; the run took {over:.4g} virtual seconds)"
-        for index, why in ((1, "nobody had admitted it when the run was over"),
-                           (2, "nobody had admitted it when it was to leave, at 0.5 virtual seconds"),
-                           (3, "it would have asked at 500 virtual seconds, when the run was over"))
+        for index, why in ((1, "it was not admitted before the run ended"),
+                           (2, "it was not admitted before it was to leave, at 0.5 virtual seconds"),
+                           (3, "the run ended before it was to ask, at 500 virtual seconds"))
     ]  # fmt: skip

@@ -97,8 +97,8 @@ def test_who_is_late_depends_on_the_phase() -> None:
 
 
 @pytest.mark.parametrize(("code", "words"), [
-    (0, "ended with exit code 0 and no word"), (3, "ended with exit code 3 and no word"),
-    (-signal.SIGSEGV, "was killed by SIGSEGV"), (-signal.SIGKILL, "was killed by SIGKILL; the system does that when"),
+    (0, "ended with exit code 0 and no message"), (3, "ended with exit code 3 and no message"),
+    (-signal.SIGSEGV, "was killed by SIGSEGV"), (-signal.SIGKILL, "was killed by SIGKILL; the system does this when"),
 ])  # fmt: skip
 def test_an_end_without_a_word_is_described(code: int, words: str) -> None:
     worker, process, _ = made(0)

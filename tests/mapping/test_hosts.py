@@ -47,7 +47,7 @@ def test_the_mapping_names_the_machine_of_a_bad_host() -> None:
     with pytest.raises(MappingError, match="bind of machine 0 must not be a link-local"):
         linear(nodes_per_machine=1, bind="fe80::2")
     for anywhere, bind in (("0.0.0.0", "0.0.0.0"), ("[::]", "::"), ("*", "0.0.0.0")):
-        with pytest.raises(MappingError, match=f"host of machine 1 must be what the others reach it by.*bind: {bind}"):
+        with pytest.raises(MappingError, match=f"host of machine 1 must be the address by which.*bind: {bind}"):
             linear(machines=2, nodes_per_machine=1, addresses=["a", anywhere])
     with pytest.raises(MappingError, match="port 20000 on fd00::1 is taken twice"):
         table({"nodes": 1, "host": "fd00::1"}, {"nodes": 1, "host": "[FD00:0::1]"})

@@ -58,7 +58,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing_that_fits(
         for round in range(20):
             writer.write({"round": round, "loss": 0.5})
     assert writer.pending > 15
-    assert sum("goes on" in message for message in caplog.messages) == 1
+    assert sum("training continues" in message for message in caplog.messages) == 1
     disk.room = 10**9
     writer.write({"round": 20, "loss": 0.5})
     writer.close()

@@ -540,11 +540,11 @@ def test_what_a_stranger_may_say_changes_no_model() -> None:
 
 
 @pytest.mark.parametrize(("sets", "says"), [
-    (["sharing.name=topk"], r"node.schedule: topk needs what its neighbors send in one round, got gossip_async"),
+    (["sharing.name=topk"], r"node.schedule: topk needs its neighbors' payloads of the same round, got gossip_async"),
     (["sharing.name=local_sgd"], r"node.schedule: local_sgd needs"),
     (["sharing={name: push_sum, compression: {name: int8}}"], r"sharing.compression: running sums must arrive"),
-    (["node.checkpoint={every: 5, best: accuracy_merged}"], r"checkpoint.best: the best one is told by an evaluation"),
-    (["node.early_stop=accuracy_merged"], r"node.early_stop: all nodes have to end after the same round"),
+    (["node.checkpoint={every: 5, best: accuracy_merged}"], r"checkpoint.best: the best checkpoint is chosen by"),
+    (["node.early_stop=accuracy_merged"], r"node.early_stop: all nodes must end after the same round"),
     (["node.schedule=ad_psgd", "sharing.name=push_sum"], r"sharing: two nodes of ad_psgd average .*, got push_sum"),
     (["node.schedule=ad_psgd", "sharing.compression={name: int8}"], r"sharing: two nodes of ad_psgd .*, got a codec"),
     (["node.schedule=ad_psgd", "graph={name: one_peer_exponential, nodes: 16}", "weights=null"],

@@ -253,7 +253,7 @@ def test_sketches_keep_distances_and_cosines() -> None:
     [
         (["node.sampler=cyclon"], "sampler needs schedule: epidemic"),
         (["node.schedule=epidemic", "node.sampler=cyclo"], "did you mean 'cyclon'"),
-        (["node.schedule=epidemic", "sharing=push_sum"], "plain mean of the models that came"),
+        (["node.schedule=epidemic", "sharing=push_sum"], "plain mean of received models"),
         (["node.schedule=epidemic", "node.sampler=cyclon", "graph={name: erdos_renyi, nodes: 6, probability: 1}",
           "node.sampler.exchange=30"], "exchange must be at most view"),
     ],

@@ -242,7 +242,7 @@ def test_survivors_that_the_graph_no_longer_joins_are_named(caplog: pytest.LogCa
     run.lose(1)
     run.lose(4)
     run.end()
-    assert "no longer joins nodes 2, 3 to the others; they go on apart" in caplog.text
+    assert "no longer connects nodes 2, 3 to the others; they continue separately" in caplog.text
     (told,) = [each for each in run.records if each["kind"] == "apart"]
     assert told["parts"] == [[0, 5], [2, 3]] and told["edges"] == [] and told["uid"] == 0
 

@@ -139,7 +139,7 @@ def test_a_rule_that_cannot_go_on_without_it_ends_the_run_and_names_the_sender()
     bad = Payload({"x.q": torch.zeros(ELEMENTS - 1, dtype=torch.uint8), "x.scale": torch.ones(1)})
     plan = made(Sequential, Exchange([Arrival(0, ELEMENTS, {1: bad, 3: bad}, frozenset())]), sharing)
     begin(plan)
-    with pytest.raises(PeerLost, match="node 1 sent in round 3 what cannot be read") as lost:
+    with pytest.raises(PeerLost, match="node 1 sent an unreadable payload in round 3") as lost:
         without_waits(plan.finish())
     assert lost.value.missing == (1,)
 

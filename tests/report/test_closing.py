@@ -40,7 +40,8 @@ def test_a_node_without_a_single_checkpoint_is_named_with_the_reason() -> None:
 def test_a_stop_after_different_rounds_costs_a_checkpoint_unless_rounds_are_each_nodes_own() -> None:
     nodes = {"0": written(3), "1": written(3, rounds=12)}
     told = about_checkpoints(nodes, status="interrupted", rounds_planned=40)
-    assert told[1:] == ["         nodes ended after 10 to 12 rounds: --resume needs an earlier one that all have"]
+    said = "         nodes ended after 10 to 12 rounds: --resume needs an earlier checkpoint that all nodes have"
+    assert told[1:] == [said]
     assert len(about_checkpoints(nodes, status="interrupted", rounds_planned=40, own_rounds=True)) == 1
 
 
@@ -77,10 +78,10 @@ def test_nodes_that_have_what_all_have_are_not_named() -> None:
     assert about_checkpoints({"0": {"accuracy": 0.7}, "1": {"accuracy": 0.7}}) == []
     named = about_checkpoints({"0": written(3), "1": written(0, 0), "2": written(1, 1), "3": written(0, 0)},
                               lost={"3": "killed"})  # fmt: skip
-    assert named[1:] == ["         node 1 has none: of 8 it made none, being away or started again",
-                         "         node 2 has 1: of 8 it made 1, being away or started again"]  # fmt: skip
+    assert named[1:] == ["         node 1 has none: of 8 it made none, because they were away or started again",
+                         "         node 2 has 1: of 8 it made 1, because they were away or started again"]  # fmt: skip
     many = about_checkpoints({"0": written(3), **{str(uid): written(0, 0) for uid in range(1, 9)}})
-    assert len(many) == 7 and many[-1] == "         3 other nodes did not keep all either"
+    assert len(many) == 7 and many[-1] == "         3 other nodes did not keep all of them either"
 
 
 def test_figures_of_one_machines_nodes_are_not_told_as_those_of_all() -> None:

@@ -88,7 +88,7 @@ def test_a_run_is_explained_in_one_file_that_needs_no_other(tmp_path: Path) -> N
     for told in ("decentnode run exp.yaml", "torch 2.13.0", "1 faults were planned", "checksum mismatch 27",
                  "node 2 nothing came", "wait 75.0 %", "node waited for seconds in all 0 2 2.50"):  # fmt: skip
         assert told in found.text, told
-    assert "says checksum mismatch 27 bytes were not what was sent; they are sent again peer lost 1" in found.text
+    assert "says checksum mismatch 27 bytes were damaged in transit; they are sent again peer lost 1" in found.text
     assert sum(address.startswith("data:") for address in found.addresses) >= 9 + 1
     assert waited(load(run)) == {(0, 2): 2.5}
 

@@ -88,7 +88,7 @@ def test_seeds_of_which_one_began_better_than_another_became_have_no_line(tmp_pa
         assert len(figure.axes[0].get_lines()) == len(found) - 1
         told = [each.get_text() for legend in figure.legends for each in legend.get_texts()]
         assert told == ([] if len(found) == 2 else ["g (2 seeds)", "h (2 seeds)"])
-    with pytest.raises(UsageError, match="no run became better"):
+    with pytest.raises(UsageError, match="no run improved"):
         drawn("target", [apart], ["rounds"])
 
 
@@ -100,7 +100,7 @@ def test_every_preset_has_a_form_for_papers_and_words_for_nothing(name: str, tmp
     for file in never_evaluated.glob("nodes/*/metrics.jsonl"):
         file.write_text("".join(line for line in file.read_text().splitlines(True) if "evaluation" not in line[:25]))
     empty, _ = lines([never_evaluated])
-    with pytest.raises(UsageError, match="nothing to draw"):
+    with pytest.raises(UsageError, match="nothing to plot"):
         drawn(name, empty, ["rounds"])
     result = CliRunner().invoke(main, ["plot", str(run), "--preset", name, "--paper", "-o", str(tmp_path / "p.svg")])
     assert result.exit_code == 0, result.output

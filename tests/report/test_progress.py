@@ -219,7 +219,7 @@ def test_the_closing_of_a_failed_run_says_after_which_round_it_was_evaluated() -
 
 def test_the_closing_names_the_nodes_that_rounds_went_on_without() -> None:
     found = closing(summary(rounds_without_total=27, losses={"3": 26, "1": 1}))
-    assert found[-1] == "losses   27 rounds of nodes went on without node 3 (26 times), node 1"
+    assert found[-1] == "losses   27 rounds of nodes continued without node 3 (26 times), node 1"
     many = closing(summary(rounds_without_total=28, losses={str(uid): 4 for uid in range(7)}))
     assert many[-1].endswith("node 4 (4 times) and 2 others")
     assert not any("losses" in line for line in closing(summary()))

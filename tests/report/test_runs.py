@@ -327,7 +327,7 @@ def test_plot_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"must end in \.png, \.pdf, \.svg"):
         plot(found, METRICS, list(AXES), tmp_path / "a.txt")
     empty, _ = lines([fake_run(tmp_path / "b" / "r", rounds=0)])
-    with pytest.raises(UsageError, match="nothing to draw: no record of loss in b"):
+    with pytest.raises(UsageError, match="nothing to plot: no record of loss in b"):
         plot(empty, ["loss"], ["rounds"], tmp_path / "b.png")
     assert plot([*found, *empty], ["loss"], ["rounds"], tmp_path / "b.png") == ["b"]
     (tmp_path / "file").write_text("")

@@ -25,8 +25,8 @@ LOOKED_AT = 8
 OF_COPIES = ("stale", "wait_seconds", "advance_copies")
 """Those that are about newest models, not about running sums."""
 REASONS = {
-    ("early_stop",): "all nodes have to end after the same round",
-    ("checkpoint", "best"): "the best one is told by an evaluation of all nodes",
+    ("early_stop",): "all nodes must end after the same round",
+    ("checkpoint", "best"): "the best checkpoint is chosen by an evaluation of all nodes",
 }
 """Keys of `node` that are refused, and why."""
 
@@ -39,12 +39,13 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
         return
     if not vars(load_class(sharing.name, SHARINGS, "sharing")).get("ASYNCHRONOUS", False):
         would_do = "full or push_sum" if name == "gossip_async" else "full"
-        yield Problem(("node", "schedule"), f": {sharing.name} needs what its neighbors send in one round, got {name}, "
-                      f"in which nodes are in different ones; sharing: {would_do} would do, or schedule: sequential",
+        yield Problem(("node", "schedule"), f": {sharing.name} needs its neighbors' payloads of the same round, got "
+                                            f"{name}, in which nodes are in different rounds; sharing: {would_do} "
+                                            f"would do, or schedule: sequential",
                       other=("sharing",))  # fmt: skip
     elif getattr(sharing, "compression", None) is not None and sharing.name == "push_sum":
-        yield Problem(("sharing", "compression"), f": running sums must arrive as they are, got a codec with {name}; "
-                      "leave it out", other=("node", "schedule"))  # fmt: skip
+        yield Problem(("sharing", "compression"), f": running sums must arrive unchanged, got a codec with {name}; "
+                                                  f"leave it out", other=("node", "schedule"))  # fmt: skip
     if name == "ad_psgd":
         yield from _pairs(experiment)
     if experiment.parameters is not None:
@@ -55,7 +56,7 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
         for key in path:
             section = getattr(section, key, None)
         if section:
-            yield Problem(("node", *path), f": {why}, got {name}, in which nodes are in different ones; leave it out",
+            yield Problem(("node", *path), f": {why}, got {name}, in which nodes are in different rounds; leave it out",
                           other=("node", "schedule"))  # fmt: skip
     yield from _transport(experiment)
 
@@ -71,13 +72,13 @@ def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
         path = "node", "asynchronous", key
         reader = next(name for name, keys in READ_BY.items() if key in keys)
         if reader != node.schedule:
-            yield Problem(path, f"is read with schedule: {reader} alone, got {node.schedule}; leave it out",
+            yield Problem(path, f"is used only with schedule: {reader}, got {node.schedule}; leave it out",
                           other=schedule)  # fmt: skip
         elif experiment.sharing.name == "push_sum" and key in OF_COPIES:
-            yield Problem(path, ": running sums of push_sum are added, whatever round they are of; leave it out",
+            yield Problem(path, ": running sums of push_sum are added whatever their round; leave it out",
                           other=("sharing",))  # fmt: skip
         elif key == "wait_seconds" and node.asynchronous.stale != "wait":
-            yield Problem(path, f"is read with stale: wait alone, got {node.asynchronous.stale}; leave it out, or "
+            yield Problem(path, f"is used only with stale: wait, got {node.asynchronous.stale}; leave it out, or "
                           "write stale: wait", other=("node", "asynchronous", "stale"))  # fmt: skip
         elif key in WAITS:
             yield from _is_no_longer_than_a_round(experiment, key)
@@ -90,7 +91,7 @@ def _is_no_longer_than_a_round(experiment: Experiment, key: str) -> Iterator[Pro
     seconds, longest = getattr(experiment.node.asynchronous, key), experiment.communication.timeout_seconds
     if seconds >= longest:
         yield Problem(("node", "asynchronous", key), f"must be less than communication.timeout_seconds, {longest:g}, "
-                      f"got {seconds:g}: others give a node up that waits so long",
+                      f"got {seconds:g}: the others give up on a node that waits that long",
                       other=("communication", "timeout_seconds"))  # fmt: skip
 
 
@@ -103,20 +104,22 @@ def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
     most = max(len(graph.sources(uid, r)) for uid in range(graph.num_nodes) for r in rounds)
     enough = node.asynchronous.arrivals or 0
     if enough > most:
-        message = f"is more than the graph sends to a node in a round, {most}, got {enough}: every round lasts until " \
+        message = f"is more than a node receives in a round of the graph, {most}, got {enough}: every round lasts " \
+                  f"until " \
                   "its deadline"  # fmt: skip
         yield Problem(("node", "asynchronous", "arrivals"), message, doubt=True, other=("graph",))
 
 
 def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
     """Warns of weights that neither the schedule nor the rule looks at: a file that this one extends may have them."""
-    takes = {"epidemic": "the plain mean of the models that came", "ad_psgd": "the mean of two models"}
+    takes = {"epidemic": "the plain mean of the received models", "ad_psgd": "the mean of two models"}
     serves = bool(experiment.servers())
     name = experiment.sharing.name if serves else experiment.node.schedule
-    what = "the mean of what the clients changed" if serves else takes.get(name)
+    what = "the mean of the clients' changes" if serves else takes.get(name)
     if experiment.weights is not None and what is not None:
-        yield Problem(("weights",), f": {name} takes {what}, and reads no weights; leave the section out, or write "
-                      "weights: null", doubt=True, other=("sharing",) if serves else ("node", "schedule"))  # fmt: skip
+        yield Problem(("weights",), f": {name} takes {what} and ignores weights; leave the section out, or write "
+                                    f"weights: null",
+                                    doubt=True, other=("sharing",) if serves else ("node", "schedule"))  # fmt: skip
 
 
 def _pairs(experiment: Experiment) -> Iterator[Problem]:
@@ -124,7 +127,7 @@ def _pairs(experiment: Experiment) -> Iterator[Problem]:
     sharing, graph = experiment.sharing, graph_of(experiment)
     if sharing.name == "push_sum" or getattr(sharing, "compression", None) is not None:
         what = "push_sum" if sharing.name == "push_sum" else "a codec"
-        yield Problem(("sharing",), f": two nodes of ad_psgd average their models as they are, got {what}; "
+        yield Problem(("sharing",), f": two nodes of ad_psgd average their plain models, got {what}; "
                       "sharing: full without compression would do", other=("node", "schedule"))  # fmt: skip
     if graph is not None and (graph.directed or graph.period != 1):
         what = "a directed one" if graph.directed else "one that changes over the rounds"
@@ -140,7 +143,7 @@ def _transport(experiment: Experiment) -> Iterator[Problem]:
     if config.has_mailboxes and not has_cliques:
         return
     why = "cliques of torch.distributed match payloads by their rounds" if has_cliques else \
-        f"{config.name} takes no payloads that nobody expects"  # fmt: skip
+        f"{config.name} does not accept unexpected payloads"  # fmt: skip
     key = "cliques" if getattr(config, "cliques", None) else "name"
     yield Problem(("communication", key), f": {why}, got schedule {experiment.node.schedule}; auto, zeromq, "
                   "shared_memory and inproc would do", other=("node", "schedule"))  # fmt: skip

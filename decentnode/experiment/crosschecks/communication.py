@@ -30,8 +30,8 @@ def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
     """mapping.nodes_per_process needs a transport whose nodes one thread can step."""
     asked, config = getattr(experiment.mapping, "nodes_per_process", 1), experiment.communication
     if asked not in (1, "auto") and config.networked and not config.steps_nodes:
-        message = f": {asked} nodes cannot share a process in cliques of torch.distributed, each of which blocks its " \
-                  "process: leave it out, or the cliques"  # fmt: skip
+        message = f": {asked} nodes cannot share a process in cliques of torch.distributed, where each node blocks " \
+                  f"its process: leave it out, or the cliques"  # fmt: skip
         yield Problem(("mapping", "nodes_per_process"), message, other=("communication",))
 
 
@@ -70,8 +70,8 @@ def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
         other = next((each for each in machine_of if machine_of[each] != machine_of[uid]
                       and routing.path(uid, each) != "zeromq"), None)  # fmt: skip
         if other is not None:
-            message = f": nodes {uid} and {other} would use {routing.path(uid, other)}, but nobody can connect to " \
-                      f"node {uid}, which is behind NAT: what goes through relays is zeromq's alone"  # fmt: skip
+            message = f": nodes {uid} and {other} would use {routing.path(uid, other)}, but no node can connect to " \
+                      f"node {uid}, which is behind NAT: only zeromq can send through relays"  # fmt: skip
             yield Problem(("communication",), message, other=("mapping",))
             return
 
@@ -83,11 +83,11 @@ def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
     for key, path, maker in (("keys", config.key_folder, "keygen"), ("invitations", invitations, "invite")):
         if path is not None and mapping is not None and not (place := experiment.base_dir / path).exists():
             elsewhere = mapping.num_machines > 1
-            yield Problem(("communication", key), f": {place} is not there{' on this machine' * elsewhere}; "
-                          f"decentnode {maker} makes it", doubt=elsewhere)  # fmt: skip
+            yield Problem(("communication", key), f": {place} does not exist{' on this machine' * elsewhere}; "
+                          f"decentnode {maker} creates it", doubt=elsewhere)  # fmt: skip
     if getattr(config, "bulk_security", "") == "aes-gcm" and config.key_folder is None:
-        yield Problem(("communication", "bulk_security"), ": aes-gcm encrypts nothing without keys, got none; "
-                      "communication.keys names the folder that decentnode keygen makes", doubt=True)
+        yield Problem(("communication", "bulk_security"), ": aes-gcm needs keys, got none; set communication.keys to "
+                                                          "the folder that decentnode keygen makes", doubt=True)
 
 
 def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
@@ -97,23 +97,23 @@ def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
     if quorum is not None and quorum.grace_seconds >= config.timeout_seconds:
         yield Problem(("node", "quorum", "grace_seconds"), f"must be less than communication.timeout_seconds, "
                       f"{config.timeout_seconds:g}, got {quorum.grace_seconds:g}: a round waits no longer than that, "
-                      "with a quorum or without", other=("communication", "timeout_seconds"))  # fmt: skip
+                      f"with or without a quorum", other=("communication", "timeout_seconds"))  # fmt: skip
     if config.networked and config.start_timeout_seconds < config.timeout_seconds:
         yield Problem(("communication", "start_timeout_seconds"), f"is less than timeout_seconds, "
-                      f"{config.timeout_seconds:g}, got {config.start_timeout_seconds:g}: the start gives up on nodes "
-                      "that a round would still wait for; leave it out, and it is as long", doubt=True,
+                      f"{config.timeout_seconds:g}, got {config.start_timeout_seconds:g}: the start would give up on "
+                      f"nodes for which a round would still wait; leave it out to use timeout_seconds", doubt=True,
                       other=("communication", "timeout_seconds"))  # fmt: skip
     if experiment.node.missing != "regroup" or not config.networked:
         return
     beat = Watch.AFTER_SECONDS + Watch.EVERY_SECONDS
     silence, rounds = config.suspect_seconds, config.timeout_seconds
     if silence < beat:
-        message = f"must be at least {beat:g}, got {silence:g}: a node that is waited for is asked after " \
+        message = f"must be at least {beat:g}, got {silence:g}: a node that others wait for is pinged after " \
                   f"{Watch.AFTER_SECONDS:g} s and then every {Watch.EVERY_SECONDS:g} s"  # fmt: skip
         yield Problem(("communication", "suspect_seconds"), message)
     if silence >= rounds:
         yield Problem(("communication", "suspect_seconds"), f"must be less than timeout_seconds, {rounds:g}, got "
-                      f"{silence:g}: a round would give a node up before it counts as silent",
+                      f"{silence:g}: a round would give up on a node before it counts as silent",
                       other=("communication", "timeout_seconds"))  # fmt: skip
 
 
@@ -132,8 +132,9 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
     yield from _graph_can_be_repaired(experiment)
     yield from _sides_can_go_on(experiment)
     if not config.has_generations:
-        yield Problem(("node", "missing"), f": {config.name} has no generations of members; auto, zeromq, "
-                      "shared_memory and collective have", other=("communication", "name"))  # fmt: skip
+        yield Problem(("node", "missing"), f": {config.name} does not support generations of members; use auto, "
+                                           f"zeromq, shared_memory or collective",
+                                           other=("communication", "name"))  # fmt: skip
     if graph is not None and node.min_nodes is not None and node.min_nodes > graph.num_nodes:
         yield Problem(("node", "min_nodes"), f"must be at most the number of nodes, {graph.num_nodes}, "
                       f"got {node.min_nodes}", other=("graph",))  # fmt: skip
@@ -146,15 +147,15 @@ def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
         return
     needs = getattr(load_class(sharing.name, SHARINGS, "sharing"), "requirements", Requirements())
     reasons = {
-        "has servers, without which no round begins": needs.star,
+        "has servers, and no round can begin without them": needs.star,
         "has neighbors of its own": needs.overrides_topology,
         "needs a graph that treats all nodes of a group alike": needs.groups,
-        "needs a tree, and a ring of parts is none; random would do": needs.tree and node.repair == "ring",
+        "needs a tree, and a ring of parts is not a tree; use random": needs.tree and node.repair == "ring",
     }
     for reason in [reason for reason, found in reasons.items() if found][:1]:
         yield Problem(("node", "repair"), f": {sharing.name} {reason}, got {node.repair}", other=("sharing",))
     if node.sampler is not None:
-        yield Problem(("node", "repair"), f": the sampler finds whom a node sends to, and not the graph, got "
+        yield Problem(("node", "repair"), f": the sampler, not the graph, chooses where a node sends, got "
                       f"{node.repair}", other=("node", "sampler"))  # fmt: skip
 
 
@@ -163,22 +164,23 @@ def _sides_can_go_on(experiment: Experiment) -> Iterator[Problem]:
     node, sharing, config = experiment.node, experiment.sharing, experiment.communication
     if node.on_partition == "majority":
         if node.merge_weights != "samples":
-            yield Problem(("node", "merge_weights"), "needs on_partition: both, got majority: of two sides at most one "
-                          "goes on, and nothing is merged", other=("node", "on_partition"))  # fmt: skip
+            yield Problem(("node", "merge_weights"), "needs on_partition: both, got majority: at most one side of a "
+                                                     "partition continues, so nothing is merged",
+                                                     other=("node", "on_partition"))  # fmt: skip
         return
     needs = getattr(load_class(sharing.name, SHARINGS, "sharing"), "requirements", Requirements())
     reasons: dict[tuple[str, ...], tuple[bool, str]] = {
-        ("node", "min_nodes"): (node.min_nodes is not None, "each side goes on, however small"),
-        ("node", "orphans"): (node.orphans != "lost", "both sides would adopt each other's samples and train on all of "
-                              "them"),
+        ("node", "min_nodes"): (node.min_nodes is not None, "each side continues, however small"),
+        ("node", "orphans"): (node.orphans != "lost", "both sides would adopt each other's samples, so both would "
+                                                      "train on all samples"),
         ("node", "newcomers"): (bool(node.newcomers), "both sides would give one uid to two newcomers"),
-        ("node", "checkpoint"): (node.checkpoint is not None, "a checkpoint is of one round of all nodes, and both "
-                                 "sides would write theirs"),
-        ("node", "schedule"): (SCHEDULES[node.schedule].asynchronous, "the first side that has made all rounds would "
-                               "end the run"),
-        ("sharing",): (needs.star, "a side without the servers has nobody to train with"),
-        ("communication", "name"): (config.name == "collective", "a group of torch.distributed meets at one "
-                                    "node, which is on one side"),
+        ("node", "checkpoint"): (node.checkpoint is not None, "a checkpoint is of one round of all nodes, but each "
+                                                              "side would write its own"),
+        ("node", "schedule"): (SCHEDULES[node.schedule].asynchronous, "the first side to finish all rounds would end "
+                                                                      "the run"),
+        ("sharing",): (needs.star, "a side without the servers cannot train"),
+        ("communication", "name"): (config.name == "collective", "a group of torch.distributed needs one node as its "
+                                                                 "meeting point, which is on one side only"),
     }  # fmt: skip
     for path, (found, reason) in reasons.items():
         if found:

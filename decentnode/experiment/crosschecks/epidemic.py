@@ -16,8 +16,8 @@ from decentnode.samplers.base import Sampler
 def what_comes_can_be_averaged(experiment: Experiment) -> Iterator[Problem]:
     """Schedule epidemic takes the plain mean of what came, which is no step of push-sum."""
     if experiment.node.schedule == "epidemic" and experiment.sharing.name == "push_sum":
-        message = (": epidemic takes the plain mean of the models that came, which shares of push_sum are not; "
-                   "schedule: gossip_async would do, or sharing: full")  # fmt: skip
+        message = (": epidemic takes the plain mean of received models, but push_sum sends shares of models; use "
+                   "schedule: gossip_async, or sharing: full")  # fmt: skip
         yield Problem(("node", "schedule"), message, other=("sharing",))
 
 
@@ -34,13 +34,13 @@ def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
     if graph is not None and graph.num_nodes > 1:
         alone = next((uid for uid in range(graph.num_nodes) if not graph.neighbors(uid, 0)), None)
         if alone is not None:
-            yield Problem(("node", "sampler"), f": node {alone} has no neighbor in the first round of the graph, and "
-                          "so knows nobody to begin with", other=("graph",))  # fmt: skip
+            yield Problem(("node", "sampler"), f": node {alone} has no neighbor in the first round of the graph, so "
+                                               f"initially it knows no other node", other=("graph",))  # fmt: skip
     if kind.tells(config).of == "labels":
         try:
             without = experiment.open_data().spec.num_classes is None
         except UsageError:  # another check says so
             return
         if without:
-            yield Problem(("node", "sampler"), f": {config.name} compares nodes by their labels, which this data has "
-                          "not; by: model would do", other=("data",))  # fmt: skip
+            yield Problem(("node", "sampler"), f": {config.name} compares nodes by their labels, but this data has "
+                                               f"none; use by: model", other=("data",))  # fmt: skip

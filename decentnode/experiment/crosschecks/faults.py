@@ -24,25 +24,26 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
     graph, rounds = graph_of(experiment), experiment.node.rounds
     for index, fault in enumerate(experiment.faults):
         if fault.at_round is not None and fault.at_round >= rounds:
-            message = f"is not below node.rounds, {rounds}, got {fault.at_round}: the fault does not come about"
+            message = f"is not below node.rounds, {rounds}, got {fault.at_round}: the fault will never occur"
             yield Problem(("faults", index, "at_round"), message, doubt=True, other=("node", "rounds"))
         if isinstance(fault, Restart) and (fault.at_round is not None or fault.probability is not None):
             key = "at_round" if fault.at_round is not None else "probability"
             yield Problem(("faults", index, key), ": a node that was killed begins no round; a restart needs "
                           "at_seconds, or every_seconds with until_seconds")  # fmt: skip
         if isinstance(fault, Restart) and (never := _never_killed(experiment.faults, fault)):
-            yield Problem(("faults", index, "nodes"), f": no other fault kills node {never}, and one that lives is not "
-                          "restarted", doubt=True)  # fmt: skip
+            yield Problem(("faults", index, "nodes"), f": no other fault kills node {never}, and only dead nodes are "
+                                                      f"restarted", doubt=True)  # fmt: skip
         if graph is None:
             continue
         stop = graph.num_nodes + experiment.node.newcomers
         for path, uid in _named(fault):
             if not 0 <= uid < stop:
-                yield Problem(("faults", index, *path), f"must be of nodes below {stop}, got {uid}",
+                yield Problem(("faults", index, *path), f"must be uids below {stop}, got {uid}",
                               other=("graph",))  # fmt: skip
             elif isinstance(fault, Restart) and uid >= graph.num_nodes:
-                yield Problem(("faults", index, *path), f": node {uid} is a newcomer, which its own command starts "
-                              "(decentnode join): nothing else restarts it", other=("node", "newcomers"))  # fmt: skip
+                yield Problem(("faults", index, *path), f": node {uid} is a newcomer, which only its own command "
+                                                        f"(decentnode join) can start again",
+                                                        other=("node", "newcomers"))  # fmt: skip
         count = getattr(fault, "count", None)
         if count is not None and count > graph.num_nodes:
             yield Problem(("faults", index, "count"), f"must be at most the number of nodes, {graph.num_nodes}, got "
@@ -89,21 +90,20 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
         path = "faults", index, "do"
         if not config.networked:
             if not isinstance(fault, IN_NODE):
-                message = f": {config.name} has neither processes nor connections for {fault.do} to strike; auto, " \
-                          "zeromq and shared_memory have processes; decentnode simulate has both in one process"
+                message = f": {config.name} has neither processes nor connections for {fault.do} to strike; use " \
+                          f"auto, zeromq or shared_memory, or decentnode simulate, which simulates both"
                 yield Problem(path, message, other=("communication", "name"))
         elif isinstance(fault, ON_LINKS):
             yield from _on_links(experiment, path, fault)
             if isinstance(fault, Corrupt) and getattr(config, "checksum", "auto") == "none":
-                message = ": what corrupt changes is found by checksums alone; leave communication.checksum out"
+                message = ": without checksums, corrupted messages are not detected; leave communication.checksum out"
                 yield Problem(path, message, other=("communication", "checksum"))
         elif isinstance(fault, Kill) and experiment.node.missing == "return_weight":
-            message = ": a node that is dead for good ends the run at its next evaluation, which needs everybody; " \
-                      "with missing: regroup the others go on without it"  # fmt: skip
+            message = ": a node that never comes back ends the run at the next evaluation, which needs all nodes; " \
+                      "with missing: regroup, the others continue without it"  # fmt: skip
             yield Problem(path, message, doubt=True, other=("node", "missing"))
         elif isinstance(fault, Restart) and experiment.node.missing != "regroup":
-            message = f": a node that was started again is let in with missing: regroup alone, " \
-                      f"got {experiment.node.missing}"  # fmt: skip
+            message = f": a restarted node can rejoin only with missing: regroup, got {experiment.node.missing}"
             yield Problem(path, message, other=("node", "missing"))
 
 
@@ -122,6 +122,6 @@ def _on_links(experiment: Experiment, path: tuple[str | int, ...], fault: OnLink
                   if routing.machine_of[pair[0]] == routing.machine_of[pair[1]]}  # fmt: skip
     other = next((path for pair, path in asked.items() if struck(*pair)), None)
     if other is not None:
-        message = f": {fault.do} is of messages that go through sockets, and models are to go through {other} here; " \
-                  f"take communication: {{name: auto}}{', or plane: control' * hasattr(fault, 'plane')}"
+        message = f": {fault.do} acts on messages that go through sockets, but here models go through {other}; use " \
+                  f"communication: {{name: auto}}{', or plane: control' * hasattr(fault, 'plane')}"
         yield Problem(path, message, other=("communication",))

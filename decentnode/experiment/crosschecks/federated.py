@@ -23,13 +23,13 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
         return
     clients = min(map(len, graph.servers.values()))
     if not clients:
-        yield Problem(("graph",), ": a server has no clients; more nodes would do", other=("sharing",))
+        yield Problem(("graph",), ": a server has no clients; use more nodes", other=("sharing",))
     else:
         yield from _so_many_answer(config, clients)
     several = len(graph.servers) > 1
     if several and config.gossip_every is None:
-        yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; gossip_every: 1 would "
-                      "do", other=("graph",))  # fmt: skip
+        yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; set gossip_every, for "
+                                    f"example to 1", other=("graph",))  # fmt: skip
     if not several and config.gossip_every is not None:
         yield Problem(("sharing", "gossip_every"), f": needs several servers, got one; graph: {{name: star, nodes: "
                       f"{graph.num_nodes}, servers: {{name: ring, nodes: 2}}}} would do", other=("graph",))  # fmt: skip
@@ -58,7 +58,7 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
         return
     name = experiment.sharing.name
     if experiment.parameters is not None and experiment.parameters.fragments is not None:
-        yield Problem(("parameters", "fragments"), f": {name} exchanges the shared parameters as one, in every round",
+        yield Problem(("parameters", "fragments"), f": {name} exchanges all shared parameters together, in every round",
                       other=("sharing",))  # fmt: skip
     spec = spec_of(experiment)
     if spec is None or experiment.node.buffers == "recompute":
@@ -68,9 +68,10 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
     except UsageError:  # model_can_be_trained says so
         return
     if any(each.dtype.is_floating_point for each in module.buffers()):
-        yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), and the server of "
-                      f"{name} no samples to see them with, got {experiment.node.buffers}; recompute would do, which "
-                      "measures them on the clients", other=("model",))  # fmt: skip
+        yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), but the server of "
+                                           f"{name} has no samples to measure them on, got {experiment.node.buffers}; "
+                                           "use recompute, which measures them on the clients",
+                                           other=("model",))  # fmt: skip
 
 
 def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
@@ -82,8 +83,9 @@ def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
     momentum = optimizer.arguments().get("momentum", 0)
     if optimizer.name != "sgd" or momentum:
         got = f"sgd with momentum {momentum:g}" if optimizer.name == "sgd" else optimizer.name
-        yield Problem(("training", "optimizer"), f"must be sgd without momentum with {config.name}, which takes "
-                      f"gradients from what its steps changed, got {got}", other=("sharing",))  # fmt: skip
+        yield Problem(("training", "optimizer"), f"must be sgd without momentum with {config.name}, which computes "
+                                                 f"gradients from the change of its steps, got {got}",
+                                                 other=("sharing",))  # fmt: skip
     if optimizer.arguments().get("maximize"):
         yield Problem(("training", "optimizer"), f"must not have maximize with {config.name}, whose control variates "
                       "are those of steps against the gradient, got true", other=("sharing",))  # fmt: skip

@@ -53,7 +53,8 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
     """node.newcomers: a graph that grows, and members that machines outside of the mapping reach."""
     most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
     if not most and getattr(experiment.communication, "invitations", None) is not None:
-        yield Problem(("communication", "invitations"), ": the run admits nobody; set node.newcomers", other=("node",))
+        yield Problem(("communication", "invitations"), ": the run admits no newcomers; set node.newcomers",
+                      other=("node",))  # fmt: skip
     yield from _simulated_newcomers(experiment)
     if not most or graph is None or mapping is None:
         return
@@ -69,16 +70,16 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
     if experiment.parameters is not None:
         parts = experiment.parameters.parts(graph.num_nodes)
         if any(part.graph is not None for part in parts):
-            yield Problem(path, ": fragments with graphs of their own do not grow", other=("parameters",))
+            yield Problem(path, ": fragments with graphs of their own cannot grow", other=("parameters",))
     if experiment.node.orphans != "lost":
-        yield Problem(path, f": orphans: {experiment.node.orphans} knows of nodes in the mapping alone",
+        yield Problem(path, f": orphans: {experiment.node.orphans} supports only nodes in the mapping",
                       other=("node", "orphans"))  # fmt: skip
     sampler = experiment.node.sampler
     if sampler is not None:
-        yield Problem(path, f": sampler {sampler.name} begins with neighbors in the mapping's graph, and knows of "
-                      "nodes in the mapping alone", other=("node", "sampler"))  # fmt: skip
+        yield Problem(path, f": sampler {sampler.name} begins with neighbors in the mapping's graph and "
+                      "supports only nodes in the mapping", other=("node", "sampler"))  # fmt: skip
     if getattr(experiment.data, "shard_test", False):
-        yield Problem(path, ": each node tests on its part of the test set alone, and a newcomer has none",
+        yield Problem(path, ": each node tests only on its part of the test set, and a newcomer has none",
                       other=("data", "shard_test"))  # fmt: skip
 
 
@@ -86,15 +87,16 @@ def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
     """simulate.newcomers: come to a run that admits them, and have samples of nodes that there are."""
     coming, mapping, most = experiment.simulate.newcomers, mapping_of(experiment), experiment.node.newcomers
     if coming and not most:
-        yield Problem(("simulate", "newcomers"), ": the run admits nobody; set node.newcomers", other=("node",))
+        yield Problem(("simulate", "newcomers"), ": the run admits no newcomers; set node.newcomers",
+                      other=("node",))  # fmt: skip
     elif (staying := sum(each.leaves_at_seconds is None for each in coming)) > most:
         # A fault that ends one of them lets another one in.
         yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits {most}, so "
-                      f"that {staying - most} would never come; leaves_at_seconds makes room",
+                      f"that {staying - most} would never be admitted; leaves_at_seconds frees places",
                       doubt=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
     elif (waiting := _without_seat(experiment)) is not None:
-        yield Problem(("simulate", "newcomers", waiting), f": the run admits {most}, who are there at that time: it "
-                      "waits until one of them has left", doubt=True, other=("node", "newcomers"))  # fmt: skip
+        yield Problem(("simulate", "newcomers", waiting), f": the run admits {most}, and that many are present "
+                      "then: it waits until one of them leaves", doubt=True, other=("node", "newcomers"))  # fmt: skip
     for index, each in enumerate(coming):
         if each.samples_of is not None and mapping is not None and each.samples_of >= mapping.num_nodes:
             yield Problem(("simulate", "newcomers", index, "samples_of"), "must be a node of the mapping, below "

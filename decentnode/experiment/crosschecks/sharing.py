@@ -134,7 +134,7 @@ def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
             yield (f"needs a mixing matrix without eigenvalues below {least:.3f}, the smallest is {lowest:.3f}; "
                    "weights: {name: metropolis_hastings, lazy: true} would do")  # fmt: skip
         elif lowest < least + 1e-9:
-            logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the very limit for this rule", lowest)
+            logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the exact limit of this rule", lowest)
 
 
 def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
@@ -171,7 +171,7 @@ def _warn_of_a_late_start(experiment: Experiment, rule: Sharing, num_nodes: int)
         first = part.offset + part.every * next(exchange_rounds(rule), rounds)
         if first >= rounds:
             logger.warning("%s exchanges for the first time in round %d, but the run has only rounds 0 to %d: nodes "
-                           "will never hear of each other", name, first, rounds - 1)  # fmt: skip
+                           "will never exchange anything", name, first, rounds - 1)  # fmt: skip
             return
 
 
@@ -179,12 +179,12 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
     """Some recursions never recover from one payload that does not come; then no run may go on without one."""
     if _requirements(experiment).tolerates_missing:
         return
-    never = f"{experiment.sharing.name} never recovers from one payload that does not come"
+    never = f"{experiment.sharing.name} cannot recover from a missing payload"
     if experiment.node.missing == "return_weight":
-        yield Problem(("node", "missing"), f": {never}, got return_weight; missing: regroup, in whose generations "
-                      "rules begin anew, or fail would do", other=("sharing",))  # fmt: skip
+        yield Problem(("node", "missing"), f": {never}, got return_weight; missing: regroup, where rules "
+                      "start anew in every generation, or fail would do", other=("sharing",))  # fmt: skip
     if getattr(experiment.communication, "non_finite", "pass") == "reject":
-        yield Problem(("communication", "non_finite"), f": {never}, and reject goes on without some; non_finite: pass "
+        yield Problem(("communication", "non_finite"), f": {never}, but reject drops payloads; non_finite: pass "
                       "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
     stop = graph.num_nodes + experiment.node.newcomers
     for index, uid in enumerate(() if config.nodes == "all" else config.nodes):
         if uid >= stop:
-            yield Problem(("sharing", "dump", "nodes", index), f"must be of nodes below {stop}, got {uid}",
+            yield Problem(("sharing", "dump", "nodes", index), f"must be uids below {stop}, got {uid}",
                           other=("graph",))  # fmt: skip
 
 

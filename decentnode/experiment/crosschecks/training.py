@@ -168,7 +168,7 @@ def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
     data = experiment.open_data()
     if data.test != "global" and data.deals:
         message = (f"must be fixed with data.test: {data.test}, got resample: the test samples are distributed as the "
-                   "shares of the first epoch, and later ones are others")  # fmt: skip
+                   "shares of the first epoch, but later shares differ")  # fmt: skip
         yield Problem(("training", "sampling"), message, "data.test: global would do", other=("data", "test"))
 
 
@@ -210,7 +210,7 @@ def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
     chosen: Any = data
     partition: Any = load_class(chosen.partition.name, PARTITIONS, "partition")
     if experiment.open_data().private:
-        yield problem("where each node reads files of its own: the others cannot read those of an absent one", "data")
+        yield problem("if each node reads files of its own: the others cannot read those of an absent node", "data")
     elif partition.needs_machines:
         yield problem(f"with partition {chosen.partition.name}: nodes of several machines have the same samples",
                       "data", "partition")  # fmt: skip
@@ -220,7 +220,7 @@ def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
     if not isinstance(training, SupervisedConfig):
         return
     if training.sampling == "resample":
-        yield problem("with sampling: resample, which deals all samples anew for every epoch", "training", "sampling")
+        yield problem("with sampling: resample, which redistributes all samples in every epoch", "training", "sampling")
     if training.validation is not None and training.validation.source == "train":
         yield problem("with a validation set of each node's own samples, on which others would train", "training",
                       "validation", hint="training.validation.source: test would do")  # fmt: skip

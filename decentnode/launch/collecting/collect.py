@@ -90,7 +90,7 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
                 taken = [copy.take(share, wanted) for share in shares]
             except OSError as error:
                 raise EnvironmentFault(f"cannot copy into {run}: {error.strerror or error}") from error
-        left_out = [f"{share.path / name}: no regular file" for share in shares for name in sorted(share.left_out)]
+        left_out = [f"{share.path / name}: not a regular file" for share in shares for name in sorted(share.left_out)]
         return Collected(run, taken, _missing(_mapping(run), own.uids), [*left_out, *copy.problems])
 
 
@@ -114,9 +114,9 @@ def _run_of(share: Share, into: Path | None = None) -> str:
         return found.pop()
     if found:
         raise UsageError(f"{share.path} must hold one run, got the nodes of {', '.join(sorted(found))}")
-    raise UsageError(f"no status.json in {share.path / 'nodes'} tells the run's id: its nodes never joined, or an "
-                     "earlier version wrote it, or a script (decentnode.parallel) did. Nothing but you knows then of "
-                     "which run it is. Where all are of one run, copy by hand what this folder alone has of the nodes: "
+    raise UsageError(f"no status.json in {share.path / 'nodes'} has the run's id: its nodes never joined, or an "
+                     f"earlier version or a script (decentnode.parallel) wrote it. Only you can tell then which run "
+                     f"it belongs to. If all folders are of one run, copy the files that only this folder has by hand: "
                      f"cp -rn {share.path / 'nodes'} {share.path / 'models'} {into or 'RUN'}/")  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) ->
     if (top / "nodes").is_dir():
         share = _opened(top, stack)
         if (other := _run_of(share, run)) != wanted:
-            raise UsageError(f"{given} is of another run than {run}: run {other}, not {wanted}")
+            raise UsageError(f"{given} belongs to another run than {run}: run {other}, not {wanted}")
         return [share]
     found, passed, nameless = [], 0, 0
     for folder in _with_nodes(top):
@@ -143,7 +143,7 @@ def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) ->
         passed += 1
     if not found:
         there = f", but {passed} of other runs" if passed else ""
-        there += f" ({nameless} of them tell no run: name one to hear what to do)" if nameless else ""
+        there += f" ({nameless} of them do not say their run: give one of them to see what to do)" if nameless else ""
         raise UsageError(f"{given} holds no other folder of the run {run}{there}")
     return found
 
@@ -222,13 +222,13 @@ def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
     lines = []
     known = [own]
     for share in shares:
-        lines += [f"node {uid}: {'/'.join(parts)} in {share.path} is another one than in {before.path}"
+        lines += [f"node {uid}: {'/'.join(parts)} in {share.path} differs from the one in {before.path}"
                   for uid in share.uids for before in known for parts in _conflicts(before, share, uid)]  # fmt: skip
         known.append(share)
     if lines:
         raise UsageError("\n".join([
-            f"nothing was copied into {run}: of one node there can be one record alone, and these differ "
-            "(a machine that came back into the run wrote two; name the one that is to count)", *lines,
+            f"nothing was copied into {run}: a node can have only one record, and these differ (a machine that "
+            f"rejoined the run wrote two; give the one that counts)", *lines,
         ]))  # fmt: skip
 
 
@@ -369,7 +369,7 @@ class _Copy:
         there = self._place / "checkpoint"
         there.mkdir(exist_ok=True)
         if not share.has(tensors):
-            self.problems.append(f"{share.path.joinpath(*tensors)} is not there: its checkpoint was left out")
+            self.problems.append(f"{share.path.joinpath(*tensors)} is missing: its checkpoint was left out")
             return 0
         size = sum(self._to(share, each, there / each[-1]) for each in (tensors, parts))
         try:
@@ -378,7 +378,7 @@ class _Copy:
             self.problems.append(f"{share.path.joinpath(*parts)} was left out: {error}")
             return 0
         if (found.cut.run, found.cut.folder, found.uid) != (run_id, parts[1], int(parts[-1].removesuffix(".json"))):
-            self.problems.append(f"{share.path.joinpath(*parts)} was left out: it is of another run, moment or node")
+            self.problems.append(f"{share.path.joinpath(*parts)} was left out: it belongs to another run, time or node")
             return 0
         target = self._run.joinpath(*parts[:-1])
         target.mkdir(parents=True, exist_ok=True)

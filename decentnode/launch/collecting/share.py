@@ -81,7 +81,7 @@ class Share:
             number = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         with os.fdopen(number, "rb") as file:
             if not stat.S_ISREG(os.fstat(number).st_mode):
-                raise OSError(f"{'/'.join(parts)} is no regular file")
+                raise OSError(f"{'/'.join(parts)} is not a regular file")
             yield file
 
     def has(self, parts: Parts) -> bool:

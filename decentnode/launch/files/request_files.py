@@ -46,7 +46,7 @@ def ask(
                 if why := over():
                     raise UsageError(f"{whom} cannot be asked: {why}")
                 if clock.now() >= deadline:
-                    later = "" if request.exists() else "; it may still do it, as it took the request"
+                    later = "" if request.exists() else "; it has received the request and may still do it"
                     raise EnvironmentFault(f"no answer from {whom} within {timeout_seconds:g} s{later}")
                 clock.sleep(POLL_SECONDS)
         finally:

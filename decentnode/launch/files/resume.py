@@ -60,7 +60,7 @@ def find(experiment: Experiment, wanted: str) -> Found | None:
     lines = store.differences(compared(newest.config), identity(experiment))
     if lines:
         raise UsageError("\n".join([
-            f"{folder} cannot be resumed with another experiment than it was made with; these keys differ:", *lines,
+            f"{folder} must be resumed with its own experiment; these keys differ:", *lines,
         ]))  # fmt: skip
     return Found(folder, (folder, *beside), tuple(sorted(ids)), newest)
 
@@ -90,10 +90,10 @@ def finished(found: Found, experiment: Experiment) -> str:
     if done < rounds and stop is not None and summary.get("ended") == "early_stop":
         why = ended_early(stop, summary.get("best") or {}) if done == summary.get("rounds") else ""
         return f"{found.run} ended early, after {done} of {rounds} rounds: {why}; more patience than " \
-               f"{stop.patience}, or --set node.early_stop=null, goes on" if why else ""  # fmt: skip
+               f"{stop.patience}, or --set node.early_stop=null, continues it" if why else ""  # fmt: skip
     if done < rounds:
         return ""
-    return f"{found.run} is finished: it has done {done} of {rounds} rounds; --set node.rounds=N goes on to N"
+    return f"{found.run} is finished: it has done {done} of {rounds} rounds; --set node.rounds=N continues it to N"
 
 
 def _done_by_all(found: Found, num_nodes: int) -> int | None:

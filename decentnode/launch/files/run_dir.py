@@ -74,8 +74,8 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
     for folder in (given / "sweep", runs / given / "sweep", given, runs / given):
         if (folder / "points").is_dir():
-            there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or have plot and report take all of " \
-                    "them (--all-runs)"  # fmt: skip
+            there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or use --all-runs with plot and " \
+                    f"report"  # fmt: skip
             break
     if not there and not given.exists() and not (runs / given).exists():
         names = [link.parent.name for link in runs.glob("*/latest*")]
@@ -92,8 +92,8 @@ def refuse_script(run: Path) -> None:
         return
     if told == SCRIPT:
         raise UsageError(
-            f"{run} is the run of a script, whose config is no experiment and whose models are in its checkpoints: "
-            f"start the script again, as {run / 'command.txt'} says, with resume=True to go on"
+            f"{run} is the run of a script: its config is not an experiment, and its models are in its checkpoints. "
+            f"To continue it, start the script again with resume=True, as in {run / 'command.txt'}"
         )
 
 

@@ -55,7 +55,7 @@ def died(run: Path) -> str:
     found = _of(run)
     if found is None or not found.gone:
         return ""
-    return f"the run ended without a word: its supervisor, process {found.pid}, is gone"
+    return f"the run ended without a result: its supervisor, process {found.pid}, is gone"
 
 
 def ended(run: Path, node: Path) -> str:

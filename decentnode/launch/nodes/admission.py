@@ -71,7 +71,7 @@ def own_address(host: str, port: int) -> tuple[str, int]:
             probe.connect(there)
             own = str(probe.getsockname()[0])
     except OSError as error:
-        raise UsageError(f"--seed: no way to {host}: {error.strerror}; say with --listen where this node "
+        raise UsageError(f"--seed: no route to {host}: {error.strerror}; say with --listen where this node "
                          "listens") from error  # fmt: skip
     for _ in range(PORT_DRAWS):
         first = FIRST_PORT + 2 * (int.from_bytes(entropy.draw(2), "big") % ((LAST_PORT - FIRST_PORT) // 2))
@@ -79,7 +79,7 @@ def own_address(host: str, port: int) -> tuple[str, int]:
             for number in (first, first + 1):
                 both.enter_context(socket.socket(family, socket.SOCK_STREAM)).bind((own, number))
             return own, first
-    raise UsageError(f"no two free ports found on {own}; say with --listen where this node listens")
+    raise UsageError(f"no two free ports found on {own}; use --listen to say where this node listens")
 
 
 def relayed(granted: Granted) -> bool:
@@ -89,7 +89,7 @@ def relayed(granted: Granted) -> bool:
     try:
         seats.learn(granted.seats)
     except PeerFault as fault:
-        raise AssemblyError(f"the run tells no seats: {fault}", []) from fault
+        raise AssemblyError(f"the run did not send a valid list of members: {fault}", []) from fault
     return granted.uid in seats.known and bool(seats.known[granted.uid].via)
 
 
@@ -100,7 +100,7 @@ def experiment_of(request: Request, timeout_seconds: float, tell: Tell = lambda 
     """Returns what a member says that the experiment is, before a uid is asked for. Blocking. As `admitted`."""
     found = _answer(request, Inquiry(NO_RUN, 0, 0, request.invitation), timeout_seconds, tell)
     if not isinstance(found, Described):
-        raise AssemblyError(f"the run at {request.seed} does not say what its experiment is", [])
+        raise AssemblyError(f"the run at {request.seed} did not send its experiment", [])
     return found
 
 
@@ -115,7 +115,7 @@ def admitted(request: Request, timeout_seconds: float, tell: Tell = lambda _: No
     knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, own[0], own[1], request.reach, request.invitation)
     found = _answer(request, knock, timeout_seconds, tell)
     if not isinstance(found, Granted):
-        raise AssemblyError(f"the run at {request.seed} does not say which uid this node has", [])
+        raise AssemblyError(f"the run at {request.seed} did not send the uid of this node", [])
     return found
 
 
@@ -170,7 +170,8 @@ def _asked(
     socket.setsockopt(zmq.ROUTING_ID, b"newcomer" + entropy.draw(8))
     if keyring is not None:
         if uid not in keyring.public:
-            raise UsageError(f"public.keys in {request.keys} has no key of node {uid}; --seed-uid says who --seed is")
+            raise UsageError(f"public.keys in {request.keys} has no key of node {uid}; give the uid of the node at "
+                             f"--seed with --seed-uid")
         socket.curve_secretkey, socket.curve_publickey = keyring.secret, keyring.public[-1]
         socket.curve_serverkey = keyring.public[uid]
     try:
@@ -184,7 +185,7 @@ def _asked(
     except zmq.ZMQError as error:
         raise UsageError(f"--seed: cannot ask {at}: {error.strerror}") from error
     except PeerFault as fault:
-        raise AssemblyError(f"{at} answers as no member of this version does: {fault}", []) from fault
+        raise AssemblyError(f"{at} does not answer like a member with this version: {fault}", []) from fault
     finally:
         socket.close(linger=0)
     if isinstance(answer, Turned) and answer.at and not re.fullmatch(r"tcp://[\w.:\[\]-]{1,110}:\d{1,5}", answer.at):
@@ -198,27 +199,27 @@ def checked_text(text: bytes) -> str:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text.decode("utf-8"), yaml.SafeLoader)):
             # a few lines of them stand for more than memory holds
-            raise AssemblyError("the experiment that the run told refers to parts of itself", [])
+            raise AssemblyError("the experiment that the run sent refers to parts of itself", [])
         plain = yaml.safe_load(text.decode("utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
-        raise AssemblyError(f"the experiment that the run told is not YAML: {str(error)[:200]}", []) from error
+        raise AssemblyError(f"the experiment that the run sent is not YAML: {str(error)[:200]}", []) from error
     if not isinstance(plain, dict):
-        raise AssemblyError("the experiment that the run told has no sections", [])
+        raise AssemblyError("the experiment that the run sent has no sections", [])
     _look(plain, "", 0)
     return text.decode("utf-8")
 
 
 def _look(value: Any, at: str, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise AssemblyError(f"the experiment that the run told has sections within sections at {at}", [])
+        raise AssemblyError(f"the experiment that the run sent is nested too deeply at {at}", [])
     if isinstance(value, dict):
         if "extends" in value and not at:
-            raise AssemblyError("the experiment that the run told extends another file", [])
+            raise AssemblyError("the experiment that the run sent extends another file", [])
         for key, each in value.items():
             _look(each, f"{at}.{key}".lstrip("."), depth + 1)
     elif isinstance(value, list):
         for index, each in enumerate(value):
             _look(each, f"{at}.{index}", depth + 1)
     elif isinstance(value, str) and re.fullmatch(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]\w*\s*", value):
-        raise AssemblyError(f"the run's experiment has code of its own, {at}: {value[:80]}, which a newcomer does not "
-                            "import because the network says so", [])  # fmt: skip
+        raise AssemblyError(f"the run's experiment uses its own code, {at}: {value[:80]}; for security, a newcomer "
+                            f"does not import code that the run names", [])  # fmt: skip

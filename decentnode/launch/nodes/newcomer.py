@@ -45,7 +45,7 @@ def _tell_apart(same_without: bool, changing: Sequence[str]) -> None:
     """Raises the error of an experiment that is not the run's."""
     if same_without:
         which = ", ".join(changing) or "--set"
-        raise UsageError(f"{which} would change the experiment, which is the same on all nodes of the run; values of "
-                         "this machine alone are paths (data.path), threads and devices")  # fmt: skip
-    raise AssemblyError("this machine comes to another experiment than the run from the same words: the file of "
-                        "model.init is not here, or the run has another version of decentnode", [])  # fmt: skip
+        raise UsageError(f"{which} would change the experiment, which is the same on all nodes of the run; only paths "
+                         f"(data.path), threads and devices may be set per machine")  # fmt: skip
+    raise AssemblyError("this machine gets another experiment than the run from the same text: the file of model.init "
+                        "is missing here, or the run uses another version of decentnode", [])  # fmt: skip

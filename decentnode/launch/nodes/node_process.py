@@ -119,7 +119,7 @@ class Commands:
     def _leave(self, asked: LeaveRun) -> None:
         """Have a node leave, or say why it stays. A full pipe costs the answer alone."""
         node = self._nodes.get(asked.uid)
-        refusal = "it takes part in no round yet" if node is None else node.refusal_to_leave(asked.others)
+        refusal = "it does not take part in any round yet" if node is None else node.refusal_to_leave(asked.others)
         if node is not None and not refusal:
             node.ask_leave()
         with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ class Commands:
         try:
             message = self._peers.get(timeout=PEERS_SECONDS)
         except queue.Empty:
-            raise NodeFailed("the supervisor did not name the other nodes") from None
+            raise NodeFailed("the supervisor did not send the addresses of the other nodes") from None
         if isinstance(message, PeerFailure):
             raise PeerLost(f"node {message.uid} failed: {message.reason}", [message.uid])
         if isinstance(message, StopRun):
@@ -216,8 +216,8 @@ def growth_of(experiment: Experiment) -> Growth | None:
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     text = experiment.resolved_yaml().encode()
     if len(text) > MAX_CONFIG_BYTES:
-        raise UsageError(f"node.newcomers: the experiment has {len(text)} bytes, and newcomers are told at most "
-                         f"{MAX_CONFIG_BYTES}")  # fmt: skip
+        raise UsageError(f"node.newcomers: the experiment has {len(text)} bytes, at most {MAX_CONFIG_BYTES} can be "
+                         f"sent to newcomers")  # fmt: skip
     control = {place.uid: endpoint(place.host, place.port) for place in places if place.port is not None}
     token, seats = (b"", b"") if newcomer is None else (newcomer.token, newcomer.seats)
     return Growth(mapping.num_nodes, text, control, token, seats)

@@ -143,7 +143,7 @@ def run_nodes(
         choice = choose(experiment, resume=task.resume is not None)
         send(Engine(choice.name, choice.reason))
         if choice.batched is not None:
-            assert not isinstance(virtual, OwnRounds), "such schedules have no rounds of all nodes at once"
+            assert not isinstance(virtual, OwnRounds), "such schedules have no common rounds"
             return run_batched(choice.batched, Files(choice.batched, task, send, tick, virtual), ready)
         torch.set_num_threads(task.threads)
     files = NodesFiles(task, experiment, send)

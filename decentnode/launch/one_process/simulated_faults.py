@@ -56,13 +56,13 @@ def refused(experiment: Experiment, resumes: bool) -> str:
     """Returns why these faults and newcomers cannot be simulated; "" where they can."""
     for fault in experiment.faults:
         if isinstance(fault, FullDisk | ClockJump):
-            return f"a simulated run has no disk and no time of day for {fault.do} to strike; run it with processes"
+            return f"a simulated run has no disk and no wall clock for {fault.do} to strike; use a run with processes"
     if experiment.simulate.engine == "batched":
-        return "simulate.engine: batched has neither processes nor connections for faults to strike and newcomers to " \
-               "come to; leave it out"  # fmt: skip
+        return "simulate.engine: batched has no processes or connections, which faults and newcomers need; leave " \
+               "it out"  # fmt: skip
     if experiment.simulate.links is not None:
-        return "simulate.links must be left out with faults or simulate.newcomers, which have links of their own"
-    return "a simulated run with faults or newcomers is not resumed: it repeats from its beginning" if resumes else ""
+        return "simulate.links must be left out with faults or simulate.newcomers, which use links of their own"
+    return "a simulated run with faults or newcomers cannot be resumed: run it from the beginning" if resumes else ""
 
 
 class StruckWorld(World):
@@ -183,7 +183,7 @@ class StruckRun:
 
     def order(self, action: Action) -> None:
         """As `Stoppable.order`: says that nothing comes of it. Virtual time does not wait for somebody at a console."""
-        logger.warning("%s: a simulated run with faults or newcomers takes no orders but to stop", action)
+        logger.warning("%s: a simulated run with faults or newcomers only accepts the order to stop", action)
 
     def _began(self, process: Process) -> None:
         """A process begins, in place of the one of its node that died."""
@@ -215,7 +215,7 @@ class StruckRun:
         the run, with the `uid` of the node that raised it."""
         try:
             over = self.world.run(LONGEST_SECONDS)
-            assert over, "a simulated run comes to no end"
+            assert over, "the simulated run does not end"
             self._tell_absent()
             ends = [self.world.processes[uid] for uid in self._task.uids]
             well = [each for each in ends if not each.dead and each.error is None]
@@ -243,11 +243,11 @@ class StruckRun:
             if at in self._came:
                 continue
             if each.at_seconds > self.world.heap.now:
-                why = f"it would have asked at {each.at_seconds:g} virtual seconds, when the run was over"
+                why = f"the run ended before it was to ask, at {each.at_seconds:g} virtual seconds"
             elif at in self.world.given_up:
-                why = f"nobody had admitted it when it was to leave, at {each.leaves_at_seconds:g} virtual seconds"
+                why = f"it was not admitted before it was to leave, at {each.leaves_at_seconds:g} virtual seconds"
             else:
-                why = "nobody had admitted it when the run was over"
+                why = "it was not admitted before the run ended"
             numbers = f"node.newcomers: {most}; the run took {now} virtual seconds"
             logger.warning("simulate.newcomers[%d] never came: %s (%s)", index, why, numbers)
 

@@ -19,7 +19,7 @@ from decentnode.simulate.world.records import (
 )
 from decentnode.words import names
 
-NOTHING = "no node recorded a payload that it mixed"
+NOTHING = "no node recorded any mixed payload"
 
 
 def check_run(
@@ -43,12 +43,12 @@ def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
     records are elsewhere; or under `violation` the first record that contradicts another; or under `unchecked` why
     nothing can be said. Blocking: a million records take some seconds."""
     if len(facts.machines) > 1:
-        return {"unchecked": "the records lie on several machines: decentnode collect brings them together, and "
-                             "decentnode replay --check looks"}  # fmt: skip
+        return {"unchecked": "the records are on several machines: use decentnode collect to copy them into one "
+                             "folder, then decentnode replay --check"}  # fmt: skip
     try:
         lives = read_lives(run_dir, facts.num_nodes, facts.newcomers)
         if any("total" in event.fields for _, event in every_event(lives)):
-            return {"unchecked": "payloads were summed on their way (collective communication)"}
+            return {"unchecked": "payloads were summed in transit (collective communication)"}
         payloads = check_payloads(lives)
         generations = check_generations(lives, min_nodes=facts.min_nodes, rounds=facts.rounds,
                                         founders=facts.num_nodes)  # fmt: skip
@@ -65,13 +65,13 @@ def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
 def told(checked: dict[str, Any]) -> str:
     """Returns what `check` found, in a sentence."""
     if "violation" in checked:
-        return f"a payload or a generation is not what it must be: {checked['violation']}"
+        return f"a payload or a generation is wrong: {checked['violation']}"
     if "unchecked" in checked:
         return f"not checked: {checked['unchecked']}"
     if not checked["payloads"]:
         return f"not checked: {NOTHING}"
     more = ""
     if elsewhere := checked.get("unseen"):
-        more = f"; {sum(elsewhere.values()):,} more are of node {names(sorted(map(int, elsewhere)))}, whose records " \
-               "lie where it ran: decentnode collect brings them here, and decentnode replay --check looks"  # fmt: skip
+        more = f"; {sum(elsewhere.values()):,} more came from node {names(sorted(map(int, elsewhere)))}, whose " \
+               f"records are on its machine: use decentnode collect, then decentnode replay --check"  # fmt: skip
     return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them{more}"

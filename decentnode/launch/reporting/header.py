@@ -63,7 +63,7 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
 
 def _owned(data: OpenedData, readable: int) -> str:
     """Whose the files are, where nodes have private ones."""
-    return f"private files of each node, those of {readable} are here, " if data.private else ""
+    return f"private files of each node, those of {readable} on this machine, " if data.private else ""
 
 
 def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
@@ -73,7 +73,7 @@ def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
     layout = layout_of(experiment.parameters, named(module), experiment.make_graph().num_nodes)
     kept, count = sum(math.prod(shape) for shape in layout.shapes) - layout.shared, len(layout.ranges)
     parts = f" in {count} fragments" if count > 1 else ""
-    return [["parameters", f"{layout.shared:,} shared{parts}, {kept:,} kept by each node"]]
+    return [["parameters", f"{layout.shared:,} shared{parts}, {kept:,} local to each node"]]
 
 
 def _rule(experiment: Experiment) -> str:
@@ -84,7 +84,7 @@ def _rule(experiment: Experiment) -> str:
 
 def _traffic(found: TrafficEstimate, experiment: Experiment) -> str:
     if experiment.node.schedule == "ad_psgd":  # whatever the degree
-        return f"{size(found.message)} per message, as a rule at most 2 per node per round, an offer and an answer"
+        return f"{size(found.message)} per message, usually at most 2 per node per round (an offer and an answer)"
     most = "" if found.exact else "at most "
     when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
     return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"
@@ -100,8 +100,8 @@ def exposure(experiment: Experiment) -> str:
     if not open_:
         return ""
     return (
-        f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: whoever reaches "
-        f"these ports can read the models and disturb the run; make keys with decentnode keygen and set "
+        f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: anyone who can "
+        f"reach these ports can read the models and disturb the run; create keys with decentnode keygen and set "
         f"communication: {{security: required, keys: ...}}"
     )
 
@@ -113,8 +113,9 @@ def short_timeout(experiment: Experiment) -> str:
     if experiment.node.missing != "return_weight" or config.name == "inproc" or config.timeout_seconds >= LEAST_SECONDS:
         return ""
     return (
-        f"communication.timeout_seconds is {config.timeout_seconds:g}: on a busy machine healthy nodes are silent for "
-        f"so long, and with missing: return_weight rounds go on without them; {LEAST_SECONDS:g} or more is clean"
+        f"communication.timeout_seconds is {config.timeout_seconds:g}: on a busy machine, healthy nodes can be silent "
+        f"for that long, and with missing: return_weight, rounds then continue without them; use {LEAST_SECONDS:g} or "
+        f"more"
     )
 
 
@@ -168,7 +169,7 @@ def other_code(experiment: Experiment) -> list[list[str]]:
         return []
     if then == source_hash():
         return []
-    return [["warning", "the run that this repeats was made with other code of decentnode: results may differ"]]
+    return [["warning", "the original run used a different version of decentnode's code: results may differ"]]
 
 
 @dataclass(frozen=True)

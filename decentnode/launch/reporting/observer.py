@@ -92,19 +92,19 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
     ]
     refused = [f"refused: {reason}" for reason in absent.refusals.values()]
     told = "; ".join(filter(None, [", ".join(parts), *refused]))
-    return f"{told or 'the word to start to reach every node'} ({waited:.0f} s)"
+    return f"{told or 'every node to receive the start signal'} ({waited:.0f} s)"
 
 
 def resumed_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "resumed"."""
     without = record.get("without", [])
-    what = f"goes on after round {record.get('round')}"
+    what = f"continues after round {record.get('round')}"
     if record.get("own_rounds"):
-        what = f"goes on, each node after the last round of its own, the first one after round {record.get('round')}"
+        what = f"continues, each node after its own last round, the first node after round {record.get('round')}"
     if not without:
         return what
-    return f"{what}; without a checkpoint, from the mean of the others' models: node {names(without)}; " \
-           "the sharing rule begins anew"  # fmt: skip
+    return f"{what}; node {names(without)} has no checkpoint and starts from the mean of the others' models; the " \
+           f"sharing rule starts anew"  # fmt: skip
 
 
 def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> str:
@@ -119,19 +119,19 @@ def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> st
         return ""
     told.add(problem)
     if lacking:
-        return f"checkpoints lack {lacking}, as the rule has no state_dict: what is kept beyond a round is lost in a " \
-               "resumed run"  # fmt: skip
+        return f"checkpoints lack {lacking}, because the rule has no state_dict: state that it keeps between rounds " \
+               f"is lost on resume"  # fmt: skip
     return f"node {uid}: the checkpoint after round {record.get('round')} could not be written: {problem}; " \
-           "training goes on"  # fmt: skip
+           "training continues"  # fmt: skip
 
 
 def apart_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "apart"."""
     parts, edges = record.get("parts", []), record.get("edges", [])
-    told = f"generation {record.get('generation', 0)}: without the absent nodes the graph falls apart into nodes " \
+    told = f"generation {record.get('generation', 0)}: without the absent nodes, the graph is split into nodes " \
            + " and ".join(names(part) for part in parts)  # fmt: skip
     if not edges:
-        return f"{told}, which go on apart; node.repair would join them"
+        return f"{told}, which continue separately; node.repair would connect them"
     return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in edges)}"
 
 
@@ -141,19 +141,19 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     departed = record.get("departed", [])
     lost = [uid for uid in left if uid not in departed]
     changes = [f"without node {names(lost)}"] if lost else []
-    changes += [f"without node {names(departed)}, which left as asked"] if departed else []
+    changes += [f"without node {names(departed)}, which left on request"] if departed else []
     back, new = [uid for uid in joined if uid < num_nodes], [uid for uid in joined if uid >= num_nodes]
     changes += [f"with node {names(back)} again"] if back else []
-    changes += [f"with node {names(new)}, which no mapping has"] if new else []
+    changes += [f"with node {names(new)}, which is not in the mapping"] if new else []
     number = record.get("generation", 0)
     more = sum(uid >= num_nodes for uid in members)
     count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
     alone = len(members) == 1
     round, own = record.get("round", 0), record.get("own_rounds")  # that of who tells is nobody else's
-    what = f"{'goes' if alone else 'go'} on{'' if own else f' from round {round}'}"
+    what = f"{'continues' if alone else 'continue'}{'' if own else f' from round {round}'}"
     if record.get("stopping"):
         what = f"{'ends' if alone else 'end'} the run{'' if own else f' after round {round}'}"
     if not (changes or "merged" in record or record.get("stopping")):
         changes = ["the same as before"]
-    merged = "; models that went on apart became their mean" if "merged" in record else ""
+    merged = "; models that had been trained separately were replaced by their mean" if "merged" in record else ""
     return ", ".join([f"generation {number}: {count} {what}", *changes]) + merged

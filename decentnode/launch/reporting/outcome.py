@@ -235,7 +235,7 @@ class Ledger:
             if uid in facts.local or uid in told or uid >= facts.num_nodes:
                 continue
             if not peace:
-                lost[uid] = f"node {uid}: the others went on without it from round {round}"
+                lost[uid] = f"node {uid}: the others continued without it from round {round}"
             elif round < last:  # else it said goodbye as it had finished
                 left[uid] = round
         return lost, left

@@ -81,7 +81,7 @@ class _Tracker:
         self._said += 1
         if line.startswith("! "):
             self.failed = True
-            yield f"tracker {self.name} {line[2:]}; the run goes on without it, its log is {self.log}"
+            yield f"tracker {self.name} {line[2:]}; the run continues without it, its log is {self.log}"
         elif self._said <= MOST_SAID:
             yield f"tracker {self.name}: {line[2:]}" if line.startswith("= ") else f"tracker {self.name} {line}"
 
@@ -147,6 +147,6 @@ class Trackers:
                 each.kill()
                 each.failed = True
                 self._listen()
-                self._notice(f"tracker {each.name} did not end within {CLOSE_SECONDS:.0f} s and was killed; "
-                             f"decentnode track tells it again")  # fmt: skip
+                self._notice(f"tracker {each.name} did not end within {CLOSE_SECONDS:.0f} s and was killed; send the "
+                             f"figures again with decentnode track")  # fmt: skip
         self._trackers.clear()

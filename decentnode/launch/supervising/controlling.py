@@ -19,8 +19,8 @@ from decentnode.wire.orders import Action
 
 ACTIONS = {
     "pause": "hold all nodes before the same round",
-    "resume": "let them go on",
-    "stop": "end the run after the round under way, as Ctrl-C does",
+    "resume": "resume them",
+    "stop": "end the run after the current round, as Ctrl-C does",
     "evaluate": "evaluate all models before the same round",
 }
 """What can be ordered, and what it means."""
@@ -48,14 +48,15 @@ def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
         timeout_seconds,
     )  # fmt: skip
     if found.get("refusal"):
-        raise UsageError(f"{run.name} does not {action}: {found['refusal']}")
+        raise UsageError(f"{run.name} refused to {action}: {found['refusal']}")
     return str(found.get("said", ""))
 
 
 def _over(run: Path) -> str:
     """Why nobody takes orders for the run; "" where somebody does."""
     if not (run / supervisor_file.FILE).exists() and any(run.glob(f"nodes/*/{supervisor_file.FILE}")):
-        return "its nodes here have no supervisor (decentnode node); a machine that runs its share takes orders"
+        return "its nodes here have no supervisor (decentnode node); give the order on a machine that uses " \
+               "decentnode run or launch"
     return supervisor_file.ended(run, run)
 
 
@@ -71,7 +72,7 @@ class ControlledRun(Protocol):
         """The processes whose nodes take part in the run."""
 
     def stop_as_asked(self) -> bool:
-        """End the run after the round under way; False where it ends already."""
+        """End the run after the round under way; False where it is already ending."""
 
     def notice(self, text: str) -> None:
         """Tell the user."""
@@ -97,12 +98,12 @@ class Controlling:
             return {"refusal": "the run has not begun"}
         if action == "stop":
             stops = run.stop_as_asked()
-            return {"said": "the run stops after the round under way"} if stops else {"refusal": "it ends already"}
+            return {"said": "the run stops after the current round"} if stops else {"refusal": "it is already ending"}
         workers = run.present
         if not workers:
-            return {"refusal": "no node of this machine takes part in it"}
+            return {"refusal": "no node of this machine takes part in the run"}
         workers[0].send(OrderRun(action))
-        said = {"pause": "all nodes hold before the same round", "resume": "all nodes go on",
+        said = {"pause": "all nodes hold before the same round", "resume": "all nodes resume",
                 "evaluate": "all nodes evaluate before the same round"}  # fmt: skip
         return {"said": said[action]}
 
@@ -111,7 +112,7 @@ class Controlling:
         key = str(record.get("what")), int(record.get("round") or 0)
         if key not in self._told:
             self._told.append(key)
-            words = {"paused": "paused", "resumed": "goes on", "evaluated": "evaluated, as ordered,"}
+            words = {"paused": "paused", "resumed": "resumed", "evaluated": "evaluated on request"}
             run.notice(f"{words.get(key[0], key[0])} after round {key[1]}")
 
     def close(self) -> None:

@@ -111,20 +111,20 @@ class Deadlines:
     def _end_without(self, late: list[int]) -> None:
         """End these nodes: all others have ended, and none is left that could let them in."""
         if self._ledger.stopped:
-            self._leave_behind(late, "stopped before it was back", Interrupted.exit_code)
+            self._leave_behind(late, "stopped before it had rejoined", Interrupted.exit_code)
             return
         behind = []
         for uid in self._given_up(late):
             before = self._ledger.lost.get(uid)
             since = f"node {uid}: left behind" if before is None else f"{before.title}; started again"
-            title = f"{since}, it was not back in time before the run was over"
+            title = f"{since}, it did not rejoin before the run ended"
             self._ledger.lost[uid] = Failed(uid, PeerLost.exit_code, title, title)
             if before is None:
                 behind.append(uid)
             else:
                 self._observer.notice(title)
         if behind:
-            title = f"node {names(sorted(behind))}: left behind, not back in time before the run was over"
+            title = f"node {names(sorted(behind))}: left behind, did not rejoin before the run ended"
             self._observer.notice(title)
 
     def _end_without_any(self, now: float) -> None:
@@ -134,5 +134,5 @@ class Deadlines:
         if now - self._alone_since < ECHO_SECONDS:
             return
         first = next(iter(self._ledger.lost.values()))
-        title = f"{first.title}: all nodes have died, and none is left that could let them in again"
+        title = f"{first.title}: all nodes have died, so none is left to readmit them"
         self._end.fail_at_once(Failed(first.uid, first.exit_code, title, title))

@@ -77,7 +77,7 @@ class Leaving:
             refusal = self._refusal(uid, run)
             worker = run.worker_of(uid)
             if refusal or worker is None:
-                self._requests.answer(uid, refusal or "it has ended already")
+                self._requests.answer(uid, refusal or "it has already ended")
             else:
                 worker.send(LeaveRun(uid, sorted(self._asked - {uid})))
 
@@ -93,7 +93,7 @@ class Leaving:
         self._requests.answer(answer.uid, answer.refusal)
         if not answer.refusal:
             self._asked.add(answer.uid)
-            run.notice(f"node {answer.uid} leaves after its round, as asked")
+            run.notice(f"node {answer.uid} leaves after its round, on request")
 
     def ended(self, message: Finished | Failed) -> None:
         """A node ended."""

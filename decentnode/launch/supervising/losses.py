@@ -36,7 +36,7 @@ class Losses:
         self._told_that_nobody_is_left = False
 
     def died(self, failed: Failed, told: bool = False) -> None:
-        """A node died: the others go on without it where the config allows it, else the run fails. told: whether the
+        """A node died: the others continue without it where the config allows it, else the run fails. told: whether the
         observer has heard of it, with others of its process."""
         begun = any(worker.joined for worker in self._nodes.workers)
         may = self._run.facts.regroup and begun and not self._end.near
@@ -53,7 +53,7 @@ class Losses:
         never_in = self._run.command.request.join and not self._ledger.members
         alone = failed.exit_code == PeerLost.exit_code  # it missed the others: nobody knows whether these go on
         if not told:
-            self._observer.notice(failed.title if never_in or alone else f"{failed.title}: the others go on")
+            self._observer.notice(failed.title if never_in or alone else f"{failed.title}: the others continue")
 
     def replace(self, worker: Worker) -> None:
         """The process of a worker is gone: start another one for those of its nodes that are started again."""
@@ -84,14 +84,14 @@ class Losses:
             return None
         for uid in [uid for uid in again if lost[uid].gave_up and not self._others_go_on_without(uid)]:
             again.remove(uid)
-            self._observer.notice(f"node {uid} is not started again: it would wait as long once more, without its "
-                                  "model, for others of which nobody here knows that they go on")  # fmt: skip
+            self._observer.notice(f"node {uid} is not started again: no other node here is known to be running, so it "
+                                  f"would time out again, and without its model")  # fmt: skip
         if not again:
             return None
         if self.nobody_is_left and not any(worker.alive for worker in self._nodes.workers):
             if not self._told_that_nobody_is_left:
                 self._told_that_nobody_is_left = True
-                self._observer.notice("all nodes have died: none is left that could let them in again")
+                self._observer.notice("all nodes have died: none is left to readmit them")
             return None
         for uid in again:
             self._ledger.restarted(uid)

@@ -60,11 +60,11 @@ def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
         return []
     found = resume.find(experiment, request.resume)
     if found is None:
-        return [["resume", "no checkpoint on this machine: its nodes take the mean of the others' models"]]
+        return [["resume", "no checkpoint on this machine: its nodes start from the mean of the others' models"]]
     lines = [["resume", f"{found.run}, newest checkpoint here after round {found.newest.round}"]]
     if experiment.faults:
-        struck = "`faults` of rounds to come strike it, and those at seconds from its start"
-        lines.append(["", f"{struck}; --set 'faults=[]' goes on without any"])
+        struck = "`faults` of later rounds apply to it, and timed ones count from its start"
+        lines.append(["", f"{struck}; --set 'faults=[]' continues without any"])
     return lines
 
 
@@ -103,7 +103,8 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
 def _check_request(experiment: Experiment, request: Request, struck: bool) -> None:
     """Raises UsageError for what an experiment cannot do. struck: its faults or newcomers are simulated."""
     if request.join and experiment.node.missing != "regroup":
-        raise UsageError(f"{request.shown}: --join needs node.missing: regroup, which a run must have from its start")
+        raise UsageError(f"{request.shown}: --join needs node.missing: regroup, with which the run must have been "
+                         f"started")
     if struck and (why := refused(experiment, request.resume is not None)):
         raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]' --set "
                          "'simulate.newcomers=[]'")  # fmt: skip

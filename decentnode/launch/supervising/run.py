@@ -210,11 +210,11 @@ class Run:
             self.nodes.tell_all(StopRun())
 
     def _on_left(self, worker: Worker, message: Finished) -> None:
-        """A node left in peace: the others go on, and its end is not that of the run."""
+        """A node left in peace: the others continue, and its end is not that of the run."""
         self.ledger.left[message.uid] = message
         worker.leaving_since = clock.now() if worker.over else None
         rounds = message.figures.get("rounds", 0)
-        self.observer.notice(f"node {message.uid} left after round {rounds}: the others go on")
+        self.observer.notice(f"node {message.uid} left after round {rounds}: the others continue")
 
     def _on_all_joined(self) -> None:
         self.nodes.enter("running")

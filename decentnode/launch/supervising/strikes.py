@@ -78,8 +78,8 @@ class Strikes:
         late = [] if self.began is None else [at for at in late if at > now - self.began]
         if not late or self.began is None:
             return ""
-        return f"{len(late)} of {len(self._plan)} faults did not come about: the run was over after " \
-               f"{now - self.began:.1f} s, and the first of them was due at {late[0]:g} s"  # fmt: skip
+        return f"{len(late)} of {len(self._plan)} faults did not occur: the run ended after " \
+               f"{now - self.began:.1f} s, the first of them was due at {late[0]:g} s"  # fmt: skip
 
     def stop(self) -> None:
         """The run ends: nobody is struck any more, and who is suspended goes on."""

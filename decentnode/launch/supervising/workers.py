@@ -95,11 +95,11 @@ class Worker:
         """Returns how the process ended, in words."""
         code = self.exit_code or 0
         if code >= 0:
-            return f"ended with exit code {code} and no word"
+            return f"ended with exit code {code} and no message"
         if self.struck:
             return "was killed, as `faults` says"
         name = signal.Signals(-code).name
-        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        hint = "; the system does this when memory runs out" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
 
 
@@ -282,7 +282,7 @@ class Loader:
             if signals.suspend_if_asked(observer.suspending):
                 observer.resumed()
             if signals.received:
-                error = Interrupted("interrupted while the experiment was loaded")
+                error = Interrupted("interrupted while the experiment was loading")
                 error.exit_code = signals.exit_code
                 raise error
             for message in () if worker is None else worker.messages():

@@ -47,7 +47,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         history.resumed(where.round, where.evaluated, where.without, cut, digest)
     if where.without:
         if node.uid in where.without:
-            logger.warning("no checkpoint of this node: it goes on from the mean of the others' models")
+            logger.warning("no checkpoint of this node: it continues from the mean of the others' models")
         yield from give_models(node, frozenset(where.without), "resume/model")
         if restored is not None:
             restored.put_rule(node)  # for what outlives a generation
@@ -57,7 +57,7 @@ def go_on(node: Resumable, restored: Restored | None, cut: str, where: GoingOn) 
         restored.put_rule(node)
         newcomers = restored.members.difference(node.generation.members)
         if newcomers:
-            logger.info("goes on without node %s, which came from outside of the mapping", names(sorted(newcomers)))
+            logger.info("continues without node %s, which is not in the mapping", names(sorted(newcomers)))
             node.round = where.round
             yield from begin_rules_anew(node, "resume/members", newcomers)
     if restored is None:
@@ -119,7 +119,7 @@ def take_own(node: Resumable, folder: Path, first_round: int, recent: int) -> bo
         except CheckpointError as error:
             logger.warning("%s", error)
             continue
-        logger.info("goes on from its own checkpoint after round %d", manifest.round)
+        logger.info("continues from its own checkpoint after round %d", manifest.round)
         if history is not None:
             history.restored(manifest.round, (cut.generation, bytes.fromhex(cut.origin)), digest)
         return True

@@ -182,7 +182,7 @@ class Checkpoints:
     def close(self, timeout_seconds: float) -> None:
         """Blocking until what was given to the writer is on the disk. Idempotent."""
         if not self._writer.close(timeout_seconds):
-            logger.warning("a checkpoint is still being written after %.0f s and is given up", timeout_seconds)
+            logger.warning("gave up on a checkpoint that was still being written after %.0f s", timeout_seconds)
         self._collect()
 
     def _tell_all(self) -> Steps[None]:
@@ -305,7 +305,7 @@ class Checkpoints:
         node = self.node
         node.doing = "reading checkpoints"
         if node.round:
-            raise PeerLost(f"node {node.uid}: the others went on while it read its checkpoint; start it again")
+            raise PeerLost(f"node {node.uid}: the others continued while it read its checkpoint; start it again")
         found = yield from read_agreed_cut(node, self._resume)
         where, restored = found.where, found.restored
         yield from go_on(node, restored, "" if found.manifest is None else found.manifest.cut.folder, where)
@@ -333,7 +333,7 @@ class Checkpoints:
         try:
             store.adopt(manifest, self._folder)
         except OSError as error:
-            logger.warning("the checkpoint that this run goes on from could not be kept: %s", error)
+            logger.warning("the checkpoint from which this run continues could not be kept: %s", error)
             return
         cut = manifest.cut
         self._cuts = [cut, *(each for each in self._cuts if each != cut)]

@@ -106,5 +106,5 @@ def gathered(node: Resumable, key: str, values: Sequence[int], width: int) -> St
 def no_common_cut(uid: int, manifests: Sequence[Manifest], problems: Sequence[str]) -> str:
     """Returns what node `uid` says where no round is one that all nodes have a whole checkpoint of."""
     own = ", ".join(str(each.cut.round) for each in manifests) or "none"
-    text = f"node {uid}: there is no round that all nodes have a whole checkpoint of; its own: {own}"
+    text = f"node {uid}: no round has a complete checkpoint on all nodes; checkpoints of this node: {own}"
     return "\n".join([text, *problems])

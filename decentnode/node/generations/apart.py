@@ -20,9 +20,9 @@ class Apart:
 
     def __str__(self) -> str:
         others = " and ".join(f"nodes {', '.join(map(str, part))}" for part in self.parts[1:])
-        told = f"the graph no longer joins {others} to the others"
+        told = f"the graph no longer connects {others} to the others"
         if not self.edges:
-            return f"{told}; they go on apart (node.repair: none)"
+            return f"{told}; they continue separately (node.repair: none)"
         return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in self.edges)}"
 
 

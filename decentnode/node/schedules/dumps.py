@@ -59,7 +59,7 @@ class Dumps:
             return
         if bounded and size > self._left:
             self._full = True
-            logger.warning("dumps have reached sharing.dump.most_megabytes (%g): no more of them",
+            logger.warning("dumps have reached sharing.dump.most_megabytes (%g): no more are written",
                            self._config.most_megabytes)  # fmt: skip
             return
         try:

@@ -265,8 +265,8 @@ class FragmentExchange:
                 self._communication.counters.fault(fault.reason, uid, str(fault))
                 self._refused |= {uid}
                 if not self.rule.requirements.tolerates_missing:
-                    raise PeerLost(f"node {self.view.uid}: node {uid} sent in round {round} what cannot be read, and "
-                                   f"the sharing rule cannot go on without it: {fault}", [uid]) from fault
+                    raise PeerLost(f"node {self.view.uid}: node {uid} sent an unreadable payload in round {round}, "
+                                   f"and the sharing rule cannot continue without it: {fault}", [uid]) from fault
         return found
 
     def applied(self, stop: int) -> None:

@@ -51,7 +51,7 @@ def load(run: Path) -> Dumped:
             counts[uid] = found
         scored += [(uid, int(path.stem.partition("-")[0]), path) for path in with_scores]
     if not counts and not scored:
-        raise UsageError(f"{run} has no dumps; sharing.dump makes them, of rules that send a part of the model")
+        raise UsageError(f"{run} has no dumps; sharing.dump writes them, for rules that send part of the model")
     if not scored:
         return Dumped(counts, None, np.empty(0), np.empty(0))
     _, round, path = min(scored)

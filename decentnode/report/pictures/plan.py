@@ -36,9 +36,10 @@ def plot(rows: Sequence[tuple[str, float, float | None, bool]], target: float, p
         panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("samples per second, all nodes")
-    panel.set_ylabel(f"seconds to {target:g} of the distance")
+    panel.set_ylabel(f"seconds to {target:g} of the initial distance")
     panel.grid(alpha=0.25, linewidth=0.6, which="both")
     panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right upper", fontsize=7, frameon=False, handlelength=0, title="* beaten by none",
+    figure.legend(loc="outside right upper", fontsize=7, frameon=False, handlelength=0, title="* not beaten by any "
+                                                                                              "other",
                   title_fontsize=7)  # fmt: skip
     save(figure, path)

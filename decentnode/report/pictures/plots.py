@@ -58,7 +58,7 @@ def plot(
     `draw` and `write`, EnvironmentFault when the file cannot be written.
     """
     if paper and (len(metrics), len(axes)) != (1, 1):
-        raise UsageError(f"--paper draws one panel, got {len(metrics)} x {len(axes)}")
+        raise UsageError(f"--paper needs one panel, got {len(metrics)} x {len(axes)}")
     left_out: list[str] = []
 
     def drawn() -> Figure:
@@ -135,7 +135,7 @@ def draw(
     drawn = _panels(panels, lines, chosen, axes)
     if not drawn:
         names = ", ".join(line.label for line in lines)
-        raise UsageError(f"nothing to draw: no record of {', '.join(metrics)} in {names}")
+        raise UsageError(f"nothing to plot: no record of {', '.join(metrics)} in {names}")
     if not paper:
         _title(figure, lines)
     _name_lines(figure, lines, drawn)
@@ -165,7 +165,7 @@ def draw_side_by_side(lines: Sequence[Line], metric: str, axis: str, paper: bool
     for panel in panels[len(titles) :]:
         panel.remove()
     if not drawn:
-        raise UsageError(f"nothing to draw: no record of {metric} in {', '.join(line.label for line in lines)}")
+        raise UsageError(f"nothing to plot: no record of {metric} in {', '.join(line.label for line in lines)}")
     across.limit(panels[0])
     if not paper:
         _title(figure, lines)

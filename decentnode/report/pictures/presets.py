@@ -44,7 +44,7 @@ def heat_map(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: boo
     found = run.by_node(metric)
     uids = sorted({uid for told in found.values() for uid in told})
     if not uids:
-        raise UsageError(f"nothing to draw: no record of {metric} in {lines[0].label}")
+        raise UsageError(f"nothing to plot: no record of {metric} in {lines[0].label}")
     rounds = [*found]
     rows = [[found[r][uid][0] if uid in found[r] else float("nan") for r in rounds] for uid in uids]
     figure = empty(*((PAPER_WIDTH, PAPER_HEIGHT) if paper else (7.0, min(9.0, 2.2 + 0.14 * len(uids)))))
@@ -92,7 +92,7 @@ def consensus(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bo
         panel.plot(x, y, _dashes(index), color=_color(index), marker=".", markersize=4, linewidth=0.9)
         panel.plot(x[-1:], y[-1:], "o", color=_color(index), markersize=7)
     if not drawn:
-        raise UsageError(f"nothing to draw: no evaluation with {metric} and consensus_distance above 0")
+        raise UsageError(f"nothing to plot: no evaluation with {metric} and consensus_distance above 0")
     panel.set_xscale("log")
     plain_logarithms(panel)
     panel.set_xlabel("consensus distance (relative)")
@@ -106,7 +106,7 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
     Bands are standard deviations over seeds. Raises UsageError for a metric without a merged model."""
     curve = chosen_curves(lines, [metric])[metric]
     if not curve.merged:
-        raise UsageError(f"{metric} is not known of the merged model")
+        raise UsageError(f"{metric} is not measured for the merged model")
     axis = axes[0]
     width, height = (PAPER_WIDTH, 1.6 * PAPER_HEIGHT) if paper else (6.2, 5.4)
     figure = empty(width, height)
@@ -129,7 +129,7 @@ def merged(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
             low, high = ([m + s * d for m, d in zip(mean, deviation, strict=True)] for s in (-1, 1))
             lower.fill_between([value / unit[0] for value in at], low, high, color=color, alpha=0.18, linewidth=0)
     if not drawn:
-        raise UsageError(f"nothing to draw: no evaluation of {metric} of the merged model")
+        raise UsageError(f"nothing to plot: no evaluation of {metric} of the merged model")
     lower.axhline(0, color="#606060", linewidth=0.6)
     upper.set_ylabel(curve.label)
     lower.set_ylabel("merged better by" + (" (points)" if curve.scale == 100 else ""))
@@ -187,8 +187,8 @@ def target(lines: Sequence[Line], metric: str, axes: Sequence[str], paper: bool 
         if positive and max(positive) > 20 * min(positive):
             panel.set_yscale("log")
     if not drawn:
-        raise UsageError(f"nothing to draw: no run became better in {metric}")
-    _finish(figure, panels[-1], lines, sorted(drawn), paper, "what it took until the mean of the nodes was so good")
+        raise UsageError(f"nothing to plot: no run improved in {metric}")
+    _finish(figure, panels[-1], lines, sorted(drawn), paper, "cost until the mean of the nodes reached this value")
     return figure
 
 
