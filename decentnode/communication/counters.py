@@ -97,7 +97,7 @@ class Counters:
         """Of connections that did not come about, as the end of a sentence about who is missing; "" without any."""
         strangers, broken = self.faults.get("stranger", 0), self.faults.get("handshake_failed", 0)
         told = [f"{strangers} with a key that is not in public.keys"] if strangers else []
-        told += [f"{broken} that did not come to an end (no keys, or others)"] if broken else []
+        told += [f"{broken} that were not completed (no keys, or different ones)"] if broken else []
         return f"; refused here: {strangers + broken} handshakes, {' and '.join(told)}" if told else ""
 
     @property

@@ -42,7 +42,7 @@ class Hooks(Generic[ConfigT]):
     @classmethod
     def make(cls, config: ConfigT, parts: TransportParts) -> Self:
         """One node's transport, for a process of its own. Raises EnvironmentFault, UsageError."""
-        raise NotImplementedError(f"communication {config.name} runs in one process: its nodes are made together")
+        raise NotImplementedError(f"communication {config.name} runs in one process: its nodes must be made together")
 
     def bind(self) -> Endpoints | None:
         """Before `start`: listen. The endpoints for nodes on the same host; None where nothing listens. Raises

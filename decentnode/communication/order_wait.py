@@ -33,7 +33,7 @@ class OrderWait:
         if facts.stopping or what in ("begin", "evaluate") or now >= self._looks_at:
             return True
         if what == "agree" and now >= self._until:
-            logger.warning("nobody says before which round an order is due: this node goes on")
+            logger.warning("no node said before which round an order is due: this node continues")
             facts.orders.give_up()
             return True
         self.deadline = min(self._looks_at, self._until) if what == "agree" else self._looks_at

@@ -182,16 +182,17 @@ class CommunicationConfig(Config):
 
     timeout_seconds: float = Field(60.0, gt=0)
     """Longest time, in seconds, that a round, an evaluation or a barrier waits for a node before the node counts as
-    lost. Within a round all waits share it. A mean over all nodes, as evaluations need, has it from the last piece on
-    that came; with `node.missing: regroup` for each link of the tree along which it goes up and down."""
+    lost. All waits of a round share it. A mean over all nodes, as evaluations need, waits this long after the last
+    piece arrived; with `node.missing: regroup`, this long for each link of the tree along which it travels up and
+    down."""
     start_timeout_seconds: float = Field(60.0, gt=0)
-    """Longest time, in seconds, to wait until all nodes have joined: at the start of the run, and of each new
-    generation of members. Default: `timeout_seconds` where that is more."""
+    """Longest time, in seconds, to wait until all nodes have joined, at the start of the run and of each new generation
+    of members. If not given, it is at least `timeout_seconds`."""
     suspect_seconds: float = Field(10.0, gt=0)
-    """With `node.missing: regroup`: a node that answers no ping for so long, in seconds, is left out of the next
-    generation, and sooner where all have answered fast so far: after 8 times the longest of the last answers, but not
-    before 1.5 s. With an asynchronous schedule a node is first asked once nothing has come of it for two seconds, or
-    for so long where that is less. Default: a third of `timeout_seconds` where that is less."""
+    """With `node.missing: regroup`: a node that answers no ping for this long, in seconds, is left out of the next
+    generation. If all nodes have answered fast so far, it is left out sooner: after 8 times the longest of the last
+    answers, but not before 1.5 s. With an asynchronous schedule, a node is first pinged when nothing has arrived from
+    it for two seconds, or for this time if that is less. If not given, it is at most a third of `timeout_seconds`."""
 
     @model_validator(mode="before")
     @classmethod

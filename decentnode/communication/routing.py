@@ -99,7 +99,7 @@ class Routing:
             for uid in clique:
                 if uid in seen:
                     both = f"{list(seen[uid])} and {list(clique)}"
-                    yield f"a node must be in one clique at most, got node {uid} in {both}"
+                    yield f"a node must be in at most one clique, got node {uid} in {both}"
                 seen[uid] = clique
         for pair, path in self.chosen.items():
             a, b = sorted(pair)

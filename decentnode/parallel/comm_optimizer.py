@@ -132,8 +132,8 @@ class CommOptimizer(OuterOptimizer, Idles):
         ranks tell theirs, or none does (AssemblyError). Raises RuntimeError if the local optimizer has other parameters
         than it had, and inside `at_center`, ValueError for a loss that is no number."""
         if self._inside_center:
-            raise RuntimeError("a training step must not begin at the center, whose values are taken back: leave "
-                               "at_center() first")  # fmt: skip
+            raise RuntimeError("a training step must not begin inside at_center(), which restores the parameters at "
+                               "its end: leave at_center() first")  # fmt: skip
         if loss is not None and not _is_number(loss):
             raise ValueError(f"loss must be one number, got {_words(loss)}")
         result = self.evaluated(closure)
@@ -188,7 +188,7 @@ class CommOptimizer(OuterOptimizer, Idles):
             if own_fault(error):
                 raise
             own = f"rank {self.dist_optimizer.rank}: the exchange of step {self.steps} with the other ranks failed"
-            raise PeerLost(f"{own}, as where one has ended or takes fewer steps: {reason_of(error)}") from error
+            raise PeerLost(f"{own}, for example as one has ended or takes fewer steps: {reason_of(error)}") from error
 
     @property
     def steps(self) -> int:
@@ -201,8 +201,8 @@ class CommOptimizer(OuterOptimizer, Idles):
         return 0 if self._member is None else self._member.job.control.generation.number
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
-        raise ValueError("parameters must be there when the CommOptimizer is made, those too that are frozen at first: "
-                         "the center covers them all")  # fmt: skip
+        raise ValueError("parameters, also initially frozen ones, must exist when the CommOptimizer is created: the "
+                         "center covers them all")  # fmt: skip
 
     def kept(self) -> dict[str, Any]:
         local = self.local_optimizer.state_dict()

@@ -260,7 +260,7 @@ class DecentralizedDataParallel(Module, Idles):
         """No other wrapper steps the parameters that this one exchanges."""
         params = [p for _, p in self._named]
         if close_others(self, params):
-            logger.warning("the model was wrapped before: that wrapper takes no steps any more")
+            logger.warning("the model was wrapped before: the earlier wrapper no longer takes steps")
         close_at_exit(self, params)
 
     def _make_steps(
@@ -308,7 +308,7 @@ class DecentralizedDataParallel(Module, Idles):
         self.revert_global_avg()
         if not self._told_revert:
             self._told_revert = True
-            logger.warning("training went on after global_avg: the local model was brought back first")
+            logger.warning("training continued after global_avg: the local model was restored first")
 
     def _on_output_gradient(self, _: Tensor) -> None:
         self._watch.output_came()
@@ -345,8 +345,8 @@ class DecentralizedDataParallel(Module, Idles):
         """Raises RuntimeError where a step would be taken of what is not the ranks' own models."""
         if self._average.local is not None:
             raise RuntimeError("a training step must not begin at the average of global_avg, which it would change: "
-                               "revert_global_avg() first, or global_avg(will_revert=False) to go on from the "
-                               "average")  # fmt: skip
+                               "call revert_global_avg() first, or use global_avg(will_revert=False) to continue from "
+                               "the average")  # fmt: skip
         self._look_for_unfrozen()
         if self._gossip.must_restart:
             restart(self._gossip)
@@ -438,8 +438,9 @@ class DecentralizedDataParallel(Module, Idles):
     def _tell_no_step(self) -> None:
         if not self._told_no_step:
             self._told_no_step = True
-            logger.warning("gradients were added up twice and no step was taken: set_accumulate_grad(False) must come "
-                           "before the last backward pass of a step, which takes it")  # fmt: skip
+            logger.warning("gradients were accumulated over two backward passes and no step was taken: call "
+                           "set_accumulate_grad(False) before the last backward pass of a step, which then takes the "
+                           "step")  # fmt: skip
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -549,7 +550,7 @@ class DecentralizedDataParallel(Module, Idles):
         Parameters that are frozen here and were exchanged in the saved run are exchanged from now on, frozen or not.
         """
         if assign:
-            raise ValueError("assign=True would take the parameters out of their buckets")
+            raise ValueError("assign must be False: assign=True would take the parameters out of their buckets")
         self._gossip.exchange.drain()
         if self._average.local is not None:  # else Decent-DP's face refuses
             self.revert_global_avg()

@@ -107,8 +107,8 @@ def _store(rank: int, limit: timedelta) -> dist.Store:
         if rank == 0 or own_fault(error):
             raise
         said = str(error).partition("\n")[0]
-        raise AssemblyError(f"rank {rank}: nobody listens at {place} (MASTER_ADDR, MASTER_PORT), where rank 0 is to be "
-                            f"found unless torchrun is: {said}", [0]) from error  # fmt: skip
+        raise AssemblyError(f"rank {rank}: nothing listens at {place} (MASTER_ADDR, MASTER_PORT), where rank 0 or "
+                            f"torchrun should listen: {said}", [0]) from error  # fmt: skip
     return found
 
 

@@ -114,8 +114,8 @@ class TrainingRun:
         could not.
         """
         if model._member is not None and steps_per_epoch is None:
-            raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins knows by it '
-                             "when the others' epochs end")  # fmt: skip
+            raise ValueError('TrainingRun needs steps_per_epoch with missing="regroup": a rank that joins needs it to '
+                             "know when the others' epochs end")  # fmt: skip
         if evaluate_every < 1 or keep < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
             raise ValueError("evaluate_every and steps_per_epoch must be 1 or more and keep 0 or more, got "
                              f"{evaluate_every}, {steps_per_epoch} and {keep}")  # fmt: skip
@@ -227,12 +227,13 @@ class TrainingRun:
                 if self.model.steps >= end:
                     return
             if self.model.steps == before:
-                raise ValueError("an epoch must have batches, of which some end in a step of the wrapper, got none")
+                raise ValueError("an epoch must have batches, at least one of which ends in a step of the wrapper, "
+                                 "got none")
 
     def add(self, loss: Tensor | float, samples: int = 0) -> None:
         """Counts a step's loss, and its samples, into the record of the epoch. Not blocking, on GPUs neither."""
         if self._epoch is None:
-            raise ValueError("add needs an epoch under way: call it inside `for epoch in run.epochs(...)`")
+            raise ValueError("add must be called during an epoch: call it inside `for epoch in run.epochs(...)`")
         self._epoch.loss = self._epoch.loss + (loss.detach() if isinstance(loss, Tensor) else loss)
         self._epoch.losses += 1
         self._epoch.samples += samples

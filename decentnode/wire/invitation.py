@@ -45,20 +45,20 @@ def opened(secret: bytes, text: str, now: float) -> Invitation:
     """Returns the invitation of a text. now: seconds since 1970. Raises PeerFault ("uninvited") with the reason for
     one that is none, was not made with this secret, or is over."""
     if not text:
-        raise PeerFault("uninvited", "it shows no invitation (decentnode invite)")
+        raise PeerFault("uninvited", "it has no invitation (decentnode invite)")
     size = _FACTS.size + PROOF_BYTES
     try:
         raw = base64.b64decode(text.removeprefix(PREFIX).encode("ascii") + b"=" * (-size % 3), b"-_", validate=True)
     except (ValueError, UnicodeEncodeError):
         raw = b""
     if not text.startswith(PREFIX) or len(raw) != size:
-        raise PeerFault("uninvited", "what it shows is no invitation")
+        raise PeerFault("uninvited", "its invitation is not valid text of `decentnode invite`")
     facts, proof = raw[: _FACTS.size], raw[_FACTS.size :]
     if not hmac.compare_digest(proof, _proof(secret, facts)):
         raise PeerFault("uninvited", "its invitation was not made with this run's secret")
     found = Invitation(*_FACTS.unpack(facts))
     if now > found.until:
-        raise PeerFault("uninvited", f"its invitation ended {now - found.until:.0f} s ago")
+        raise PeerFault("uninvited", f"its invitation expired {now - found.until:.0f} s ago")
     return found
 
 

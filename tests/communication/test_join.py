@@ -65,7 +65,7 @@ def test_who_joins_a_run_that_is_over_is_told_that_nobody_answers() -> None:
                           for uid, port in zip((0, 1), (free_ports(2), free_ports(2)), strict=True)})  # fmt: skip
         joiner.bind()
         joiner.join()
-        with pytest.raises(PeerLost, match=r"outside; no member of the run answers; it asked node 0.*, node 1"):
+        with pytest.raises(PeerLost, match=r"outside; no member of the run answers, asked node 0.*, node 1"):
             joiner.regroup().wait()
     finally:
         joiner.close()

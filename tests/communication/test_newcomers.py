@@ -121,7 +121,7 @@ def test_there_are_so_many_uids_and_no_more() -> None:
 
         with pytest.raises(Told, match="all 1 uids beyond the mapping are taken"):
             asks(control, 0, tell=tell)
-    with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match=r"admits nobody beyond"):
+    with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match=r"admits no nodes beyond"):
         asks(control, 0)
 
 
@@ -162,21 +162,21 @@ def invitation(uses: int = 1, secret: bytes = SECRET) -> str:
 
 def test_an_invitation_lets_in_so_many_and_strangers_are_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     with run_of_two(newcomers=3, secret=SECRET) as (nodes, control):
-        for wrong, why in (("", "shows no invitation"), (invitation(secret=bytes(32)), "not made with this run's")):
+        for wrong, why in (("", "has no invitation"), (invitation(secret=bytes(32)), "not made with this run's")):
             with pytest.raises(AssemblyError, match=f"refuses this node: it.* {why}"):
                 asks(control, 0, invitation=wrong)
         assert nodes[0].counters.faults == {"uninvited": 2}
-        assert "a node at tcp://127.0.0.2:" in caplog.text and "not admitted: it shows no invitation" in caplog.text
+        assert "a node at tcp://127.0.0.2:" in caplog.text and "not admitted: it has no invitation" in caplog.text
         mine = invitation()
         assert asks(control, 1, invitation=mine)[0].uid == 2
-        with pytest.raises(AssemblyError, match="is for 1 nodes, and that many came"):
+        with pytest.raises(AssemblyError, match="is for 1 nodes, and that many have joined"):
             asks(control, 0, invitation=mine)
 
 
 def test_with_keys_an_invitation_stands_for_a_line_of_authorized_keys(tmp_path: Path) -> None:
     members, own = keys_of(tmp_path, authorized=False)
     with run_of_two(members, secret=SECRET) as (nodes, control):
-        with pytest.raises(AssemblyError, match="shows no invitation"):
+        with pytest.raises(AssemblyError, match="has no invitation"):
             asks(control, 0, own)
         takes_part(nodes, control, own, invitation())
 
@@ -209,13 +209,13 @@ def request(control: dict[int, str], uid: int, invited: str = "") -> Request:
 
 def test_what_the_experiment_is_can_be_asked_without_taking_a_seat() -> None:
     with run_of_two(secret=SECRET) as (nodes, control):
-        with pytest.raises(AssemblyError, match="refuses this node: it shows no invitation"):
+        with pytest.raises(AssemblyError, match="refuses this node: it has no invitation"):
             experiment_of(request(control, 1), 60.0)
         for member in (0, 1):
             told = experiment_of(request(control, member, invitation()), 60.0)
             assert (told.config, told.digest) == (TOLD, "d")
         assert not seats(nodes[0]) and not seats(nodes[1])
-    with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match="admits nobody beyond"):
+    with run_of_two(newcomers=0) as (_, control), pytest.raises(AssemblyError, match="admits no nodes beyond"):
         experiment_of(request(control, 0), 60.0)
 
 

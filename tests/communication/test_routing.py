@@ -112,7 +112,7 @@ def test_both_ends_come_to_the_same_answer() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "text"),
-    [({"cliques": [[0, 1], [1, 2]]}, "one clique at most, got node 1"),
+    [({"cliques": [[0, 1], [1, 2]]}, "at most one clique, got node 1"),
      ({"cliques": [[0, 9]]}, "nodes of the run, got 9 of 6"),
      ({"edges": [{"nodes": [0, 1], "by": "collective"}]}, "in one clique, got 0 and 1"),
      ({"edges": [{"nodes": [0, 3], "by": "shared_memory"}]}, "one machine, got 0 and 3"),

@@ -83,5 +83,5 @@ def test_forks_of_a_process_that_has_not_used_its_gpu_give_the_bits_of_this_one(
 
 def test_forks_of_a_process_that_uses_its_gpu_are_refused() -> None:
     torch.ones(1, device="cuda")
-    with pytest.raises(UsageError, match="this one uses CUDA already and forks of it cannot"):
+    with pytest.raises(UsageError, match="this process uses CUDA, after which its forks cannot"):
         experiment().run(processes=True, progress=False)

@@ -83,10 +83,10 @@ def test_exchanges_behind_the_next_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "device", "gpus", "says"), [
-    ("", "cuda", 1, "NCCL takes one rank per GPU, but ranks 0 and 1 share"),
+    ("", "cuda", 1, "NCCL needs a GPU for each rank, but ranks 0 and 1 share"),
     ("gloo", "cuda", 1, "took 3 steps over gloo"),
-    pytest.param("", "cpu", 2, "parameter weight must lie where the process group's backend nccl sends from, got cpu: "
-                 "move the model to cuda", marks=pytest.mark.multigpu),
+    pytest.param("", "cpu", 2, "parameter weight must be on the device that the process group's backend nccl sends "
+                 "from, got cpu: move the model to cuda", marks=pytest.mark.multigpu),
     pytest.param("", "cuda", 2, "took 3 steps over nccl", marks=pytest.mark.multigpu),
 ])  # fmt: skip
 def test_what_two_ranks_of_a_script_see(tmp_path: Path, backend: str, device: str, gpus: int, says: str) -> None:

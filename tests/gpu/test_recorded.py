@@ -20,7 +20,7 @@ def test_a_run_that_failed_goes_on_with_the_same_bits(n: int, backend: str, ther
         (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
         assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]
         assert path == failed and whole == resumed
-        assert "seed" in told and "goes on with its own config" in told
+        assert "seed" in told and "continues with its own config" in told
     for uid in range(n):
         whole_records, parts = ([
             (each["kind"], each["round"], each.get("loss"), each.get("accuracy_merged"), each.get("consensus_distance"))

@@ -351,7 +351,7 @@ def test_what_cudnn_says_of_recurrent_layers_is_said_once(
         for device in ("cpu", "cuda", "cuda"):
             made = build_in_process(load(ROOT / config, [*texts, f"mapping.device={device}"]))[0]
             made.training.local_update(0)
-            assert caplog.text.count("cuDNN wants them") == (device == "cuda")
+            assert caplog.text.count("cuDNN needs them") == (device == "cuda")
         warnings.warn(f"{recurrent.WARNING}. This means they need to be compacted at every call", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
     assert [str(each.message) for each in heard if "RNN" in str(each.message) or "else" in str(each.message)] == [

@@ -129,7 +129,7 @@ def test_a_rank_whose_exchanges_would_not_fit_is_named(options: dict[str, Any], 
 
 def test_a_rank_that_has_ended_is_told_of_in_plain_words() -> None:
     ok, text = run_ranks_raw(2, meeting.ends_early)[0]
-    says = r"rank 0: PeerLost: rank 0: the exchange of step 0 with the other ranks failed, as where .*: \w[^/]*\n"
+    says = r"rank 0: PeerLost: rank 0: the exchange of step 0 with the other ranks failed, for example as .*: \w[^/]*\n"
     assert not ok and re.match(says, text), text
 
 
@@ -155,7 +155,7 @@ def test_the_center_is_evaluated_in_place_and_the_own_model_comes_back() -> None
     with pytest.raises(KeyError), comm.at_center():
         with comm.at_center():
             assert layer.weight.tolist() == [[pytest.approx(0.3)] * 2] and torch.equal(half, own[2])
-        with pytest.raises(RuntimeError, match="must not begin at the center"):
+        with pytest.raises(RuntimeError, match="must not begin inside at_center"):
             comm.step()
         raise KeyError
     assert all(torch.equal(p, value) for p, value in zip((layer.weight, frozen, half), own, strict=True))

@@ -191,5 +191,5 @@ def test_steps_that_cannot_be_are_refused() -> None:
     assert again.close() and not again.close()
     del again
     gc.collect()
-    with pytest.raises(RuntimeError, match="the wrapper of this optimizer is gone"):
+    with pytest.raises(RuntimeError, match="the wrapper of this optimizer no longer exists"):
         last.step()

@@ -109,8 +109,8 @@ def test_a_training_is_resumed_with_the_same_bits(sharing: Any, options: dict[st
 
 
 @pytest.mark.parametrize(("topology", "sharing", "options", "says"), [
-    ("ring", full("int4"), {}, "int4 takes .*choco"),
-    ("ring", full("zlib"), {}, "length that is known before, which zlib has not"),
+    ("ring", full("int4"), {}, "int4 loses .*choco"),
+    ("ring", full("zlib"), {}, "output size that is known in advance, got zlib"),
     ("ring", full("bfloat16"), {"transport": "shared_memory"}, "leave the compression out"),
     ({"name": "random_matching"}, "choco", {}, "topology must repeat after"),
     ("ring", {"name": "choco", "choose": "random"}, {}, "choose must be largest or all"),

@@ -81,7 +81,7 @@ def test_a_run_that_failed_goes_on_with_the_same_bits(there: bool | str, tmp_pat
         (_, all_of_them, whole), (failed, before, _), (path, rest, resumed) = results
         assert all_of_them == [0, 1, 2, 3] and before == [0, 1, 2] and rest == [2, 3]
         assert path == failed and whole == resumed
-        assert "seed" in told and "goes on with its own config" in told
+        assert "seed" in told and "continues with its own config" in told
     for uid in (0, 1):
         records = [list(read(tmp_path / f"{runs}/script/latest/nodes/{uid:03d}/metrics.jsonl"))
                    for runs in ("whole", "parts")]  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
 def test_a_run_that_failed_in_its_first_epoch_begins_anew(tmp_path: Path) -> None:
     for trained, told in run_ranks(2, recording.begun_anew, str(tmp_path)):
         assert trained == [0, 1]
-        assert "records of 1 epochs and no checkpoint that all 2 ranks have" in told
+        assert "records of 1 epochs but no checkpoint that all 2 ranks have" in told
     evaluated = [record["round"] for record in read(tmp_path / "script/latest/nodes/000/metrics.jsonl")
                  if record["kind"] == "evaluation"]  # fmt: skip
     assert evaluated == [0, 1, 2]
@@ -143,7 +143,7 @@ def test_a_run_that_other_processes_still_record_is_theirs(tmp_path: Path) -> No
     before = hold(tmp_path / "script/latest/nodes/001")
     found = run_ranks(2, recording.while_another_does, str(tmp_path), 0.2)
     assert found[0].startswith("AssemblyError: rank 1 could not make the run directory: EnvironmentFault: another")
-    assert found[1].startswith("EnvironmentFault: another process still records into")
+    assert found[1].startswith("EnvironmentFault: another process still writes to")
     Timer(4.0, before.close).start()
     assert run_ranks(2, recording.while_another_does, str(tmp_path), 60.0) == [[1], [1]]
 
@@ -178,7 +178,7 @@ def test_what_runs_experiments_says_that_it_is_a_scripts(runs: Path, words: list
     latest = runs / "script/latest"
     for what in (latest, *([] if words == ["evaluate"] else [latest / "config.resolved.yaml"])):
         done = CliRunner().invoke(main, [*words, str(what)])
-        assert done.exit_code == 2 and "is the run of a script, whose config is no experiment" in done.stderr
+        assert done.exit_code == 2 and "is the run of a script: its config is not an experiment" in done.stderr
         assert "not a known key" not in done.stderr and "command.txt" in done.stderr
 
 

@@ -23,8 +23,8 @@ def altered(place: int) -> str:
 
 
 @pytest.mark.parametrize(("text", "now", "why"), [
-    ("", 0.0, "shows no invitation"), (TEXT, 1001.0, "ended 1 s ago"), (TEXT[:-1], 0.0, "is no invitation"),
-    (TEXT[4:], 0.0, "is no invitation"), ("dn1-\u00e4", 0.0, "is no invitation"), ("dn1-" + "*" * 46, 0.0, "no inv"),
+    ("", 0.0, "has no invitation"), (TEXT, 1001.0, "expired 1 s ago"), (TEXT[:-1], 0.0, "is not valid"),
+    (TEXT[4:], 0.0, "is not valid"), ("dn1-\u00e4", 0.0, "is not valid"), ("dn1-" + "*" * 46, 0.0, "not valid"),
     *((altered(place), 0.0, "not made with this run's secret") for place in (4, 16, 20, 30, 40)),
     (issue(bytes(32), 3, 1000, bytes), 0.0, "not made with this run's secret"),
 ])  # fmt: skip

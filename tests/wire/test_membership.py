@@ -331,7 +331,7 @@ def test_clients_wait_for_a_server_that_is_gone_and_go_on_once_it_is_back() -> N
     world.run(10 * SUSPECT)
     assert not world.agreed, "most of them are there, but nobody of whom they would get a model"
     told = [p.membership.reason for p in world.processes.values() if p.membership.stage == "short"]
-    assert told and all("no round begins without node 0, which serves the others" in text for text in told)
+    assert told and all("no round can begin without the server node 0" in text for text in told)
     world.restart(0)
     world.run(4 * SUSPECT)
     assert world.settled() and world.processes[0].going[-1].fresh == {0}

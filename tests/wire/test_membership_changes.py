@@ -222,6 +222,6 @@ def test_a_node_without_which_too_few_are_left_is_told_so() -> None:
     assert membership.refusal_to_leave() == "" == membership.refusal_to_leave([0])
     assert "2 of 5 nodes would be left, and a generation needs 3" in membership.refusal_to_leave([0, 1])
     membership.limits = replace(membership.limits, needed=frozenset({4}))
-    assert "no round begins without node 4, which serves the others" in membership.refusal_to_leave()
+    assert "no round can begin without the server node 4" in membership.refusal_to_leave()
     membership.stopping = True
     assert membership.refusal_to_leave([0, 1]) == ""

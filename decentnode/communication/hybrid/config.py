@@ -66,10 +66,10 @@ class EdgeConfig(pydantic.BaseModel):
 
 class HybridConfig(TorchConfig):
     cliques: Literal["machine"] | list[list[int]] = Field(default_factory=list)
-    """Groups of nodes that exchange over torch.distributed: lists of uids, with no uid twice; or machine, the nodes of
-    every machine."""
+    """Groups of nodes that exchange over torch.distributed: lists of uids, with no uid twice; or machine, for the nodes
+    of every machine."""
     edges: list[EdgeConfig] = Field(default_factory=list)
-    """Edges that take another path than the default. The last entry that names a pair counts."""
+    """Edges that take another path than the default. If several entries name a pair, the last one counts."""
 
     @model_validator(mode="after")
     def _cliques_are_sets(self) -> Self:

@@ -10,7 +10,7 @@ from decentnode.config import component
 
 
 class Hybrid(ZeroMQ):
-    """ZeroMQ and shared memory, one communicator of torch.distributed per clique, and paths of one's own.
+    """ZeroMQ and shared memory, one communicator of torch.distributed per clique, and custom paths.
 
     The model's bits do not depend on the paths: every one delivers the same slices, added in ascending order of uid.
     """

@@ -189,7 +189,7 @@ class BatchedPath(CliquePath):
         why = self._status.why_broken([uid])
         if why:
             raise PeerLost(f"node {self._communicator.uid}: {why}", [uid])
-        raise PeerLost(f"node {uid} took nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
+        raise PeerLost(f"node {uid} received nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
 
     def _room_patience(self) -> float:
         """The whole time-out, as nothing can be left out."""

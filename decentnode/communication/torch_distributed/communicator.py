@@ -165,7 +165,7 @@ class NcclCommunicator(Communicator):
         end.start()
         end.join(ABORT_SECONDS)
         if end.is_alive():
-            logger.warning("the NCCL communicator of node %d does not end", self.uid)
+            logger.warning("the NCCL communicator of node %d does not shut down", self.uid)
             abandon(self._group)
 
 
@@ -211,7 +211,7 @@ def refusal(found: dict[int, str], who: str = "node") -> str:
     for uid, text in sorted(found.items()):
         gpu = text.partition(" ")[2]
         if gpu in by_gpu:
-            return f"NCCL takes one {who} per GPU, but {who}s {by_gpu[gpu]} and {uid} share {gpu}"
+            return f"NCCL needs a GPU for each {who}, but {who}s {by_gpu[gpu]} and {uid} share {gpu}"
         by_gpu[gpu] = uid
         if versions[uid] != versions[first]:
             return (f"NCCL must have one version, got {versions[first]} on {who} {first}, {versions[uid]} on {who} "

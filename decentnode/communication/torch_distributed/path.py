@@ -39,7 +39,7 @@ class TorchDistributedPath(Path):
 
     def __init__(self, context: PathContext) -> None:
         super().__init__(context)
-        assert isinstance(context.config, TorchKeys), "only transports with cliques name this path"
+        assert isinstance(context.config, TorchKeys), "this path needs a transport with cliques"
         self._config: TorchKeys = context.config
         self.clique: CliquePath | None = None
         """What moves the payloads, once the members have met."""

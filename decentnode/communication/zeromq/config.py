@@ -19,32 +19,32 @@ class ZeroMQConfig(CommunicationConfig):
     has_mailboxes: ClassVar[bool] = True
 
     same_host: Literal["shared_memory", "ipc", "tcp"] | None = None
-    """How payloads travel between nodes of one host. Default: shared_memory with communication auto (ipc where /dev/shm
-    is too small) and with shared_memory (there an error when it is too small); ipc with zeromq."""
+    """How payloads travel between nodes of one host. Default: shared_memory with communication auto (ipc if /dev/shm is
+    too small) and with shared_memory (an error if it is too small); ipc with zeromq."""
     chunk_bytes: int = Field(1 << 22, ge=1 << 16, le=1 << 26)
-    """Size in bytes of the pieces in which a payload travels; rounded down to whole blocks of 262,144 elements. Larger
+    """Size in bytes of the pieces in which a payload is sent; rounded down to whole blocks of 262,144 elements. Larger
     pieces overlap less with mixing."""
     window_bytes: int = Field(64 << 20, ge=1 << 20)
-    """Largest number of bytes that one neighbor may have sent to this node and that this node has not mixed yet. Bounds
-    the memory of a receiver."""
+    """Largest number of bytes that one neighbor may have sent to this node before this node has mixed them. Limits the
+    memory of a receiver."""
     checksum: Literal["auto", "none", "crc32", "xxh3"] = "auto"
-    """Checksum that every message carries. auto: xxh3 over tcp; none on one host, or where encryption authenticates
-    already."""
+    """Checksum of every message. auto: xxh3 over tcp; none on one host, or if encryption already authenticates."""
     security: Literal["auto", "off", "on", "required"] = "auto"
-    """Whether nodes prove who they are and encrypt (CURVE on every socket). auto: on where `keys` are given. required:
-    as on, and a run that would send anything readable to another machine is refused."""
+    """Whether nodes authenticate each other and encrypt (CURVE on every socket). auto: on if `keys` is given. required:
+    like on, and a run that would send anything unencrypted to another machine is refused."""
     keys: Path | None = None
     """Folder of the keys that `decentnode keygen` made, relative to the YAML."""
     invitations: Annotated[Path | None, ADDED] = None
-    """File with the secret that `decentnode invite` makes invitations with, relative to the YAML; the same on every
-    machine of the mapping. With it a node that is in no mapping (`node.newcomers`) is admitted by an invitation alone,
-    or by its key where that stands in authorized.keys; with keys, one with an invitation needs no line there."""
+    """File with the secret with which `decentnode invite` makes invitations, relative to the YAML; the same on every
+    machine of the mapping. With it, a node that is not in the mapping (`node.newcomers`) is admitted only with an
+    invitation, or with a key that is listed in authorized.keys; if the run has keys, a node with an invitation need not
+    be listed there."""
     bulk_security: Literal["curve", "aes-gcm", "none"] = "curve"
-    """With security on: how models are protected on the wire. curve: as all else. aes-gcm: as strong and several times
-    faster (extra `security`). none: only known nodes get in, but anyone on the network path can read and change what is
-    sent."""
+    """With security on: how models are protected on the wire. curve: like everything else. aes-gcm: equally strong and
+    several times faster (extra `security`). none: only known nodes are admitted, but anyone on the network path can
+    read and change what is sent."""
     non_finite: Literal["pass", "reject"] = "pass"
-    """What to do with a neighbor's payload that holds NaN or infinity. pass: mix it. reject: treat it as missing."""
+    """What to do with a neighbor's payload that contains NaN or infinity. pass: mix it. reject: treat it as missing."""
 
     @field_validator("security", mode="before")
     @classmethod
@@ -56,7 +56,7 @@ class ZeroMQConfig(CommunicationConfig):
         if self.security in ("on", "required") and self.keys is None:
             raise ValueError(f"security: {self.security} needs keys: a folder made by decentnode keygen")
         if self.security == "required" and self.bulk_security == "none":
-            raise ValueError("security: required does not go with bulk_security: none")
+            raise ValueError("security: required cannot be combined with bulk_security: none")
         return self
 
     @property

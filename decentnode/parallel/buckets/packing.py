@@ -31,7 +31,7 @@ class Packing:
             specs = self._codec.schema(self._count, dtype)
         if not all(spec.exact for spec in specs.values()):
             name = "the codec" if self._codec is None else self._codec.config.name
-            raise ValueError(f"compression must have a length that is known before, which {name} has not")
+            raise ValueError(f"compression must have an output size that is known in advance, got {name}")
         self._shrink = 1.0 + (self._codec.variance if self._codec is not None and coding.differences else 0.0)
         """What decoded values are divided by, so that changes are never too large (sharing/operator.py)."""
         if not self._whole:

@@ -115,8 +115,8 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
         _check_elements(name, p)
     pair = overlaps(named, [])
     if pair is not None:
-        raise ValueError(f"parameters must not share memory with others, {pair[0]} does with {pair[1]}, and what they "
-                         "share would be pulled twice: use one Parameter in both places")  # fmt: skip
+        raise ValueError(f"parameters must not share memory with others, {pair[0]} shares memory with {pair[1]}, "
+                         f"which would be pulled twice: use one Parameter in both places")  # fmt: skip
 
 
 def _kind(tensor: Tensor) -> str:
@@ -132,8 +132,8 @@ def _check_shared(model: Module) -> None:
     others = [*((name, p) for name, p in model.named_parameters() if not p.requires_grad), *model.named_buffers()]
     pair = overlaps(trained, others)
     if pair is not None:
-        raise ValueError(f"parameters must not share memory with other parameters or buffers, {pair[0]} does with "
-                         f"{pair[1]}, which buckets would part: use one Parameter in both places, or "
+        raise ValueError(f"parameters must not share memory with other parameters or buffers, {pair[0]} shares memory "
+                         f"with {pair[1]}, and buckets would separate them: use one Parameter in both places, or "
                          "param_as_bucket_view=False")  # fmt: skip
 
 
@@ -142,16 +142,16 @@ def check_optimizer(optimizer: Optimizer, scheduler: Any) -> None:
     check_steps_alone(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError("lr_scheduler_fn must make a scheduler that steps without a metric, got ReduceLROnPlateau: "
-                         "make it of wrapper.optimizer, and step it after each evaluation with a metric that all ranks "
-                         "agree on")  # fmt: skip
+                         "create it with wrapper.optimizer, and step it after each evaluation with a metric that is "
+                         "the same on all ranks")  # fmt: skip
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
     """Raises ValueError for an optimizer that meets other ranks itself, or evaluates the loss, several times in a
     step."""
     if isinstance(optimizer, OuterOptimizer):
-        raise ValueError(f"optimizer must be one that knows of no other ranks, got a {type(optimizer).__name__}: they "
-                         f"would exchange twice. {CHOOSE}")  # fmt: skip
+        raise ValueError(f"optimizer must not exchange with other ranks itself, got a {type(optimizer).__name__}: "
+                         f"ranks would exchange twice. {CHOOSE}")  # fmt: skip
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if isinstance(optimizer, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
         raise ValueError(f"optimizer must step without a closure: {type(optimizer).__name__} evaluates the loss "
@@ -167,8 +167,9 @@ def check_not_wrapped(params: Iterable[Tensor]) -> None:
 
 def refuse_unfrozen(name: str) -> None:
     """Raises RuntimeError for a parameter that is trained now and cannot be exchanged. name: of it."""
-    raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, and its ranks would train it apart: "
-                       "wrap the model with all parameters trained that will be, and freeze them afterwards")
+    raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, so ranks would train it without "
+                       f"exchanging it: wrap the model while all parameters that will be trained require gradients, "
+                       f"and freeze them afterwards")
 
 
 def refuse_averaged_gradients(wrapper: Module) -> None:
@@ -187,4 +188,4 @@ def refuse_compiled_autograd() -> None:
     if any((getattr(loaded, "compiled_autograd_enabled", False), getattr(loaded, "in_compiled_autograd_region", False),
             getattr(config, "compiled_autograd", False))):  # fmt: skip
         raise RuntimeError("compiled autograd must be off (torch._dynamo.config.compiled_autograd = False): it does "
-                           "not tell the end of a backward pass, where the wrapper steps")  # fmt: skip
+                           "not report the end of a backward pass, at which the wrapper steps")  # fmt: skip

@@ -34,13 +34,13 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 1.0
 AGAIN_SECONDS = 0.2
 MOST_FOUNDERS = 1 << 12
-REFUSALS = (f"it has keys and this process has none: give it those as keys=, or in {VARIABLE}",
-            "it does not take this process's keys: it has others, or none")  # fmt: skip
+REFUSALS = (f"it has keys and this process has none: give them as keys=, or in {VARIABLE}",
+            "it does not accept this process's keys: it has other keys, or none")  # fmt: skip
 """What is told of a member that breaks the handshake off, by whether this process has keys. Which end hears more is a
 race."""
 REFUSED_TIMES = 3
 """A member that breaks it off so often will always."""
-SILENT = "nobody listens there"
+SILENT = "nothing listens there"
 """What is told of an address at which no process listens, which may be one that has not begun yet."""
 
 
@@ -70,7 +70,7 @@ class Address:
     """For the making of process groups."""
 
     def refuses(self, seconds: float) -> bool:
-        """Blocking: whether that machine says that nobody listens there any more: the process is gone."""
+        """Blocking: whether that machine says that nothing listens there any more: the process is gone."""
         try:
             socket.create_connection(parsed(self.control), timeout=seconds).close()
         except ConnectionRefusedError:
@@ -211,10 +211,9 @@ def ask_to_join(addresses: Sequence[str], own: Address, seconds: float, access: 
                         waiting.insert(0, endpoint_of(*parsed(answer.at)))
             if clock.now() > until or all(times.get(endpoint, 0) >= REFUSED_TIMES for endpoint in waiting):
                 what = "; ".join(f"{endpoint.removeprefix('tcp://')}: {why}" for endpoint, why in found.items())
-                raise AssemblyError(f"no member of a job lets this process join, asked for {seconds:g} s at most: "
-                                    f"{what}")  # fmt: skip
+                raise AssemblyError(f"no member of a job admitted this process within {seconds:g} s: {what}")
             if not told and all(found.get(endpoint) == SILENT for endpoint in waiting):
-                logger.warning("nobody listens at %s, where this process is to join a job: asked again for %.0f s",
+                logger.warning("nothing listens at %s, where this process is to join a job: trying again for %.0f s",
                                ", ".join(each.removeprefix("tcp://") for each in waiting), seconds)  # fmt: skip
             told = True
             clock.sleep(AGAIN_SECONDS)
@@ -250,7 +249,7 @@ def _knock(context: zmq.Context[zmq.Socket[bytes]], access: Access, endpoint: st
         terms, lines = Terms.decoded(message.run, message.config)
         return Admission(message.uid, message.seat, message.seats, terms, lines, endpoint)
     except PeerFault as fault:
-        return f"answers what no member would ({fault})"
+        return f"its answer is not that of a member ({fault})"
     finally:
         end_monitor(asking, monitor)
         asking.close(0)

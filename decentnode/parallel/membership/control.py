@@ -270,7 +270,7 @@ class Control:
                 found, self._arrived = self._arrived, None
                 return found
             if clock.now() - started > seconds:
-                raise PeerLost(f"no generation of ranks came about within {seconds:g} s: {self._missing()}")
+                raise PeerLost(f"no generation of ranks was formed within {seconds:g} s: {self._missing()}")
             self._changed.wait(LOOK_SECONDS)
         return None
 

@@ -49,8 +49,8 @@ def start(settings: JobSettings) -> Job:
     process group is not closed by; AssemblyError where another rank did."""
     with together("listen for members"):
         if Access.given(settings.keys).closed:
-            raise UsageError('a job with keys makes its process group itself: call initialize_dist(missing="regroup") '
-                             "before any other")  # fmt: skip
+            raise UsageError('a job with keys creates its own process group: call initialize_dist(missing="regroup") '
+                             "before creating any other")  # fmt: skip
         made = settings.listening(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     rank, world = dist.get_rank(), dist.get_world_size()
     return _begun(made, lambda: made.found(rank, world, _by_group, settings.min_ranks, settings.newcomers))

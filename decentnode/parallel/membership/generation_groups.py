@@ -108,7 +108,7 @@ class GlooGroups(GenerationGroups):
             else:
                 found.set_timeout(timedelta(seconds=FORM_SECONDS))
                 return found
-        raise ConnectionBroken(f"nobody listens at {name}:{port} any more")
+        raise ConnectionBroken(f"nothing listens at {name}:{port} any more")
 
     def _meet(self, store: dist.Store, rank: int, world_size: int) -> None:
         """Blocking until all members are at the store: what torch then does waits in vain for nobody but who dies in

@@ -149,7 +149,7 @@ class Job:
                             float(found[0][3]))  # fmt: skip
         self.members = tuple(range(world))
         self._groups.make_first(rank, [each.store for each in founders])
-        logger.info("others join this job at %s", self.address)
+        logger.info("new processes can join this job at %s", self.address)
 
     def knock(self, addresses: Sequence[str], seconds: float = JOIN_SECONDS) -> None:
         """Blocking: ask members of a job for a place in it. Raises AssemblyError, UsageError."""
@@ -166,7 +166,7 @@ class Job:
         differs from the members.
         """
         if self._participant is not None:
-            raise ValueError('missing="regroup" takes one wrapper in a process, for its whole life')
+            raise ValueError('missing="regroup" allows one wrapper per process, for the life of the process')
         self._participant = weakref.ref(participant)
         admission = self.admission
         if admission is not None and admission.lines:
@@ -189,7 +189,7 @@ class Job:
             self.knock(known, KNOCK_AGAIN_SECONDS)
         except AssemblyError:
             if all(Address(endpoint_of(*parsed(each)), "").refuses(CONNECT_SECONDS) for each in known):
-                raise AssemblyError(f"the job is over: nobody listens at {', '.join(known)} any more") from None
+                raise AssemblyError(f"the job is over: nothing listens at {', '.join(known)} any more") from None
             return  # there is another time
         assert self.admission is not None
         self.control.begin(self.admission.uid, self.terms, *self._as, self.timeout_seconds, self.admission)

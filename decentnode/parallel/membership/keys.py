@@ -31,7 +31,7 @@ OFF = "off"
 SEAL_BYTES = 1024
 """What a frame may be longer with keys: encryption adds 33 bytes, and libzmq counts the commands of the handshake as
 frames, which have 200 to 500 bytes (RFC 26)."""
-HOW = f"make a secret with decentnode keygen --secret FILE and name it as keys=, or in {VARIABLE}, on all ranks"
+HOW = f"create a secret with decentnode keygen --secret FILE and give the file as keys=, or in {VARIABLE}, on all ranks"
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class Access:
         """Raises UsageError where this process would listen at an address that strangers reach. host: a number."""
         known = address(host)
         if not self.closed and not self.told_off and not (known is not None and known.is_loopback):
-            raise UsageError(f"ranks listen on {host} with keys alone: whoever reaches the port could join, read the "
-                             f"model and change it: {HOW}; 'off' in its place does without, where the network is "
-                             "safe")  # fmt: skip
+            raise UsageError(f"ranks listen on {host} only with keys, since anyone who can reach the port could join, "
+                             f"read the model and change it: {HOW}; on a safe network, 'off' instead of the file "
+                             f"allows ranks without keys")  # fmt: skip
 
     def log_in(self, socket: zmq.Socket[bytes]) -> None:
         """Prove this process to whom the socket connects to, and have that one prove itself."""
@@ -150,7 +150,8 @@ class Sockets:
     def _tell(self, why: str) -> None:
         if not self._told:
             self._told = True
-            logger.warning("a process without the keys of this job (%s) was refused; others will be without a word",
+            logger.warning("a process without the keys of this job (%s) was refused; further ones will be refused "
+                           "without a message",
                            why)  # fmt: skip
 
     def close(self, linger: int) -> None:
@@ -175,5 +176,5 @@ def failed_handshake(monitor: zmq.Socket[bytes]) -> str:
     while monitor.poll(0):
         event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
         if event["event"] & FAILED:
-            why = {MECHANISM_MISMATCH: "one of the two has keys, the other none"}.get(int(event["value"]), "other keys")
+            why = {MECHANISM_MISMATCH: "one side has keys, the other has none"}.get(int(event["value"]), "other keys")
     return why

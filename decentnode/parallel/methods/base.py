@@ -22,7 +22,7 @@ from decentnode.parallel.process_group.default_group import check_device, device
 from decentnode.parallel.process_group.shutdown import close_at_exit
 from decentnode.sharing.forces import toward_
 
-ALIKE = "all ranks must take equally many steps, and load states of one step or none"
+ALIKE = "all ranks must take the same number of steps, and either all load states of the same step or none does"
 
 
 @dataclass

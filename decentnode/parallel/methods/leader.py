@@ -110,7 +110,8 @@ class LSGD(DistOptimizer):
         if loss is None:
             if not self._warned:
                 self._warned = True
-                logger.warning("LSGD without step(loss=...): the leader is who the gradients predict to gain most")
+                logger.warning("LSGD without step(loss=...): the leader is the rank whose gradients predict the "
+                               "largest improvement")
             if self._before is not None:
                 kind = torch.complex128 if self._before.is_complex() else torch.float64
                 change = (self._before - self.flat_params()).to(kind)

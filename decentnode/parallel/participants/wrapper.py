@@ -50,8 +50,8 @@ class WrapperParticipant:
         """make_topology: as `planning.topologies.make_topology`. Raises ValueError for a topology that cannot be made
         for another number of ranks."""
         if not isinstance(topology, str | Mapping) or (isinstance(topology, Mapping) and "nodes" in topology):
-            raise ValueError('topology must be a name, or a section without nodes, with missing="regroup": it is made '
-                             f"again for other numbers of ranks, got {topology!r}")  # fmt: skip
+            raise ValueError('topology must be a name, or a section without nodes, with missing="regroup": it must be '
+                             f"possible to make it for other numbers of ranks, got {topology!r}")  # fmt: skip
         self.job, self._make_topology = job, make_topology
         self._topology, self._local, self._sharing, self._transport = topology, local_world_size, sharing, transport
         self._in_step = False
@@ -181,8 +181,8 @@ class WrapperParticipant:
         told, own = [reports[uid] for uid in self.job.members], self._unfrozen.groups
         wanted = max((each["unfrozen"] for each in told if not each["fresh"]), key=len)
         if wanted[: len(own)] != own:
-            raise AssemblyError("this process exchanges other parameters than the others, which unfroze some while it "
-                                "was away: start it again")  # fmt: skip
+            raise AssemblyError("this process exchanges different parameters than the others, which unfroze some "
+                                "while it was away: start it again")  # fmt: skip
         known = {name for group in wanted for name in group}
         waiting = {name for each in told for name in each["waiting"]} - known
         take = self._take()

@@ -60,8 +60,9 @@ class Plan:
                 raise ValueError(f"topology must be {word} for {type(rule).__name__}")
         alone = unheard(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
         if alone is not None:
-            raise ValueError(f"topology must join all ranks over the steps in which {type(rule).__name__} exchanges, "
-                             f"rank {alone[0]} never hears of rank {alone[1]}; topology='complete' would do")
+            raise ValueError(f"topology must connect all ranks over the steps in which {type(rule).__name__} "
+                             f"exchanges, "
+                             f"rank {alone[0]} never hears of rank {alone[1]}; use topology='complete'")
         if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
             raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '
                              f'"local_sgd", "every": 8}}, got {type(rule).__name__}')  # fmt: skip

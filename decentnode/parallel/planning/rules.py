@@ -84,7 +84,7 @@ def sharing_named(given: SharingRule) -> Sharing:
         (bool(unheard), f"has a method {next(iter(unheard), '')}, which scripts do not call"),
         (bool(around), f"has a method {next(iter(around), '')}, which is only called where its requirements have "
          "sequential=True"),
-        (_sends_another(rule), "sends something else than the parameters (its method outgoing), where scripts send "
+        (_sends_another(rule), "sends something other than the parameters (its method outgoing), where scripts send "
          "the parameters"),
     ) if bad), None)  # fmt: skip
     if lacks is not None:
@@ -95,7 +95,7 @@ def sharing_named(given: SharingRule) -> Sharing:
         lost = Operator(1.0, "all", coding.codec).lost()
         if lost > LOSS_OF_MODELS:
             name = rule.config.compression.name  # type: ignore[attr-defined]
-            raise ValueError(f"compression must take no more than {LOSS_OF_MODELS:.1%} of a model here, {name} takes "
+            raise ValueError(f"compression must lose at most {LOSS_OF_MODELS:.1%} of a model here, {name} loses "
                              f"{lost:.1%}: sharing={{'name': 'choco', 'choose': 'all', 'compression': ...}} sends "
                              "changes of models, which may be coarser")  # fmt: skip
     return rule

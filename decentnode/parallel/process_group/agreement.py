@@ -41,7 +41,8 @@ def _lost(what: str, error: RuntimeError) -> PeerLost:
     absent = [] if ended else late()
     word = "rank" if len(absent) == 1 else "ranks"
     has_not_come = f"; {word} {names(absent)} had not come to it" if absent else ""
-    return PeerLost(f"ranks cannot {what} together, as where one has ended: {reason}{has_not_come}", ended or absent)
+    return PeerLost(f"ranks cannot {what} together, for example because one has ended: {reason}{has_not_come}",
+                    ended or absent)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -44,5 +44,6 @@ def check_device(name: str, tensor: Tensor) -> None:
     """Raises ValueError for a tensor that the default process group cannot send: one of the CPU where it has NCCL
     alone. name: of the tensor."""
     if dist.is_initialized() and num_ranks() > 1 and dist.get_backend() == "nccl" and not tensor.is_cuda:
-        raise ValueError(f"{name} must lie where the process group's backend nccl sends from, got {tensor.device}: "
+        raise ValueError(f"{name} must be on the device that the process group's backend nccl sends from, got "
+                         f"{tensor.device}: "
                          f'move the model to {device_of_group()}, or call initialize_dist("gloo")')

@@ -45,10 +45,10 @@ def agreed_per_machine(given: int | None = None) -> int | None:
         return counted
     by_number = {each: [rank for rank, one in enumerate(told) if one == each] for each in dict.fromkeys(told)}
     listed = ", ".join(f"rank {names(ranks)} has {each or 'none'}" for each, ranks in by_number.items())
-    found = "machines have unequally many" if counted is None else f"{counted} are counted"
+    found = "machines have different numbers" if counted is None else f"{counted} are counted"
     others = [rank for each, ranks in by_number.items() if each != told[0] for rank in ranks]
-    raise AssemblyError(f"local_world_size, or {TOLD} of the environment, must be the same on all ranks or be given "
-                        f"on none: {listed}, and {found}", others)  # fmt: skip
+    raise AssemblyError(f"local_world_size, or {TOLD} of the environment, must be the same on all ranks, or given on "
+                        f"none: {listed}, and {found}", others)  # fmt: skip
 
 
 def _host() -> str:

@@ -88,7 +88,7 @@ class RunCheckpoints:
             manifest = mine[max(common, key=lambda each: (each[0], each[1] == world, each[1]))]
             changed = store.differences(manifest.config, self._config)
             if changed:
-                raise ValueError(f"the run in {run} goes on with its own config: {'; '.join(changed)}")
+                raise ValueError(f"the run in {run} continues with its own config: {'; '.join(changed)}")
             state = decode(manifest.tree, manifest.load())
         self._take_up(state, manifest)
         epochs = manifest.cut.round
@@ -115,8 +115,8 @@ class RunCheckpoints:
         before = len(manifest.cut.members)
         if self._ranks.folder is None and before != world and uid == 0:
             rest = f"ranks {before} and up begin as rank mod {before}" if before < world else (
-                f"the models of ranks {world} to {before - 1} are not part of it any more")
-            logger.warning("the run goes on with %d ranks from a checkpoint of %d: %s", world, before, rest)
+                f"the models of ranks {world} to {before - 1} are no longer used")
+            logger.warning("the run continues with %d ranks from a checkpoint of %d: %s", world, before, rest)
 
     def _begin_anew(self, run: Path, records: RankRecords, others: set[int]) -> None:
         """Forgets the records of a run that ended before its first checkpoint. others: for how many ranks it has
@@ -125,8 +125,8 @@ class RunCheckpoints:
         if others or epochs > bool(self._keep):
             has = f"checkpoints of {' and '.join(map(str, sorted(others)))} ranks alone" if others else "none"
             world = len(self._ranks.members)
-            raise CheckpointError(f"{run} has records of {epochs} epochs and no checkpoint that all "
-                                  f"{world} ranks have ({has}): move it away, or resume=False")  # fmt: skip
+            raise CheckpointError(f"{run} has records of {epochs} epochs but no checkpoint that all {world} ranks "
+                                  f"have ({has}): move it away, or use resume=False")  # fmt: skip
         records.forget_from(-1)
 
     def draw_on(self) -> None:

@@ -102,8 +102,8 @@ def hold(folder: Path) -> FileIO:
                 return file  # a disk without locks
             if clock.now() > until:
                 file.close()
-                raise EnvironmentFault(f"another process still records into {folder}, see the pid in its status.json: "
-                                       "end it, or move the run away") from None  # fmt: skip
+                raise EnvironmentFault(f"another process still writes to {folder} (its status.json has the pid): end "
+                                       f"that process, or move the run away") from None  # fmt: skip
         else:
             return file
         clock.sleep(AGAIN_SECONDS)

@@ -23,8 +23,8 @@ class Apart:
         """Exchanged parameters that the optimizer does not have: nobody else clears their gradients."""
         own = {p for group in optimizer.param_groups for p in group["params"]}
         if own and own.isdisjoint(self._params):
-            raise ValueError("optimizer must have parameters of the model, got others only: make it of what it is "
-                             "given")  # fmt: skip
+            raise ValueError("optimizer must have parameters of the model, got only others: create it from the given "
+                             "parameters")  # fmt: skip
         self.look()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
@@ -42,5 +42,5 @@ class Apart:
         others = sum(p.requires_grad and p not in known for p in own)
         if others and not self._told:
             self._told = True
-            logger.warning("the optimizer has %d parameters that are not of the wrapped model, or came later: ranks do "
-                           "not exchange these, each trains its own", others)  # fmt: skip
+            logger.warning("the optimizer has %d parameters that are not in the wrapped model, or were added later: "
+                           "ranks do not exchange these, each trains its own", others)  # fmt: skip

@@ -28,8 +28,8 @@ def _tell_of_two(watch: BackwardWatch) -> None:
     before = _last[1]()
     if not _told and _last[0] == number and before is not None and before is not watch:
         _told = True
-        logger.warning("one backward pass steps two wrapped modules: if its loss is of one alone, as in a GAN, set "
-                       "requires_grad_(False) on the other meanwhile, or use its no_sync()")  # fmt: skip
+        logger.warning("one backward pass steps two wrapped modules: if its loss belongs to only one of them, as in a "
+                       "GAN, set requires_grad_(False) on the other meanwhile, or use its no_sync()")  # fmt: skip
     _last = number, weakref.ref(watch)
 
 

@@ -33,8 +33,8 @@ class Idles(Joinable):
 
     def join_hook(self, **_: Any) -> JoinHook:
         if self._comes_and_goes():
-            raise ValueError('with missing="regroup" a rank that has run out of inputs closes its wrapper, or ends: '
-                             "the others go on")  # fmt: skip
+            raise ValueError('with missing="regroup" a rank that has run out of inputs must close its wrapper, or '
+                             "end: the others then continue")  # fmt: skip
         return _IdleHook(self._idle_step)
 
     @property

@@ -36,7 +36,8 @@ class ScriptOptimizer(OuterOptimizer):
         result = self.evaluated(closure)
         take = self._take()
         if take is None:
-            raise RuntimeError("the wrapper of this optimizer is gone: keep it as long as its model is trained")
+            raise RuntimeError("the wrapper of this optimizer no longer exists: keep a reference to it while its "
+                               "model is trained")
         update = not self.infinite()
         if update:
             self.unscale(p for group in self.param_groups for p in group["params"])
@@ -65,5 +66,5 @@ class OtherUpdates:
         self._version = version
         if self._changes == TOLD_AFTER:
             self._changes += 1
-            logger.warning("the parameters change and model.optimizer has taken no step: with step_in_backward=False "
-                           "the script must step model.optimizer; a rank that steps another trains alone")  # fmt: skip
+            logger.warning("the parameters changed but model.optimizer took no step: with step_in_backward=False, the "
+                           "script must step model.optimizer; a rank that steps another optimizer trains alone")

@@ -76,9 +76,9 @@ class Unfrozen:
                 mine = groups[number : number + 1]
             if len(mine) != 1:
                 name = next(lacking[p] for p in theirs["params"] if p in lacking)
-                raise RuntimeError(f"parameter {name} is trained now and was frozen when the model was wrapped: add it "
-                                   'to the optimizer, model.optimizer.add_param_group({"params": [...]}), whose '
-                                   f"{len(groups)} groups do not tell where it belongs")  # fmt: skip
+                raise RuntimeError(f"parameter {name} is trained now but was frozen when the model was wrapped, and it "
+                                   f"is not clear to which of the optimizer's {len(groups)} groups it belongs: add it "
+                                   'with model.optimizer.add_param_group({"params": [...]})')  # fmt: skip
             _extend(mine[0], theirs, lacking.keys())
         for p in lacking:
             if p in made.state:  # as Adagrad's, which is made with the optimizer

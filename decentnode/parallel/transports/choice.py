@@ -32,9 +32,9 @@ def exchange_for(
             raise ValueError('sockets needs missing="regroup"')
         return SocketExchange(plan, timeout_seconds, job.control.sockets, job.host, buckets, memory)
     if job is not None and job.closed and transport == "collective":
-        raise ValueError("collective sends models unencrypted: leave the keys out, or take auto or sockets")
+        raise ValueError("collective sends models unencrypted: leave the keys out, or use auto or sockets")
     if transport == "shared_memory" and plan.coding is not None:
-        raise ValueError("shared_memory sends nothing, and compresses nothing: leave the compression out, or take auto")
+        raise ValueError("shared_memory sends nothing, so it cannot compress: leave the compression out, or use auto")
     shared = transport != "collective" and plan.coding is None and usable(buckets, plan)
     if transport == "shared_memory" and not shared:
         raise ValueError("shared_memory needs CPU parameters, all ranks on one x86 host and room in /dev/shm")

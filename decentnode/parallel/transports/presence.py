@@ -78,8 +78,8 @@ class Presence:
             return Absence(rank, f"the script of rank {rank} ended with an error after {self._words[rank][_STEP]} "
                            f"steps: {error}")  # fmt: skip
         does = "has ended its training" if self._words[rank][_ENDED] else "waits in an average over all ranks"
-        return Absence(rank, f"rank {rank} {does} after {steps} steps, this one has taken {own[_STEP]}: all ranks must "
-                       "take equally many steps between averages and in all")  # fmt: skip
+        return Absence(rank, f"rank {rank} {does} after {steps} steps, this one has taken {own[_STEP]}: all ranks "
+                             f"must take the same number of steps between averages and in total")  # fmt: skip
 
 
 def _say_goodbye(process: int, own: memoryview, segments: list[Segment]) -> None:

@@ -116,7 +116,7 @@ class SocketExchange(HostMemoryExchange):
     def _take(self, seconds: float) -> bool:
         """Blocking for so long at most: take what has come; whether anything has."""
         if len(self._inbox) >= STEPS_AHEAD * len(self._buckets) * max(1, self.graph.num_nodes - 1):
-            raise PeerLost(f"rank {self.rank}: ranks send more than {STEPS_AHEAD} steps ahead")
+            raise PeerLost(f"rank {self.rank}: other ranks send more than {STEPS_AHEAD} steps ahead")
         if not self._in.poll(max(1, int(1000 * seconds))):
             return False
         frames = self._in.recv_multipart(copy=False)
@@ -131,10 +131,10 @@ class SocketExchange(HostMemoryExchange):
         token, peer, number, step, digest = HEADER.unpack(header)
         known = token == self._token and peer < self.graph.num_nodes and number < len(self._buckets)
         if not known or len(body.buffer) not in self._sizes[number]:
-            logger.warning("something that is no snapshot of this job came in, and is not heard")
+            logger.warning("received something that is not a snapshot of this job, and ignored it")
             return
         if xxhash.xxh3_64_intdigest(body.buffer) != digest:
-            raise PeerLost(f"rank {self.rank}: what rank {peer} sent in step {step} was damaged on its way", [peer])
+            raise PeerLost(f"rank {self.rank}: what rank {peer} sent in step {step} was damaged in transit", [peer])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about memory that cannot be written: it is only read
             found = torch.frombuffer(body.buffer, dtype=torch.uint8)

@@ -112,7 +112,7 @@ class Leader:
             return
         generation = proposal.outcome(state.limits.needed)
         if generation is None:
-            state.go_outside(now, "no node that is left has a model")
+            state.go_outside(now, "no remaining node has a model")
             return
         if not state.enough(generation):
             self._fall_short()
@@ -129,8 +129,8 @@ class Leader:
         state.proposal = None
         needs = f"a generation needs {state.limits.min_nodes} of {state.founders} nodes (node.min_nodes)"
         if servers := absent & state.limits.needed:
-            needs = f"no round begins without {state.names(servers)}, which serves the others"
-        state.reason = f"{state.unheard(absent) if absent else 'who left does not answer'}, and {needs}"
+            needs = f"no round can begin without the server {state.names(servers)}"
+        state.reason = f"{state.unheard(absent) if absent else 'a node that left does not answer'}, and {needs}"
 
     def _say_stage(self) -> None:
         """Send the stage's message to all other members of the proposal."""

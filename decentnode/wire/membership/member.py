@@ -106,7 +106,7 @@ class Membership(MemberState):
         if self.uid >= self.founders or self.over() or self.limits.suffice(rest):
             return ""
         if servers := set(self.limits.needed - rest):
-            return f"no round begins without {self.names(servers)}, which serves the others"
+            return f"no round can begin without the server {self.names(servers)}"
         return (f"{len(rest)} of {self.founders} nodes would be left, and a generation needs "
                 f"{self.limits.min_nodes} (node.min_nodes)")  # fmt: skip
 
@@ -321,7 +321,7 @@ class Membership(MemberState):
         counts = current.steady and current.source < self.founders
         outvoted = counts and self.rivals.heard(name, current.source, now, own)
         if outvoted or (self.stage == "short" and name > own):
-            self.go_outside(now, f"the others went on without this node, in generation {current.generation}")
+            self.go_outside(now, f"the others continued without this node, in generation {current.generation}")
 
     def _on_denied(self, denied: Denied, now: float) -> None:  # noqa: ARG002
         if self.stage == "outside" and denied.digest == self.digest:

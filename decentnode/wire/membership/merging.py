@@ -39,7 +39,7 @@ class Merging:
         sides = dict(state.sides.to_take_in(state.generation.members, present))
         if sides:
             back = state.names(set().union(*sides.values()))
-            state.end_generation(f"{back} went on apart, and can be heard again")
+            state.end_generation(f"{back} continued separately and can be reached again")
             self._leader.take_in(sides, now)
 
     def ping_others(self, now: float) -> None:

@@ -38,11 +38,11 @@ class Newcomers:
         if closed := self.closed():
             return closed
         if not state.steady or state.guest:
-            return self._turned("the members agree on a generation at this moment")
+            return self._turned("the members are agreeing on a generation")
         if leader != state.uid:
             return self._turned(f"{state.describe(leader)} admits newcomers", ask=leader)
         if invitation is not None and state.seats.used_up(asked, invitation.uses):
-            return self._turned(f"its invitation is for {invitation.uses} nodes, and that many came", final=True)
+            return self._turned(f"its invitation is for {invitation.uses} nodes, and that many have joined", final=True)
         taken = {*state.generation.members, *state.joiners}
         uid = state.seats.grant(asked, taken, now, self._draw)
         if uid is None:
@@ -55,7 +55,7 @@ class Newcomers:
         """Why nobody who is not in the mapping can come any more, or at all; None where somebody may."""
         state = self._state
         if state.seats.stop == state.seats.first:
-            return self._turned("the run admits nobody beyond its mapping (node.newcomers)", final=True)
+            return self._turned("the run admits no nodes beyond its mapping (node.newcomers)", final=True)
         return self._turned("the run is over", final=True) if state.over() else None
 
     def resigned(self, resign: Resign) -> Turned:

@@ -150,8 +150,8 @@ class MemberState:
     def not_let_in(self) -> str:
         """Whom this node, which is outside, has asked in vain, for reasons."""
         if answered := self.joining.answered:
-            return f"{self.names(answered)} did not let it in"
-        return f"no member of the run answers; it asked {self.names({*self.others()})}"
+            return f"{self.names(answered)} did not admit it"
+        return f"no member of the run answers, asked {self.names({*self.others()})}"
 
     # -- rules that the safety rests on (wire/generation.py) --------------------------------------------------
 

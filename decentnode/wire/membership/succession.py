@@ -39,7 +39,7 @@ class Succession:
         """Find a new leader: the lowest uid of those that are not absent, perhaps this node."""
         state = self._state
         if state.guest:
-            state.go_outside(now, f"{state.describe(state.coordinator)} did not let this node in")
+            state.go_outside(now, f"{state.describe(state.coordinator)} did not admit this node")
             return
         state.change("new leader")
         state.drop_attempt()

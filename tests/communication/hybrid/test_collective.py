@@ -126,7 +126,7 @@ def test_keys_are_refused_because_models_would_travel_in_the_clear() -> None:
 def test_gpus_that_cannot_share_a_communicator_are_named() -> None:
     assert refusal({3: "2.29.7 gpu-a", 5: "2.29.7 gpu-b"}) == ""
     assert refusal({3: "2.29.7 gpu-a", 5: "2.29.7 gpu-a"}) == (
-        "NCCL takes one node per GPU, but nodes 3 and 5 share gpu-a"
+        "NCCL needs a GPU for each node, but nodes 3 and 5 share gpu-a"
     )
     assert "got 2.29.7 on node 3, 2.30.1 on node 5" in refusal({3: "2.29.7 gpu-a", 5: "2.30.1 gpu-b"})
     assert "node 5 lacks one" in refusal({3: "2.29.7 gpu-a", 5: ""})

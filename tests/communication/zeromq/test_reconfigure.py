@@ -103,7 +103,7 @@ def test_who_is_not_let_in_names_whom_it_asked(answers: bool) -> None:
     if answers:
         origin = new_origin(1, random.Random(1).randbytes)
         node.post.append(Current(RUN, 1, 2, bitmap([1, 2], 3), 1, 0, NO_ORIGIN, origin=origin))
-    asked = "node 2 did not let it in" if answers else "no member of the run answers; it asked node 1, node 2"
+    asked = "node 2 did not admit it" if answers else "no member of the run answers, asked node 1, node 2"
     with pytest.raises(PeerLost, match=f"it comes from outside; {asked}$"):
         for tick in range(300):
             node.step(100.0 + STEP_SECONDS * tick)

@@ -156,8 +156,8 @@ def test_a_node_with_a_key_of_its_own_making_does_not_get_in(tmp_path: Path) -> 
     made[1] = with_keyring(made[1], {}, pair)
     key = re.escape(pair[0].decode())
     known = {
-        0: rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which node 0 has in no line",
-        1: r"node 0 \(127.0.0.1:\d+\) has no line with the key of node 1 in its public.keys",
+        0: rf"node 1 \(127.0.0.1:\d+\) came from 127.0.0.1 with key {key}, which is not in the public.keys of node 0",
+        1: r"node 0 \(127.0.0.1:\d+\) does not have the key of node 1 in its public.keys",
     }
     told = failures(made, known)
     assert made[0].counters.faults["stranger"] >= 1
@@ -169,8 +169,8 @@ def test_another_key_for_the_parent_is_told_on_both_sides(tmp_path: Path) -> Non
     """The list of node 1 is older than the key of node 0."""
     made = make("tcp+curve", 2, flat_schema(8), tmp_path)
     made[1] = with_keyring(made[1], {0: zmq.curve_keypair()[0]})
-    known = {0: r"node 1 \(.*\) takes another key for that of node 0: public.keys differ",
-             1: r"node 0 \(.*\) breaks the handshake off: has it another key than in this"}  # fmt: skip
+    known = {0: r"node 1 \(.*\) expects another key for node 0: the public.keys files differ",
+             1: r"node 0 \(.*\) broke off the handshake: does its key differ from the one in this"}  # fmt: skip
     told = failures(made, known)
     assert all(re.search(says, told[uid]) for uid, says in known.items()), told
 
@@ -194,8 +194,8 @@ def test_the_root_hears_of_handshakes_that_break_off_elsewhere(tmp_path: Path) -
     """Node 9 connects to node 1 alone, whose word goes up the tree; and down again to those who wait."""
     made = make("tcp+curve", 10, flat_schema(8), tmp_path)
     made[9] = with_keyring(made[9], {}, zmq.curve_keypair())
-    of_all = "node 9 .*which node 1 has in no line of public.keys"
-    of_its_own = r"node 1 \(.*\) has no line with the key of node 9"
+    of_all = "node 9 .*which is not in the public.keys of node 1"
+    of_its_own = r"node 1 \(.*\) does not have the key of node 9"
     told = failures(made, {0: of_all, 9: of_its_own})
     assert all(re.search(of_all, each) for each in told[:9]), told
     assert re.search(of_its_own, told[9])

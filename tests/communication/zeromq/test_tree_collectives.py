@@ -276,7 +276,7 @@ def test_a_port_that_was_taken_while_its_node_was_gone_is_an_environment_fault(p
         port = taken.getsockname()[1]
         again = [f"tcp://127.0.0.1:{free_ports(1)}"] * 2
         again[plane] = f"tcp://127.0.0.1:{port}"
-        check_cannot_bind(BindPlan(again=tuple(again)), f"cannot listen on tcp://127.0.0.1:{port}, where it did before")
+        check_cannot_bind(BindPlan(again=tuple(again)), f"listen on tcp://127.0.0.1:{port}, where it listened before")
 
 
 def test_an_address_of_another_machine_is_an_environment_fault() -> None:

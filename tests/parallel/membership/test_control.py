@@ -193,7 +193,7 @@ def test_a_wrong_address_is_told_with_what_became_of_it() -> None:
         free = free_ports(1)
         with pytest.raises(AssemblyError) as told:
             ask_to_join([f"127.0.0.1:{free}", f"127.0.0.1:{silent.getsockname()[1]}"], own, 0.3)
-    assert f"0.3 s at most: 127.0.0.1:{free}: nobody listens there; 127.0.0.1:" in str(told.value)
+    assert f"0.3 s: 127.0.0.1:{free}: nothing listens there; 127.0.0.1:" in str(told.value)
     assert "no member of a job answers" in str(told.value)
     for wrong in ("", "host", "127.0.0.1:0", "127.0.0.1:x", "no.such.host.invalid:5"):
         with pytest.raises(UsageError, match="join must be addresses"):
@@ -214,7 +214,7 @@ def test_who_is_to_join_where_nobody_listens_yet_is_told_at_once(
         time.sleep(0.01)
     assert not found
     where = f"127.0.0.1:{port}, where this process is to join a job"
-    assert caplog.messages == [f"nobody listens at {where}: asked again for 20 s"]
+    assert caplog.messages == [f"nothing listens at {where}: trying again for 20 s"]
     jobs.make(1, 1, port)
     asking.join(20)
     assert found[0].lines == LINES
@@ -229,7 +229,7 @@ def job() -> Iterator[Job]:
 @pytest.mark.slow
 def test_a_newcomer_of_a_job_that_is_over_is_told_so(job: Job) -> None:
     job._asked = [f"127.0.0.1:{free_ports(1)}"]
-    with pytest.raises(AssemblyError, match="the job is over: nobody listens at 127"):
+    with pytest.raises(AssemblyError, match="the job is over: nothing listens at 127"):
         job._knock_again()
 
 

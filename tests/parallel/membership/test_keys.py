@@ -163,11 +163,11 @@ def test_who_has_none_or_another_is_refused_with_a_clear_line(
 ) -> None:
     write_secret(tmp_path / "other.secret")
     with caplog.at_level(logging.WARNING):
-        assert "it has keys and this process has none: give it those as keys=" in refused(door, Access())
-        assert "does not take this process's keys" in refused(door, Access.given(tmp_path / "other.secret"))
+        assert "it has keys and this process has none: give them as keys=" in refused(door, Access())
+        assert "does not accept this process's keys" in refused(door, Access.given(tmp_path / "other.secret"))
     assert caplog.text.count("without the keys of this job") == 1
     with closing(Control("127.0.0.1", 0)) as unlocked:
-        assert "does not take this process's keys" in refused(unlocked, Access.given(tmp_path / "other.secret"))
+        assert "does not accept this process's keys" in refused(unlocked, Access.given(tmp_path / "other.secret"))
 
 
 def test_who_knows_the_public_key_alone_is_refused(secret: Path) -> None:

@@ -46,7 +46,7 @@ def test_who_is_missing_is_named_before_there_is_a_process_group(tmp_path: Path)
     cases = {"killed 1": "AssemblyError: rank 0: the 2 ranks cannot meet: the process of rank 1 is gone (",
              "killed 0": "AssemblyError: rank 1: the 2 ranks cannot meet: the process of rank 0 is gone (",
              "absent 1": "AssemblyError: rank 0: the 2 ranks cannot meet: rank 1 has not come to initialize_dist (",
-             "absent 0": "AssemblyError: rank 1: nobody listens at 127.0.0.1:",
+             "absent 0": "AssemblyError: rank 1: nothing listens at 127.0.0.1:",
              "killed later": "PeerLost: ranks cannot meet again together, "}  # fmt: skip
     _, errors = ended(tmp_path, *cases)
     for case, says in cases.items():

@@ -117,7 +117,7 @@ class LinkSender:
             kind = self.control_kind
             plane.queue.append(QueuedMessage(header, kind=kind, of_body=framing.body_sum(kind, b""), purpose=purpose))
             if len(plane.queue) > MAX_QUEUED:
-                logger.warning("node %d takes no control messages: given up", uid)
+                logger.warning("node %d does not accept control messages: gave up on it", uid)
                 edge.forget()
         else:
             plane.urgent.append((header, purpose))

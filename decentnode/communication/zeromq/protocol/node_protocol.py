@@ -268,7 +268,7 @@ class NodeProtocol:
     def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
         """As `Reconfiguration.knocked`."""
         if self._reconfiguration is None:
-            reason = "the run admits nobody beyond its mapping (node.missing, node.newcomers)"
+            reason = "the run admits no nodes beyond its mapping (node.missing, node.newcomers)"
             return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
         return self._reconfiguration.knocked(asked, caller, now)
 
@@ -336,7 +336,7 @@ class NodeProtocol:
         text = (
             f"{len(event.missing)} of {self._session.num_nodes} nodes did not join in time: {who}{more}"
             if event.missing
-            else (f"node {self._session.uid} did not hear the start")
+            else (f"node {self._session.uid} did not receive the start signal")
         )
         text = f"{text}; {event.reason}" if event.reason else text
         return AssemblyError(text + self._counters.refused_handshakes(), event.missing)

@@ -69,7 +69,7 @@ class Addresses:
             if not host.startswith("ipc://") and (unknown := unknown_name(host, what)):
                 raise EnvironmentFault(f"node {self._uid} cannot listen: {unknown}") from error
             where = host if host.startswith("ipc://") else endpoint(host, "*" if port is None else port)
-            before = ", where it did before it was started again" if self._plan.again else ""
+            before = ", where it listened before it was started again" if self._plan.again else ""
             why, advice = str(error.strerror).partition(" (addr=")[0], "free the port or choose another "
             if error.errno == errno.EADDRNOTAVAIL:
                 advice = f"no interface of this machine has this address: is it machine {self._machine_of[self._uid]}? "

@@ -37,14 +37,15 @@ class Handshakes:
         who = " or ".join(map(session.describe, missing[:3])) + (" or another" if missing[3:] else "")
         own, known = f"node {session.uid}", True
         if kind == "stranger":
-            why = f" came from {where or 'this host'} with {detail}, which {own} has in no line of public.keys"
+            why = f" came from {where or 'this host'} with {detail}, which is not in the public.keys of {own}"
         elif detail == connections.WHY_BROKEN[connections.CRYPTOGRAPHIC]:
-            why = f" takes another key for that of {own}: public.keys differ"
+            why = f" expects another key for {own}: the public.keys files differ"
         elif detail == connections.WHY_BROKEN[connections.MECHANISM_MISMATCH]:
             why = f" does not use keys as {own} does: communication.security differs"
         else:
             known = False
-            why = f", or a stranger, broke a handshake with {own} off: do public.keys or communication.security differ?"
+            why = f", or an unknown process, broke off a handshake with {own}: do public.keys or " \
+                  f"communication.security differ?"
         self._note(missing[0], who + why, known)
 
     def _may_be(self, uid: int, where: str) -> bool:
@@ -57,11 +58,12 @@ class Handshakes:
         if session.state != "joining" or uid != session.tree.parent:
             return
         if code == connections.REFUSED:
-            why = f"has no line with the key of node {session.uid} in its public.keys"
+            why = f"does not have the key of node {session.uid} in its public.keys"
         elif code == connections.MECHANISM_MISMATCH:
             why = f"does not use keys as node {session.uid} does: communication.security differs"
         else:
-            why = "breaks the handshake off: has it another key than in this node's public.keys, or other security?"
+            why = "broke off the handshake: does its key differ from the one in this node's public.keys, or does " \
+                  "communication.security differ?"
         self._note(uid, f"{session.describe(uid)} {why}", bool(code))
 
     def _note(self, uid: int, text: str, known: bool) -> None:

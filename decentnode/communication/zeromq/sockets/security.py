@@ -77,7 +77,7 @@ class Invited:
                 raise EnvironmentFault(f"{self._path}: must have a key per line, got {wrong[0][:80]!r}")
             return frozenset(word.encode() for word in words)
         except (EnvironmentFault, UnicodeDecodeError) as error:
-            logger.warning("nobody is admitted: %s", error)
+            logger.warning("no node is admitted: %s", error)
             return frozenset()
 
 
@@ -179,7 +179,7 @@ def read_public(folder: Path) -> dict[int, bytes]:
             raise EnvironmentFault(f'{path}:{number}: must be "uid key", got {line[:80]!r}')
         uid, key = int(words[0]), words[1].encode()
         if uid in found or key in found.values():
-            raise EnvironmentFault(f"{path}:{number}: node {uid} or its key stands there twice")
+            raise EnvironmentFault(f"{path}:{number}: node {uid} or its key is listed twice")
         found[uid] = key
     return found
 
@@ -247,7 +247,7 @@ def write_newcomer(folder: Path) -> bytes:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / NEWCOMER_SECRET
     if path.exists():
-        raise UsageError(f"{path} is there already; remove it first, or choose another folder")
+        raise UsageError(f"{path} already exists; remove it first, or choose another folder")
     public, secret = zmq.curve_keypair()
     _write_private(path, secret + b"\n")
     return public
