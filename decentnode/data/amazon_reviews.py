@@ -37,25 +37,25 @@ Review = tuple[str, int, str, str]
 class AmazonReviewsConfig(CachedConfig):
     name: str = "amazon_reviews"
     folder: Path | None = None
-    """Folder that holds .csv or .jsonl files, which are dealt into training and test samples by train_fraction; or the
+    """Folder that holds .csv or .jsonl files, which train_fraction splits into training and test samples; or the
     folders train and test with such files."""
     train_folder: Path | None = None
     """Folder of the training files, where it is not folder/train."""
     test_folder: Path | None = None
     """Folder of the test files, where it is not folder/test."""
     vocabulary: Path | None = None
-    """vocab.txt of BERT, a piece of a word in each line: reviews become its tokens, as BERT's own code makes them."""
+    """BERT's vocab.txt, one word piece per line: reviews become its tokens, as BERT's own code makes them."""
     tokenizer: str | None = None
     """Name of a tokenizer in the local cache of transformers, such as bert-base-uncased, instead of a vocabulary."""
     vocabulary_size: int = Field(30_000, ge=3, le=1 << 22)
-    """How many numbers there are where neither is given: those of the most frequent words of the training reviews, of
-    padding and of the unknown."""
+    """Size of the vocabulary if neither of these is given: the most frequent words of the training reviews, padding and
+    the unknown word."""
     length: int = Field(128, ge=2, le=1 << 16)
-    """Longer reviews are cut to so many tokens; decentralizepy has 512."""
+    """Longer reviews are cut to this many tokens; decentralizepy uses 512."""
     train_fraction: float = Field(0.9, gt=0, lt=1)
-    """Part of the reviews that is trained on, drawn at random, where there are no folders of their own."""
+    """Fraction of the reviews that is trained on, drawn at random, if there are no separate folders."""
     split_seed: int = Field(0, ge=0)
-    """Seed of that draw, apart from the run's."""
+    """Seed of this draw, independent of the run's seed."""
 
     @model_validator(mode="after")
     def _one_of_each(self) -> Self:

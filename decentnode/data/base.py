@@ -30,21 +30,21 @@ class DatasetConfig(Config):
     """How the training samples are dealt to the nodes."""
     test: Literal["global", "own", "both"] | None = None
     """What a node's model is tested on. global: the whole test set, the same on all nodes. own: test samples that are
-    distributed as the node's training samples, by their keys or else by class; no two nodes have the same. both: both,
-    with figures of its own for each. When not given global, or own where nodes have private files."""
+    distributed like the node's training samples, by their keys or else by class; no two nodes have the same sample.
+    both: both, with separate figures. Default: global, or own if nodes have private files."""
     shard_test: bool = False
-    """Test each node's own model on every n-th sample of the global test set alone, with n nodes: for large test sets.
+    """Test each node's own model only on every n-th sample of the global test set, with n nodes: for large test sets.
     Figures over the nodes are then those of all samples together."""
     sample_test: Annotated[PositiveInt | None, ADDED] = None
-    """Test on so many samples of the global test set alone, drawn once and the same on all nodes, in all rounds and
-    with every seed. With `shard_test` each node's own model is tested on its part of them. Default: all."""
+    """Test only on this many samples of the global test set, drawn once and the same on all nodes, in all rounds and
+    with every seed. With `shard_test`, each node's own model is tested on its part of them. Default: all."""
 
 
 class CachedConfig(DatasetConfig):
     """Base of the Config of a dataset that is converted once into arrays on disk (cache.py)."""
 
     cache: Path | None = None
-    """Folder of the converted samples. Default: the environment's DECENTNODE_CACHE, or ~/.cache/decentnode."""
+    """Folder of the converted samples. Default: the environment variable DECENTNODE_CACHE, or ~/.cache/decentnode."""
 
     def cache_folder(self, base_dir: Path) -> Path | None:
         """The folder of `cache`, which may be relative to `base_dir`; None where the default one is meant."""

@@ -24,7 +24,7 @@ class Cifar10Config(DatasetConfig):
     """Folder that holds data_batch_1.bin ... data_batch_5.bin and test_batch.bin (cifar-10-batches-bin), or the same
     files without .bin (cifar-10-batches-py), which are read without unpickling."""
     batches: int = Field(5, ge=1, le=1000)
-    """How many of the training files are used, from the first on; all of them must be there."""
+    """How many of the training files are used, from the first on; all of them must exist."""
 
 
 class Cifar100Config(DatasetConfig):

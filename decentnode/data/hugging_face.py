@@ -34,29 +34,30 @@ class HuggingFaceConfig(CachedConfig):
     """hf: and the name of a dataset in the local cache, or a folder that its `save_to_disk` has written, relative to
     the YAML file."""
     subset: str | None = None
-    """Which of its configurations, where it has several."""
+    """Which configuration of the dataset, if it has several."""
     train_split: str = "train"
     """Name of the split to train on."""
     test_split: str = "test"
-    """Name of the split to test on; without such a split test_fraction of the training samples, drawn at random."""
+    """Name of the split to test on. If it does not exist, a random test_fraction of the training samples is used."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
-    """Part of the training samples that is tested on where there is no test split."""
+    """Fraction of the training samples that is used for tests if there is no test split."""
     input: str | None = None
     """Column of the inputs: images, texts or lists of numbers. Default: image, img, text, sentence or content."""
     target: str | None = None
-    """Column of the classes, whole numbers, or of the numbers of a regression. Default: label, labels or fine_label;
-    of texts without such a column the next token is to be predicted."""
+    """Column of the classes (integers) or of the numbers of a regression. Default: label, labels or fine_label; for
+    texts without such a column, the next token is to be predicted."""
     key: str | None = None
     """Column of the natural owner of a sample, for `partition: by_key`."""
     vocabulary: Path | None = None
-    """Of texts: vocab.txt of BERT, a piece of a word in each line."""
+    """For texts: BERT's vocab.txt, one word piece per line."""
     tokenizer: str | None = None
-    """Of texts: name of a tokenizer in the local cache of transformers, instead of a vocabulary."""
+    """For texts: name of a tokenizer in the local cache of transformers, instead of a vocabulary."""
     vocabulary_size: int = Field(30_000, ge=3, le=1 << 22)
-    """Of texts where neither is given: how many numbers there are, of the most frequent words, padding and the
-    unknown."""
+    """For texts, if neither is given: size of the vocabulary, made of the most frequent words, padding and the unknown
+    word."""
     length: int = Field(128, ge=2, le=1 << 16)
-    """Longer texts are cut to so many tokens; where the next one is to be predicted, into pieces of so many."""
+    """Longer texts are cut to this many tokens; if the next token is to be predicted, they are split into pieces of
+    this length."""
 
     @model_validator(mode="after")
     def _one_tokenizer(self) -> Self:
@@ -115,7 +116,7 @@ class HuggingFace(Dataset):
         )  # fmt: skip
 
     def check_private(self) -> None:
-        raise DataError("data.name must be one dataset for all nodes; private files are for the other readers")
+        raise DataError("data.name must be the same dataset for all nodes; use another reader for private files")
 
     def train_targets(self) -> np.ndarray | None:
         return np.array(self.index["train_y"]) if self.num_classes is not None else None
@@ -271,7 +272,7 @@ def _load(config: HuggingFaceConfig, base_dir: Path) -> dict[str, Any]:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        raise DataError(f"data {config.name} needs datasets; pip install 'decentnode[hf]' has it") from error
+        raise DataError(f"data {config.name} needs the package datasets: pip install 'decentnode[hf]'") from error
     try:
         with hub_offline():
             folder = base_dir / name

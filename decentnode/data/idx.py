@@ -1,4 +1,4 @@
-"""The IDX format of MNIST and its kin (http://yann.lecun.com/exdb/mnist), plain or gzip-compressed."""
+"""The IDX format of MNIST and similar datasets (http://yann.lecun.com/exdb/mnist), plain or gzip-compressed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class IdxConfig(DatasetConfig):
     mean: float = Field(0.0, allow_inf_nan=False)
     """Subtracted from inputs in [0, 1] (8-bit pixels are divided by 255). MNIST: .1307, the default of `mnist`."""
     std: float = Field(1.0, gt=0, allow_inf_nan=False)
-    """Inputs less their mean are divided by this. MNIST: .3081, the default of `mnist`."""
+    """Inputs minus their mean are divided by this. MNIST: .3081, the default of `mnist`."""
     num_classes: int | None = Field(None, ge=2)
     """Number of classes. Default: the highest training label + 1."""
 

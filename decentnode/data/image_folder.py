@@ -1,4 +1,4 @@
-"""A folder of images for every class, too many for arrays: ImageNet as everybody has it on disk."""
+"""A folder of images for each class, too large for arrays in memory: ImageNet as it is usually stored on disk."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class ImageFolderConfig(CachedConfig):
     size: int = Field(224, ge=1)
     """Side of the square images that the model gets."""
     resize: int | None = Field(None, ge=1)
-    """Shorter side to which an image is scaled, before its middle is taken. Of training images
-    `training.augment.random_resized_crop` takes other parts. Default: 8/7 of `size`, as 256 for 224."""
+    """Shorter side to which an image is scaled before its center is cut out. For training images,
+    `training.augment.random_resized_crop` cuts out other parts. Default: 8/7 of `size`, as 256 for 224."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
-    """Of red, green and blue in [0, 1]: what is taken from them. Default: ImageNet's."""
+    """Mean of red, green and blue in [0, 1], which is subtracted from the pixels. Default: ImageNet's."""
     std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.229, 0.224, 0.225)
-    """Of red, green and blue: what they are then divided by. Default: ImageNet's."""
+    """Standard deviation of red, green and blue, by which the pixels are then divided. Default: ImageNet's."""
     threads: int = Field(4, ge=1)
-    """Images that a process reads at the same time, the next batches while it computes. One core unpacks some hundred
+    """Images that a process reads at the same time, while it computes on earlier batches. One core decodes some hundred
     images of ImageNet a second."""
 
     @model_validator(mode="after")
@@ -88,7 +88,7 @@ class ImageFolder(IndexedDataset):
 
     def check_private(self) -> None:
         """Raises DataError: a node with a class less would number the others differently, without noticing."""
-        raise DataError("data.folder must be the same for all nodes, which number the classes by the folders there")
+        raise DataError("data.folder must be the same for all nodes, because its folders number the classes")
 
     def _images(self, split: str, indices: np.ndarray) -> FolderImages:
         index = self.index

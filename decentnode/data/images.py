@@ -18,7 +18,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise EnvironmentFault("images are read with Pillow; pip install 'decentnode[images]' has it") from error
+        raise EnvironmentFault("images need the package Pillow: pip install 'decentnode[images]'") from error
     return Image
 
 

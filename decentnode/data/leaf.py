@@ -36,9 +36,9 @@ class LeafConfig(CachedConfig):
     folder: Path | None = None
     """Folder that holds the folders train and test with LEAF's .json files (its data/NAME/data)."""
     train_folder: Path | None = None
-    """Folder of the training files, where it is not folder/train."""
+    """Folder of the training files, if it is not folder/train."""
     test_folder: Path | None = None
-    """Folder of the test files, where it is not folder/test."""
+    """Folder of the test files, if it is not folder/test."""
 
     @pydantic.model_validator(mode="after")
     def _somewhere(self) -> LeafConfig:
@@ -156,7 +156,7 @@ class CelebaConfig(LeafConfig):
     side: int = pydantic.Field(84, ge=8, le=512)
     """Images are scaled to this width and height, as LEAF does."""
     pixels: Literal["unit", "raw"] = "unit"
-    """Range of the values: unit is [0, 1], raw is 0 to 255, for which decentralizepy's learning rates are."""
+    """Range of the values: unit is [0, 1]; raw is 0 to 255, the range for decentralizepy's learning rates."""
 
 
 class Celeba(Leaf):

@@ -1,4 +1,4 @@
-"""LEAF's texts by user: Shakespeare's speakers, and the character behind 80 others."""
+"""LEAF's Shakespeare by speaker: predict the character after 80 others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCABULARY = 92
 
 class LeafTextConfig(LeafConfig):
     test_every: int = Field(1, ge=1)
-    """Only every so-many-th test sample is used; decentralizepy takes every 30th of Shakespeare."""
+    """Use only every this-many-th test sample; decentralizepy uses every 30th of Shakespeare."""
 
 
 class LeafText(Leaf):

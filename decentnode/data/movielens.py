@@ -25,9 +25,9 @@ class MovielensConfig(CachedConfig):
     folder: Path
     """Folder that holds ratings.csv (ml-latest-small): userId,movieId,rating,timestamp, sorted by user."""
     train_fraction: float = Field(0.7, gt=0, lt=1)
-    """Part of every user's ratings that is trained on, drawn at random; the others are tested on."""
+    """Fraction of every user's ratings that is trained on, drawn at random; the other ratings are for tests."""
     split_seed: int = Field(0, ge=0)
-    """Seed of that draw, apart from the run's: runs of several seeds are tested on the same ratings."""
+    """Seed of this draw, independent of the run's seed: runs with different seeds are tested on the same ratings."""
 
 
 class Movielens(Dataset):
@@ -50,7 +50,7 @@ class Movielens(Dataset):
         return DataSpec(self.input_shape, inputs="ids", task="rating", users=notes["users"], items=notes["items"])
 
     def check_private(self) -> None:
-        raise DataError("data.folder must be one for all nodes: users and films are numbered by its file")
+        raise DataError("data.folder must be the same for all nodes, because its file numbers users and films")
 
     def train_targets(self) -> None:
         return None

@@ -1,4 +1,4 @@
-"""Arrays in a .npz file under names that the config gives."""
+"""Arrays in a .npz file, under names that the config gives."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class NpzConfig(DatasetConfig):
     test_targets: str = "test_targets"
     """Array [M] of integer labels, or [M, ...] of floats."""
     train_keys: str | None = None
-    """Array [N] of integers that say to whom each sample belongs, for `partition: {name: by_key}`."""
+    """Array [N] of integers: the owner of each sample, for `partition: {name: by_key}`."""
     test_keys: str | None = None
-    """Array [M] of integers that say to whom each test sample belongs, for `test: own`."""
+    """Array [M] of integers: the owner of each test sample, for `test: own`."""
     input_shape: tuple[int, ...] | None = None
     """Shape of one sample as the model gets it. Default: as stored."""
     scale: float = Field(1.0, gt=0, allow_inf_nan=False)

@@ -80,7 +80,7 @@ class OpenedData:
             raise DataError(f"data.test must be own where each node has private files, got {self.test}")
         wanted = getattr(self.config, "sample_test", None)
         if wanted is not None and self.test == "own":
-            raise DataError("data.sample_test draws from the global test set, which data.test own does not use")
+            raise DataError("data.sample_test draws from the global test set, which is not used with data.test: own")
         if wanted is not None and wanted > (there := self.dataset().num_test()):
             raise DataError(f"data.sample_test must be at most the {there} test samples, got {wanted}")
         if self.private:
@@ -196,7 +196,7 @@ class OpenedData:
         if labels is None and partition.needs_labels:
             within = getattr(chosen, "within", chosen)
             would = "iid, fractions or ordered" if keys is None else "iid, fractions, ordered or by_key"
-            raise DataError(f"partition {within.name} deals by classes, which this data has not; {would} would do")
+            raise DataError(f"partition {within.name} deals by classes, but this data has none; use {would}")
         if labels is None:
             labels = np.broadcast_to(np.int64(0), (dataset.num_train(),))
         owner = rng.GLOBAL if not self.private else uids[0]
@@ -232,7 +232,7 @@ class OpenedData:
             partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
             parts = partition.split(labels, len(heirs), draw, None if keys is None else keys[orphans])
             if sum(map(len, parts)) < len(orphans):
-                raise DataError(f"partition {chosen.name} leaves some of the samples to nobody")
+                raise DataError(f"partition {chosen.name} assigns some samples to no node")
         except DataError:
             draw = rng.stream(self._seed, rng.GLOBAL, "orphans")
             parts = np.array_split(draw.permutation(len(orphans)), len(heirs))

@@ -1,4 +1,4 @@
-"""Texts and their translations, line by line, as words or as the pieces of words that another program has made."""
+"""Texts and their translations, line by line, as words or as word pieces that another program has made."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Pair = tuple[list[str], list[str]]
 class ParallelTextConfig(CachedConfig):
     name: str = "parallel_text"
     source: Path
-    """Training texts in UTF-8, one in each line; a name that ends in .gz is unpacked."""
+    """Training texts in UTF-8, one per line; a file whose name ends in .gz is decompressed."""
     target: Path
     """Their translations, in the same lines."""
     test_source: Path
@@ -45,13 +45,13 @@ class ParallelTextConfig(CachedConfig):
     test_target: Path
     """Their translations."""
     words: Literal["marked", "spaced"] = "marked"
-    """marked: words and single marks, in small letters. spaced: what stands between blanks, as it is, for texts that
-    another program has divided; one that ends in @@ is a piece of a word that the next one goes on."""
+    """marked: words and single punctuation marks, in lower case. spaced: whatever stands between blanks, unchanged, for
+    texts that another program has split; a piece that ends in @@ is continued by the next one."""
     vocabulary_size: int = Field(10_000, ge=FIRST_WORD + 1, le=MOST_WORDS)
-    """How many numbers there are, of both languages together: those of the most frequent words of the training texts,
-    of padding, the unknown, and the beginning and end of a text."""
+    """Size of the vocabulary of both languages together: the most frequent words of the training texts, padding, the
+    unknown word, and the beginning and end of a text."""
     length: int = Field(64, ge=1, le=1 << 16)
-    """Most words of a text, or pieces. Longer pairs are not trained on, and cut in tests."""
+    """Largest number of words, or pieces, of a text. Longer pairs are left out of training, and cut in tests."""
 
 
 class ParallelText(SequenceDataset):
@@ -83,7 +83,7 @@ class ParallelText(SequenceDataset):
                         padding=PAD, pairs=True, pieces=notes["pieces"])  # fmt: skip
 
     def check_private(self) -> None:
-        raise DataError("data.source and data.target must be one for all nodes: words are numbered by them")
+        raise DataError("data.source and data.target must be the same for all nodes, because they number the words")
 
     def vocabulary(self) -> list[str]:
         """Returns the words, the first with number FIRST_WORD."""

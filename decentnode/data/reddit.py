@@ -1,4 +1,4 @@
-"""LEAF's Reddit: comments of users, and the word behind ten others."""
+"""LEAF's Reddit comments by user: predict the word after ten others."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class RedditConfig(LeafTextConfig):
     name: str = "reddit"
     vocabulary: Path | None = None
     """File of the words and their numbers: LEAF's reddit_vocab.pck, which is read without unpickling, or the same dict
-    as JSON. Default: vocab/reddit_vocab.pck where LEAF's scripts put it (../../vocab, seen from the training files); in
-    its absence the words of the training files are counted."""
+    as JSON. Default: vocab/reddit_vocab.pck where LEAF's scripts put it (../../vocab, relative to the training files);
+    if it does not exist, the words of the training files are counted."""
     vocabulary_size: int = Field(9999, ge=3, le=1 << 22)
-    """How many numbers there are where words are counted: those of the most frequent words, of padding and of the
-    unknown. LEAF's file has as many."""
+    """Size of the vocabulary if words are counted: the most frequent words, padding and the unknown word. LEAF's file
+    has the same size."""
     length: int = Field(10, ge=1, le=4096)
-    """Words of a sample; those of LEAF's files."""
+    """Words per sample; the default is that of LEAF's files."""
 
 
 class Reddit(LeafText):
@@ -56,8 +56,8 @@ class Reddit(LeafText):
 
     def check_private(self) -> None:
         if self.config.vocabulary is None:
-            raise DataError("data.vocabulary must be given where each node has private files: the words of one need "
-                            "not be those of the others")  # fmt: skip
+            raise DataError("data.vocabulary must be given where each node has private files: nodes may have "
+                            "different words")  # fmt: skip
 
     def sources(self) -> list[Path]:
         if self._words is None:

@@ -168,8 +168,8 @@ def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Pro
     said, failures = "", 0
     while (have := _size(part)) < remote.size:
         if failures == ATTEMPTS * len(urls):
-            raise EnvironmentFault(f"{remote.name}: {said}; {have} of {remote.size} bytes are in {part}, from which "
-                                   "the next try goes on")  # fmt: skip
+            raise EnvironmentFault(f"{remote.name}: {said}; {have} of {remote.size} bytes are in {part}; the next "
+                                   f"attempt resumes from there")  # fmt: skip
         url = urls[failures % len(urls)]
         try:
             _receive(url, part, remote, progress)

@@ -34,7 +34,7 @@ class SyntheticConfig(DatasetConfig):
     noise: float = Field(0.5, ge=0, le=1)
     """Share of noise in a pixel's value; the rest is the mean image of its class. More noise makes the task harder."""
     data_seed: int = Field(0, ge=0)
-    """Seed of the data, apart from the run's: runs of several seeds see the same data."""
+    """Seed of the data, independent of the run's seed: runs with different seeds see the same data."""
 
 
 class Synthetic(Dataset):

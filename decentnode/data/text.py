@@ -1,4 +1,4 @@
-"""A plain text, character by character: what follows is to be predicted. Speakers of a play own what they say."""
+"""A plain text, character by character; the next character is to be predicted. Speakers of a play own what they say."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class TextConfig(DatasetConfig):
     file: Path
     """The text, in UTF-8."""
     window: int = Field(80, ge=1)
-    """Characters of one sample."""
+    """Characters per sample."""
     stride: int | None = Field(None, ge=1)
-    """Characters between the beginnings of two samples. Default: `window`, so that none is in two of them."""
+    """Characters between the beginnings of two samples. Default: `window`, so that samples do not overlap."""
     predict: Literal["each", "last"] = "each"
-    """each: the character behind every one of the sample. last: the one behind the whole sample."""
+    """each: for each character of the sample, the next one. last: only the character after the whole sample."""
     speakers: bool = True
-    """Whether a paragraph whose first line ends in a colon is what the speaker named there says. Its samples then have
-    the speaker as key, for `partition: {name: by_key}`, and the name is no part of them."""
+    """Whether a paragraph whose first line ends in a colon is spoken by the speaker named there. Its samples then have
+    the speaker as key, for `partition: {name: by_key}`, and the name is not part of them."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
-    """The last part of what each speaker says, or of the text, is for tests."""
+    """Fraction at the end of each speaker's text, or of the whole text, that is used for tests."""
     alphabet: str | None = None
     """All characters, in the order of their numbers. Default: those of the text, sorted."""
 
@@ -54,7 +54,7 @@ class Text(Dataset):
         try:
             numbers = [[number[character] for character in part] for part in parts]
         except KeyError as error:
-            raise DataError(f"data.alphabet must have all characters of {path}, it has no {error.args[0]!r}") from error
+            raise DataError(f"data.alphabet must have all characters of {path}, it lacks {error.args[0]!r}") from error
         kind = np.uint8 if len(self.alphabet) <= 256 else np.int32
         self._tokens = np.concatenate([np.array(part, kind) for part in numbers])
         self._train, self._test = self._cut([len(part) for part in parts])
@@ -89,8 +89,8 @@ class Text(Dataset):
 
     def check_private(self) -> None:
         if self.config.alphabet is None:
-            raise DataError("data.alphabet must be given where each node has private files: the characters of one need "
-                            "not be those of the others")  # fmt: skip
+            raise DataError("data.alphabet must be given where each node has private files: nodes may have different "
+                            "characters")  # fmt: skip
 
     def num_train(self) -> int:
         return len(self._train[0])

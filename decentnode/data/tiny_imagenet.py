@@ -26,7 +26,8 @@ class TinyImagenetConfig(CachedConfig):
 
 
 class TinyImagenet(Dataset):
-    """Pixels in [-1, 1] (mean .5, std .5). The validation images are the test set: those of the test have no labels."""
+    """Pixels in [-1, 1] (mean .5, std .5). The validation images are the test set, because the test images have no
+    labels."""
 
     Config: ClassVar[type[Config]] = TinyImagenetConfig
     input_shape = (3, 64, 64)

@@ -1,4 +1,4 @@
-"""Files of tokens, one behind the other, as programs for language models leave them: train.bin, val.bin."""
+"""Files of consecutive tokens, as tools for language models write them: train.bin, val.bin."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ BLOCK = 1 << 24
 class TokenFileConfig(CachedConfig):
     name: str = "token_file"
     file: Path
-    """Whole numbers in little-endian order without a header, such as train.bin of nanoGPT's prepare.py."""
+    """File of integers in little-endian order without a header, such as train.bin of nanoGPT's prepare.py."""
     test_file: Path
-    """Such a file to test on, val.bin there."""
+    """Such a file for tests, nanoGPT's val.bin."""
     dtype: Literal["uint16", "uint32", "int32"] = "uint16"
-    """Of the numbers."""
+    """Type of the integers."""
     vocabulary: int = Field(50257, ge=2, le=MOST_WORDS)
-    """How many different tokens there may be; those of GPT-2 when not given."""
+    """Number of different tokens. Default: that of GPT-2."""
     window: int = Field(1024, ge=1)
-    """Tokens of one sample."""
+    """Tokens per sample."""
     stride: int | None = Field(None, ge=1)
-    """Tokens between the beginnings of two samples. Default: `window`, so that none is in two of them."""
+    """Tokens between the beginnings of two samples. Default: `window`, so that samples do not overlap."""
 
 
 class TokenFile(SequenceDataset):
-    """Samples are windows of the file, which is mapped into memory and never copied; the target of each token is the
-    one behind it."""
+    """Samples are windows of the file, which is memory-mapped and never copied; the target of each token is the next
+    one."""
 
     Config: ClassVar[type[Config]] = TokenFileConfig
     config: TokenFileConfig

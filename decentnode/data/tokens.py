@@ -104,7 +104,7 @@ class OfTransformers(Tokenizer):
             transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
             raise DataError(
-                f"data.tokenizer {name!r} needs transformers; pip install 'decentnode[hf]' has it") from error
+                f"data.tokenizer {name!r} needs the package transformers: pip install 'decentnode[hf]'") from error
         try:
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
         except Exception as error:

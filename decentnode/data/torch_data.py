@@ -61,7 +61,7 @@ class TorchData(Dataset):
         self._labels: np.ndarray | None = None
         train = self._split("train")
         if not len(train):
-            raise DataError(f"data {config.name}: there is no training sample")
+            raise DataError(f"data {config.name}: it has no training samples")
         self._first = train.fetch(np.zeros(1, np.int64))
 
     # -- what the class gives ---------------------------------------------------------------------------------

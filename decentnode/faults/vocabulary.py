@@ -80,8 +80,8 @@ class Fault(Settings):
             raise ValueError("a fault must have every_seconds and until_seconds, or neither")
         every, until = self.every_seconds or 0.0, self.until_seconds or 0.0
         if until < every:
-            raise ValueError(f"until_seconds must be at least every_seconds, {every:g}, got {until:g}: the fault comes "
-                             "about for the first time after as many")  # fmt: skip
+            raise ValueError(f"until_seconds must be at least every_seconds, {every:g}, got {until:g}: the fault "
+                             f"first strikes after that many seconds")  # fmt: skip
         return self
 
     @property
@@ -219,7 +219,7 @@ class Cut(Fault):
     def _are_apart(cls, sides: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         both = sorted({*sides[0]} & {*sides[1]})
         if both:
-            raise ValueError(f"must have a node on one of the two sides alone, got {both[0]} on both")
+            raise ValueError(f"must have each node on only one side, got {both[0]} on both")
         return sides
 
     @property
@@ -287,7 +287,7 @@ class _OfMessages(Fault):
     def _has_another(cls, to: Uids, info: ValidationInfo) -> Uids:
         source = info.data.get("source", "all")
         if to != "all" and source != "all" and len({*to, *source}) == 1:
-            raise ValueError(f"must have another node than source, got {to[0]} alone")
+            raise ValueError(f"must have another node than source, got only {to[0]}")
         return to
 
     @property

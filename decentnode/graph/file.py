@@ -61,7 +61,7 @@ def read(path: Path) -> Lists:
     parts = components(lists)
     if len(parts) > 1:
         raise GraphError(
-            f"{path}: the graph is not connected: it falls into {len(parts)} parts; node {parts[1][0]} "
+            f"{path}: the graph is not connected: it has {len(parts)} parts; node {parts[1][0]} "
             f"cannot be reached from node 0"
         )
     return lists

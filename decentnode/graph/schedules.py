@@ -38,7 +38,7 @@ class GroupSchedule(Topology):
 def power_of_two(n: int, name: str) -> int:
     """log2 n. Raises GraphError when n is no power of two."""
     if n & (n - 1):
-        raise GraphError(f"{name} needs a power of two, got {n} nodes; graph base_k_plus_1 serves every number")
+        raise GraphError(f"{name} needs a power of two, got {n} nodes; graph base_k_plus_1 works for every number")
     return n.bit_length() - 1
 
 
@@ -83,7 +83,8 @@ class AlternatingRing(GroupSchedule):
     def _set_up(self) -> None:
         n = self.num_nodes = self.config.nodes
         if n % 2 and n > 1:
-            raise GraphError(f"alternating_ring needs an even number of nodes, got {n}; graph ring serves every number")
+            raise GraphError(f"alternating_ring needs an even number of nodes, got {n}; graph ring works for every "
+                             f"number")
         self.period = 2 if n > 2 else 1
 
     def _groups(self, phase: int) -> list[list[int]]:
@@ -114,8 +115,8 @@ class AlternatingExponentialRing(GroupSchedule):
         machines = n // per_machine
         if n % per_machine or machines < 2:
             raise GraphError(
-                f"alternating_exponential_ring needs two machines or more of {per_machine} nodes, "
-                f"got {n} nodes; one machine is graph complete"
+                f"alternating_exponential_ring needs two or more machines of {per_machine} nodes, got {n} nodes; for "
+                f"one machine, use graph complete"
             )
         self._steps = power_of_two(machines, "alternating_exponential_ring (number of machines)")
         self.period = 2 * self._steps

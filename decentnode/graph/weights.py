@@ -35,8 +35,7 @@ class Neighborhoods(Protocol):
 
 class WeightsConfig(Config):
     lazy: bool = False
-    """Use (W + I) / 2 instead of W: every node keeps at least half of its own model, and no eigenvalue of the matrix is
-    negative."""
+    """Use (W + I) / 2 instead of W: every node keeps at least half of its own model, and no eigenvalue is negative."""
 
 
 class Weights(Component, abc.ABC):
@@ -183,7 +182,7 @@ def check(matrix: np.ndarray, doubly: bool = True, where: str = "") -> None:
     """Raises GraphError naming the node whose row (or column) of W is no row of weights or does not sum to one."""
     for wrong, rule in ((~np.isfinite(matrix), "be finite"), (matrix < -TOLERANCE, "not be negative")):
         for uid, other in np.argwhere(wrong)[:1].tolist():
-            raise GraphError(f"{where}weights must {rule}: row {uid} (what node {uid} listens to) has "
+            raise GraphError(f"{where}weights must {rule}: row {uid} (the weights of what node {uid} receives) has "
                              f"{matrix[uid, other]:g} for node {other}")  # fmt: skip
     for axis, what in ((1, "row"), (0, "column")) if doubly else ((1, "row"),):
         sums = matrix.sum(axis=axis)

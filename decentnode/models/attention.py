@@ -20,11 +20,11 @@ class AttentionConfig(ModelConfig):
     """Base of the Configs of models with attention."""
 
     width: int = Field(128, ge=1)
-    """Numbers that stand for a token; a multiple of `heads`."""
+    """Size of a token's embedding; a multiple of `heads`."""
     heads: int = Field(4, ge=1)
-    """Attentions beside each other in a layer."""
+    """Number of attention heads in a layer."""
     inner: int | None = Field(None, ge=1)
-    """Units between the two linear layers behind an attention. Default: four times the width."""
+    """Units between the two linear layers after an attention. Default: four times the width."""
 
     @pydantic.model_validator(mode="after")
     def _divides(self) -> AttentionConfig:

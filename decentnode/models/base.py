@@ -19,11 +19,11 @@ class ModelConfig(Config):
     """Base of every model's Config."""
 
     init: Path | None = None
-    """A .safetensors file with the weights to start from: the state_dict of such a model, as runs leave it in their
-    folder models. Default: drawn from the run's seed."""
+    """A .safetensors file with the initial weights: the state_dict of such a model, as runs save it in their folder
+    models. Default: drawn from the run's seed."""
     lora: Annotated[LoraConfig | None, ADDED] = None
-    """Low-rank adapters: the model itself is frozen, and they alone are trained and shared. Default: none, the whole
-    model is."""
+    """Low-rank adapters: the model itself is frozen, and only the adapters are trained and shared. Default: no
+    adapters, the whole model is trained."""
 
 
 class Model(Component, abc.ABC):

@@ -1,4 +1,4 @@
-"""Densely connected nets: every layer sees what all layers of its stage before it have found."""
+"""Densely connected nets: every layer gets the outputs of all earlier layers of its stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer, as GPT-2 is (Radford et al. 2019): which token follows at every place of a sequence."""
+"""A decoder-only transformer like GPT-2 (Radford et al. 2019): predicts the next token at every position."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ SPREAD = 0.02
 class GptConfig(AttentionConfig):
     name: str = "gpt"
     layers: int = Field(4, ge=1)
-    """Layers, one above the other; 12 in GPT-2 small, whose 124,439,808 parameters are those of width 768 and 12 heads
-    with 1024 places and 50257 tokens."""
+    """Number of layers; 12 in GPT-2 small, which has 124,439,808 parameters with width 768, 12 heads, 1024 places and
+    50257 tokens."""
     activation: Activation = "gelu"
-    """Between these; gelu in GPT-2."""
+    """Activation function between the linear layers; gelu in GPT-2."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Of the embeddings, of what attention looks at and of the sums behind each layer."""
+    """Dropout of the embeddings, of the attention weights and of the output of each layer."""
     places: int | None = Field(None, ge=1)
-    """How many places have an embedding of their own; the longest sequence. Default: that of the data."""
+    """Number of positions with an embedding; the longest sequence. Default: that of the data."""
     tied: bool = True
-    """Whether the last layer has the weights of the embedding (Press and Wolf 2017, arXiv 1608.05859)."""
+    """Whether the last layer shares the weights of the embedding (Press and Wolf 2017, arXiv 1608.05859)."""
 
 
 class Gpt(Model):

@@ -1,4 +1,4 @@
-"""The LeNets of LeCun et al.: for MNIST and its kin."""
+"""The LeNets of LeCun et al., for MNIST and similar datasets."""
 
 from __future__ import annotations
 

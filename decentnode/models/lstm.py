@@ -1,4 +1,4 @@
-"""Long short-term memory that tells at every place of a sequence which token follows."""
+"""Long short-term memory that predicts the next token at every position of a sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from decentnode.samples import DataSpec
 class LstmConfig(ModelConfig):
     name: str = "lstm"
     embedding: int = Field(8, ge=1)
-    """Numbers that stand for a token."""
+    """Size of a token's embedding."""
     hidden: int = Field(256, ge=1)
-    """Units of a layer."""
+    """Units per layer."""
     layers: int = Field(2, ge=1)
-    """Layers, one above the other."""
+    """Number of layers."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Between layers."""
+    """Dropout between layers."""
 
 
 class Lstm(Model):

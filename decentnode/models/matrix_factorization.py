@@ -16,9 +16,9 @@ from decentnode.samples import DataSpec
 class MatrixFactorizationConfig(ModelConfig):
     name: str = "matrix_factorization"
     factors: int = Field(20, ge=1)
-    """Numbers that stand for a user, and for an item."""
+    """Number of factors of a user, and of an item."""
     spread: float = Field(0.05, gt=0)
-    """Factors start uniformly between minus and plus this."""
+    """Initial factors are uniform between minus and plus this value."""
 
 
 class MatrixFactorization(Model):

@@ -34,7 +34,7 @@ class OwnModel(Model):
             if name in known:
                 given[name] = known[name]
             elif parameter.default is parameter.empty:
-                raise UsageError(f"{name} must be given: {made.__name__} takes it, and this data has none")
+                raise UsageError(f"{name} must be given: {made.__name__} needs it, but this data has none")
         try:
             module: nn.Module = made(**given)
         except Exception as error:  # a constructor of the user's own may raise anything

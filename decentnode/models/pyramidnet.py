@@ -1,4 +1,4 @@
-"""Residual nets whose blocks have a few more channels each than the one before."""
+"""Residual nets whose blocks each have a few more channels than the one before."""
 
 from __future__ import annotations
 

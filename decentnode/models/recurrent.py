@@ -32,5 +32,5 @@ def expect_copies(module: nn.Module, device: torch.device) -> None:
     warnings.filterwarnings("ignore", message=WARNING, category=UserWarning)
     if kinds - _told:
         _told.update(kinds)
-        logger.info("the weights of %s are copied before each forward pass on the GPU: they lie in the model's flat "
-                    "tensor, and cuDNN wants them at the beginning of theirs", ", ".join(sorted(kinds)))  # fmt: skip
+        logger.info("the weights of %s are copied before each forward pass on the GPU: they are part of the model's "
+                    "flat tensor, but cuDNN needs them at the start of a tensor", ", ".join(sorted(kinds)))  # fmt: skip

@@ -16,11 +16,11 @@ from decentnode.samples import DataSpec
 class RedditRnnConfig(ModelConfig):
     name: str = "reddit_rnn"
     embedding: int = Field(200, ge=1)
-    """Numbers that stand for a token; token 0 is padding and stands for zeros."""
+    """Size of a token's embedding; token 0 is padding, whose embedding is zero."""
     hidden: int = Field(256, ge=1)
     """Width of a layer's state."""
     layers: int = Field(2, ge=1)
-    """Layers on one another."""
+    """Number of layers."""
 
 
 class RedditRnn(Model):

@@ -40,7 +40,7 @@ class ResnetConfig(ModelConfig):
     channels, 25,557,032, 44,549,160 and 60,192,808 parameters for ImageNet's 1000 classes; a stage halves the image in
     its first 3x3 convolution, as torchvision's do, and not in the 1x1 one before it, as the paper's."""
     norm: Norm = "batch"
-    """group has no running statistics and does not suffer where nodes hold few classes (Hsieh et al. 2020, arXiv
+    """group has no running statistics and is not harmed if nodes hold few classes (Hsieh et al. 2020, arXiv
     1910.00189); both have the same number of parameters."""
     groups: int = Field(2, ge=1)
     """Groups of norm: group."""
@@ -49,7 +49,7 @@ class ResnetConfig(ModelConfig):
     they give."""
     stem: Literal["small", "large"] = "small"
     """small: one 3x3 convolution, for images up to 64x64. large: a 7x7 convolution and max pooling, which divide each
-    side by four, for ImageNet's; the default at depths 50, 101 and 152."""
+    side by four, for ImageNet; the default at depths 50, 101 and 152."""
     shortcut: Literal["auto", "pad", "projection"] = "auto"
     """Around a block that changes the shape. pad: every other pixel and zeros for the new channels (option A of He et
     al.). projection: a 1x1 convolution. auto: pad for the nets of 16, 32 and 64 channels, projection for others."""

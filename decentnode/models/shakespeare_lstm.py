@@ -16,11 +16,11 @@ from decentnode.samples import DataSpec
 class ShakespeareLstmConfig(ModelConfig):
     name: str = "shakespeare_lstm"
     embedding: int = Field(8, ge=1)
-    """Numbers that stand for a token."""
+    """Size of a token's embedding."""
     hidden: int = Field(256, ge=1)
     """Width of a layer's state."""
     layers: int = Field(2, ge=1)
-    """Layers on one another."""
+    """Number of layers."""
 
 
 class ShakespeareLstm(Model):

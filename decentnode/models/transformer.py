@@ -1,4 +1,5 @@
-"""The transformer that translates (Vaswani et al. 2017, arXiv 1706.03762): an encoder, and a decoder that sees it."""
+"""The transformer for translation (Vaswani et al. 2017, arXiv 1706.03762): an encoder, and a decoder that attends to
+it."""
 
 from __future__ import annotations
 
@@ -20,17 +21,18 @@ from decentnode.samples import BEGIN, END, DataSpec
 class TransformerConfig(AttentionConfig):
     name: str = "transformer"
     layers: int = Field(3, ge=1)
-    """Layers of the encoder, and of the decoder; 6 in the paper's base model, which has width 512, 8 heads, 2048 inner
-    units, dropout 0.1 and norm: after."""
+    """Number of layers of the encoder, and of the decoder; 6 in the paper's base model, which has width 512, 8 heads,
+    2048 inner units, dropout 0.1 and norm: after."""
     activation: Activation = "relu"
-    """Between these."""
+    """Activation function between the linear layers."""
     dropout: float = Field(0.1, ge=0, lt=1)
     """Of the embeddings, of what attention looks at and of the sums behind each part of a layer."""
     norm: Literal["before", "after"] = "before"
-    """Where a part of a layer is normalized. before: what it gets; trains without a warm-up of the learning rate (Xiong
-    et al. 2020, arXiv 2002.04745). after: the sum with what it gave, as in the paper."""
+    """Where a part of a layer is normalized. before: its input; trains without a warm-up of the learning rate (Xiong et
+    al. 2020, arXiv 2002.04745). after: the sum of its input and output, as in the paper."""
     tied: bool = True
-    """Whether source, target and the last layer have the weights of one embedding (section 3.4); otherwise of three."""
+    """Whether source, target and the last layer share the weights of one embedding (section 3.4); otherwise there are
+    three."""
 
 
 class Transformer(Model):

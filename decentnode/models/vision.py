@@ -25,10 +25,10 @@ OLDER_KEY = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
 
 class VisionConfig(ModelConfig):
     pretrained: bool = False
-    """Whether weights come from the library's local cache; otherwise the model is drawn from the run's seed. Nothing is
-    downloaded."""
+    """Whether weights come from the library's local cache; otherwise the initial weights are drawn from the run's seed.
+    Nothing is downloaded."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Of the library's constructor, such as {drop_rate: 0.1}."""
+    """Arguments of the library's constructor, such as {drop_rate: 0.1}."""
 
 
 class TimmConfig(VisionConfig):

@@ -24,7 +24,7 @@ def check_weights(module: nn.Module, path: Path) -> None:
         with safe_open(path, "pt") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"init must be a .safetensors file, {path} is none: {error}") from error
+        raise UsageError(f"init must be a .safetensors file, {path} is not: {error}") from error
     if not adapters & found.keys():  # of the model before it had any
         expected = {name: shape for name, shape in expected.items() if name not in adapters}
     wrong = [f"{name} is {list(found[name])} instead of {list(shape)}" for name, shape in expected.items()

@@ -27,7 +27,7 @@ class SharingConfig(Config):
     """Keys that every rule has."""
 
     compression: Annotated[Config, section(CODECS, "compression")] | None = None
-    """Codec of the values that are sent. Default: values are sent as they are."""
+    """Codec of the values that are sent. Default: values are sent uncompressed."""
 
 
 class Sharing(Hooks, Component, abc.ABC):

@@ -1,4 +1,4 @@
-"""CHOCO-SGD: nodes gossip on public copies of their models, which compressed differences keep up to date."""
+"""CHOCO-SGD: nodes gossip with public copies of their models, which are kept up to date by compressed differences."""
 
 from __future__ import annotations
 

@@ -60,4 +60,4 @@ def _warn(rule: type[Any], found: dict[str, Any], where: str, stacklevel: int) -
         instead = f"{where} = Requirements({fields}), from decentnode.sharing.requirements"
     else:
         instead = f"{where} = dataclasses.replace({parent.__name__}.requirements, {fields})"
-    warnings.warn(f"{rule.__qualname__}: {names} is written now as {instead}", DeprecationWarning, stacklevel)
+    warnings.warn(f"{rule.__qualname__}: {names} must now be written as {instead}", DeprecationWarning, stacklevel)

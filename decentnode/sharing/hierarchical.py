@@ -26,8 +26,8 @@ REDUCE, BETWEEN, GATHER = range(3)
 
 class HierarchicalConfig(SharingConfig):
     groups: Literal["machine"] | list[list[int]] = Field("machine")
-    """Nodes that average exactly: machine, those of each machine; or lists of uids of one length, with every node in
-    one list. The k-th node of a list exchanges with the k-th nodes of the other lists."""
+    """Nodes that average exactly: machine, for the nodes of each machine; or lists of uids of equal length, with every
+    node in one list. The k-th node of a list exchanges with the k-th nodes of the other lists."""
 
 
 class Hierarchical(Sharing):

@@ -1,4 +1,4 @@
-"""Local SGD: nodes exchange in every k-th round only."""
+"""Local SGD: nodes exchange only in every k-th round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NoLoCo: an outer optimizer whose exchanges are those of random pairs, with many rounds between them."""
+"""NoLoCo: an outer optimizer with exchanges between random pairs, and many rounds between exchanges."""
 
 from __future__ import annotations
 

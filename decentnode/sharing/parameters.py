@@ -215,7 +215,7 @@ def problems_of(
         return
     for i, pattern in enumerate(config.share):
         if all(p.matches(config.keep) for p in parameters if p.matches([pattern])):
-            yield ("share", i), f"must match a parameter that is not kept, got {pattern!r}", "keep wins over share"
+            yield ("share", i), f"must match a parameter that is not kept, got {pattern!r}", "keep overrides share"
     if listed:
         yield from _uncovered(listed, [parameters[place] for place in shared])
     elif config.fragments is not None:

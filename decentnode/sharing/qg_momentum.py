@@ -1,4 +1,4 @@
-"""Quasi-global momentum: the momentum of the move of the mixed model, which estimates the global direction."""
+"""Quasi-global momentum: momentum computed from the change of the mixed model, which estimates the global direction."""
 
 from __future__ import annotations
 

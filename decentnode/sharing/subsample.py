@@ -1,4 +1,4 @@
-"""Nodes send a random part of the model, which sender and receiver draw from the same stream."""
+"""Nodes send a random part of the model, which sender and receiver derive from the same random stream."""
 
 from __future__ import annotations
 

@@ -49,18 +49,18 @@ class TopKConfig(SharingConfig):
     fraction: float = Field(0.1, gt=0, le=1)
     """Fraction of the model's entries that a node sends."""
     accumulate: Literal["all", "training", "none"] = "all"
-    """Which changes of an entry since it was last sent make up its score. all: by training and by mixing. training: by
-    training. none: only by this round's training."""
+    """Which changes of an entry since it was last sent make up its score. all: those by training and by mixing.
+    training: only those by training. none: only this round's training."""
     cleared: Literal["after_mixing", "before_mixing"] = "after_mixing"
-    """With accumulate all: when the scores of entries that were sent are set to zero. after_mixing: after the round, as
+    """With accumulate all: when the scores of sent entries are set to zero. after_mixing: after the round, since
     neighbors now know these values. before_mixing: before the round's change is added, as decentralizepy does, so that
     this change counts for the next choice although it was sent."""
     full_from: float = Field(1.0, gt=0, le=1)
     """From this fraction on, the whole model is sent without indices, which is then shorter."""
 
     scored: Annotated[Literal["change", "value"], ADDED] = "change"
-    """What an entry's score is. change: how far it is from what `accumulate` says. value: how far from zero it is
-    itself, whatever changed (decentralizepy's change_based_selection: False)."""
+    """What an entry's score is. change: its change as defined by `accumulate`. value: its absolute value, whatever
+    changed (decentralizepy's change_based_selection: False)."""
 
     dump: Annotated[DumpConfig | None, ADDED] = None
     """Write what was chosen, for studies; nothing is written when not given."""
@@ -70,7 +70,7 @@ class TopKConfig(SharingConfig):
         if self.scored == "value" and self.accumulate != "all":
             raise ValueError(f"must have accumulate all, its default, with scored value, got {self.accumulate}")
         if self.scored == "value" and self.cleared == "before_mixing":
-            raise ValueError("must have scored change with cleared before_mixing, which is about changes")
+            raise ValueError("must have scored change with cleared before_mixing, which only applies to changes")
         if self.cleared == "before_mixing" and self.accumulate != "all":
             raise ValueError(f"must have accumulate all with cleared before_mixing, got {self.accumulate}")
         return self

@@ -26,10 +26,10 @@ def why_not(needs: Requirements) -> str:
     if needs.star:
         return "has weights of its own (weighted_by)"
     if needs.overrides_topology or needs.phases > 1:
-        return "chooses neighbors and weights by itself"
+        return "chooses neighbors and weights itself"
     if needs.symmetric or needs.doubly_stochastic or needs.column_stochastic or needs.static or needs.tree:
         return "needs weights that keep the mean of all models, or that stay the same"
-    return "" if needs.tolerates_missing else "never recovers from a payload that does not come"
+    return "" if needs.tolerates_missing else "cannot recover from a missing payload"
 
 
 class Weighed(Wrapper):

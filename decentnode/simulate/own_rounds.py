@@ -26,8 +26,8 @@ from decentnode.simulate.timeline.rounds import Clock
 from decentnode.simulate.world.waits import Until
 
 UNKNOWN = {
-    "ad_psgd": "who answers whose offer decides when a pair is averaged",
-    "epidemic": "a round waits for what comes, so that its time depends on the other nodes",
+    "ad_psgd": "the time when a pair is averaged depends on which node answers which offer",
+    "epidemic": "a round waits for arriving models, so its time depends on the other nodes",
 }
 """Schedules whose times are not known beforehand, and why."""
 
@@ -41,9 +41,9 @@ def check_schedule(experiment: Experiment) -> None:
         why = "with stale: wait a round waits for its neighbors"
     if why is not None:
         raise UsageError(
-            f"simulate.compute and simulate.links must be left out with node.schedule {name}: {why}, while a "
-            "simulation needs the times of rounds beforehand; gossip_async with stale: leave_out has them, decentnode "
-            "timeline says who would be where, and decentnode run learns in real time"
+            f"simulate.compute and simulate.links must be left out with node.schedule {name}: {why}, but a simulation "
+            f"needs the times of rounds beforehand. Use gossip_async with stale: leave_out, which has them, "
+            f"decentnode timeline to see the times alone, or decentnode run to train in real time"
         )
 
 

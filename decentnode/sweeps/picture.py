@@ -30,7 +30,7 @@ def draw(results: Results) -> Figure:
     finished."""
     rows = [each for each in results.rows if each.mean is not None]
     if not rows:
-        raise UsageError("nothing to draw: no point has finished")
+        raise UsageError("nothing to plot: no point has finished")
     rows = [each for each in rows if each.rounds == rows[0].rounds]
     key = numeric_key([each.settings for each in rows])
     if key is None:

@@ -63,18 +63,18 @@ class Plan:
         """Raises UsageError where options do not go together."""
         keys = [key for axis in self.axes for key in axis.keys]
         if self.seeds is not None and "seed" in keys:
-            raise UsageError("--seeds gives the seeds, and so does -g seed: give one of them")
+            raise UsageError("--seeds and -g seed both set the seeds: give only one of them")
         if any(key.split(".")[0] == "run" or key == "name" for key in keys):
-            raise UsageError("-g must not set name or run: they say where results go; --name and --run-dir set them "
-                             "for all points")  # fmt: skip
+            raise UsageError("-g must not set name or run, which say where results go: use --name and --run-dir, "
+                             "which apply to all points")  # fmt: skip
         if self.sampler == "grid" and self.points is not None:
-            raise UsageError("--points is for --sampler random and optuna: a grid has all its combinations")
+            raise UsageError("--points is only for --sampler random and optuna: a grid runs all its combinations")
         if self.sampler != "grid" and self.points is None:
-            raise UsageError(f"--sampler {self.sampler} must know how many combinations to try: --points N")
+            raise UsageError(f"--sampler {self.sampler} needs the number of combinations to try: --points N")
         if self.sampler != "grid" and not self.axes:
-            raise UsageError(f"--sampler {self.sampler} must have something to choose: -g KEY=VALUE,...")
+            raise UsageError(f"--sampler {self.sampler} needs values to choose from: -g KEY=VALUE,...")
         if self.halving is not None and self.sampler == "optuna":
-            raise UsageError("--halving goes with a grid or random draws, not with --sampler optuna")
+            raise UsageError("--halving works with a grid or random draws, not with --sampler optuna")
         if self.halving is not None and any(key.startswith("node.rounds") for key in keys):
             raise UsageError("--halving sets node.rounds itself, so -g node.rounds must not")
         asked = [*(("--best-by", each) for each in self.best_by), *(("--within", each) for each in self.within)]

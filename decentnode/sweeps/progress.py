@@ -32,7 +32,7 @@ def live_table(state: State, now: float, note: str, max_rows: int) -> Renderable
         table.add_row(Text(each.point.label), f"{each.round}/{each.prepared.rounds}", value, duration(now - each.since))
     parts: list[RenderableType] = [bar, table]
     if len(state.running) > max_rows:
-        parts.append(Text(f"... and {len(state.running) - max_rows} more points under way", style="dim"))
+        parts.append(Text(f"... and {len(state.running) - max_rows} more points in progress", style="dim"))
     sign, figure = state.sweep.sign, state.sweep.measured.by_name[state.sweep.metric]
     known = sorted((each for each in state.ended if each.value is not None),
                    key=lambda each: (-(each.point.rounds or 0), sign * (each.value or 0.0)))  # fmt: skip

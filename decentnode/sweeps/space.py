@@ -91,7 +91,7 @@ def parse(text: str) -> Axis:
     if not all(values):
         raise UsageError(f"-g {key}: a value must not be empty, got {given!r}; write null or '' for such values")
     if len(set(values)) < len(values):
-        raise UsageError(f"-g {key}: a value must stand once, got {given!r}")
+        raise UsageError(f"-g {key}: each value must be given once, got {given!r}")
     return Axis(key, values)
 
 
@@ -134,7 +134,7 @@ def _of_values(key: str, values: Any) -> Axis:
     if not made:
         raise UsageError(f"grid[{key!r}] must have a value, got an empty list")
     if len(set(made)) < len(made):
-        raise UsageError(f"grid[{key!r}]: a value must stand once, got {', '.join(made)}")
+        raise UsageError(f"grid[{key!r}]: each value must be given once, got {', '.join(made)}")
     return Axis(key, made)
 
 
@@ -193,8 +193,8 @@ def grid(given: Sequence[Axis]) -> list[Settings]:
     distribution."""
     for axis in given:
         if axis.law is not None:
-            raise UsageError(f"-g {axis.key} is a distribution: say how many points to draw (--random N), or list "
-                             "its values")  # fmt: skip
+            raise UsageError(f"-g {axis.key} is a distribution: give the number of points to draw (--random N), or "
+                             f"list its values")  # fmt: skip
     return [_settings(given, values) for values in itertools.product(*(axis.values for axis in given))]
 
 

@@ -102,7 +102,7 @@ class Store:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 holder = os.pread(file, 32, 0).decode(errors="replace").strip()
-                raise UsageError(f"another sweep (process {holder or 'unknown'}) works in {self.folder}; wait for it, "
+                raise UsageError(f"another sweep (process {holder or 'unknown'}) is using {self.folder}; wait for it, "
                                  "or choose another --name or --run-dir") from None  # fmt: skip
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()}\n".encode(), 0)

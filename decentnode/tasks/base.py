@@ -88,7 +88,7 @@ class Task(Component, abc.ABC):
     def measure_generated(self, module: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Returns by name the sums of what the module makes of one batch by more than one forward pass; called where
         `generated_sums` has names. inputs, targets: as they come."""
-        raise NotImplementedError(f"task {self.config.name} generates nothing")
+        raise NotImplementedError(f"task {self.config.name} cannot generate texts")
 
     @abc.abstractmethod
     def values(self, sums: Mapping[str, float]) -> dict[str, float]:

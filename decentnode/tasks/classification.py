@@ -1,4 +1,4 @@
-"""One class of several for every sample."""
+"""One of several classes for every sample."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ClassificationConfig(Config):
     name: str = "classification"
     top_k: int = Field(5, ge=2)
-    """Also measured: how often the right class is among so many of the likeliest. Left out of data that has no more
-    classes than that."""
+    """Also measure how often the right class is among this many of the likeliest classes. Left out if the data has no
+    more classes than that."""
 
 
 class Classification(Task):
@@ -33,7 +33,7 @@ class Classification(Task):
     def __init__(self, config: ClassificationConfig, data: DataSpec) -> None:
         super().__init__(config, data)
         if data.num_classes is None:
-            raise UsageError("task classification needs data with classes; name the task that the data is for")
+            raise UsageError("task classification needs data with classes; use the task that the data is for")
         k = self._k = config.top_k
         self._has_top = data.num_classes > k
         top = Metric(

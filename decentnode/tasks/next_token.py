@@ -1,4 +1,4 @@
-"""The token that follows: characters, words or parts of words of a text."""
+"""The next token: characters, words or word pieces of a text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NextToken(Task):
     def __init__(self, config: component.Config, data: DataSpec) -> None:
         super().__init__(config, data)
         if data.vocabulary is None:
-            raise UsageError(f"task {config.name} needs data of tokens; name the task that the data is for")
+            raise UsageError(f"task {config.name} needs data of tokens; use the task that the data is for")
 
     def align(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)

@@ -1,4 +1,4 @@
-"""Numbers: one or several for every sample."""
+"""One or several numbers for every sample."""
 
 from __future__ import annotations
 

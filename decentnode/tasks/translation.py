@@ -32,10 +32,10 @@ BLEU = Metric(
 class TranslationConfig(Config):
     name: str = "translation"
     bleu: bool = True
-    """Whether each evaluation translates the test texts, always taking the likeliest token, and compares. It takes a
-    pass of the decoder for each token of a text: `data.sample_test` keeps it short."""
+    """Whether each evaluation translates the test texts, always taking the likeliest token, and computes BLEU. It takes
+    a pass of the decoder for each token of a text; `data.sample_test` limits the time."""
     longest: int | None = Field(None, ge=1)
-    """Tokens of a translation at most. Default: those of the longest target."""
+    """Largest number of tokens of a translation. Default: that of the longest target."""
 
 
 class Translation(NextToken):

@@ -84,7 +84,7 @@ class Feed:
             self._in_a_row += 1
             traceback.print_exc()
             if self._in_a_row == 1:
-                self._say(f"does not take what it is told ({_short(error)})")
+                self._say(f"does not accept the figures ({_short(error)})")
             if self._in_a_row >= FAILURES:
                 raise GivenUp(f"refused {FAILURES} points in a row, the last with {_short(error)}") from error
             return False
@@ -141,7 +141,7 @@ def main(words: list[str] | None = None) -> int:
         say(f"! {error}" if isinstance(error, GivenUp) else f"! {_short(error)}")
         return 1
     if feed.refused:
-        say(f"! did not take {feed.refused} of {feed.told + feed.refused} points")
+        say(f"! did not accept {feed.refused} of {feed.told + feed.refused} points")
     return 0
 
 

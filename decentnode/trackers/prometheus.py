@@ -68,7 +68,7 @@ class Prometheus(Tracker):
     def place(self) -> str:
         host, port = self._server.server_address[:2]
         text = f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}/metrics"
-        return text if self.config.host in LOOPBACK else f"{text}, which anybody who reaches this machine can read"
+        return text if self.config.host in LOOPBACK else f"{text}, which anyone who can reach this machine can read"
 
     # -- what is told -----------------------------------------------------------------------------------------
 
@@ -147,12 +147,12 @@ class Prometheus(Tracker):
         rate = GaugeMetricFamily("decentnode_learning_rate", "Learning rate of the last round.", labels=["node"])
         test = GaugeMetricFamily("decentnode_test", "What the task measures of the node's own model, at the last "
                                  "evaluation.", labels=["node", "metric"])  # fmt: skip
-        told = GaugeMetricFamily("decentnode_last_record_timestamp_seconds", "When the node recorded something last, "
-                                 "since 1970.", labels=["node"])  # fmt: skip
+        told = GaugeMetricFamily("decentnode_last_record_timestamp_seconds", "Time of the node's last record, since "
+                                                                             "1970.", labels=["node"])  # fmt: skip
         merged = GaugeMetricFamily("decentnode_merged_test", "What the task measures of the mean of all models, at the "
                                    "last evaluation.", labels=["metric"])  # fmt: skip
         distance = GaugeMetricFamily("decentnode_consensus_distance", "Distance of the nodes' models from their mean, "
-                                     "by the size of that.")  # fmt: skip
+                                                                      "relative to the size of the mean.")  # fmt: skip
         for uid, node in sorted(self._nodes.items()):
             if node.train_loss is not None:
                 loss.add_metric([str(uid)], node.train_loss)
@@ -178,7 +178,7 @@ class Prometheus(Tracker):
         cpu = CounterMetricFamily("process_cpu_seconds", "CPU time of the node's process.", labels=["node"])
         memory = GaugeMetricFamily("process_resident_memory_bytes", "Resident memory of the node's process.",
                                    labels=["node"])  # fmt: skip
-        began = GaugeMetricFamily("process_start_time_seconds", "When the node's process began, since 1970.",
+        began = GaugeMetricFamily("process_start_time_seconds", "Start time of the node's process, since 1970.",
                                   labels=["node"])  # fmt: skip
         seen: set[int] = set()
         for path in sorted(self.run.path.glob("nodes/*/status.json")):

@@ -45,23 +45,21 @@ class SupervisedConfig(Config):
     batch_size: int = Field(16, ge=1)
     """Samples of one forward and backward pass."""
     local_steps: int | None = Field(None, ge=0)
-    """Optimizer steps per round; the next round goes on where the epoch stopped. Default: 1, when `local_epochs` is not
-    given either."""
+    """Optimizer steps per round; the next round continues the epoch where this one stopped. Default: 1, if
+    `local_epochs` is not given either."""
     local_epochs: int | None = Field(None, ge=1)
     """Passes over the node's samples per round, instead of local_steps."""
     local_seconds: Annotated[float | None, ADDED] = Field(None, gt=0)
-    """Seconds that the local steps of a round take, instead of their number: each node makes as many as fit, by the
-    speed that it has measured of its own, and at least one. Slow nodes then make fewer steps and hold nobody up. Such a
-    run does not repeat to the bit."""
+    """Seconds that the local steps of a round take, instead of their number: each node makes as many steps as fit at
+    its own measured speed, at least one. Slow nodes then make fewer steps and do not delay the others. Such a run does
+    not repeat to the bit."""
     accumulate: int = Field(1, ge=1)
-    """Number of batches whose gradients make one optimizer step, which is then that of batch_size * accumulate
-    samples."""
+    """Number of batches whose gradients make one optimizer step, which then covers batch_size * accumulate samples."""
     clip_norm: float | None = Field(None, gt=0)
-    """Largest 2-norm of the gradient of a step; a longer one is scaled down to it. Default: gradients are not
-    clipped."""
+    """Largest 2-norm of a step's gradient; a larger gradient is scaled down to it. Default: no clipping."""
     gradient_norm: Annotated[bool, ADDED] = False
-    """Whether records of rounds have `gradient_norm`, the mean over the round's steps of the 2-norm of the step's whole
-    gradient, as it is before clipping and before the sharing rule sees it. With `clip_norm` they always have."""
+    """Whether records of rounds have `gradient_norm`: the 2-norm of a step's whole gradient, before clipping and before
+    the sharing rule sees it, averaged over the round's steps. With `clip_norm` they always have it."""
     optimizer: Annotated[OptimizerConfig, pydantic.BeforeValidator(_by_name)] = Field(
         default={"name": "sgd", "lr": 0.1}, validate_default=True
     )
@@ -76,44 +74,44 @@ class SupervisedConfig(Config):
     validation: ValidationConfig | None = None
     """Samples set aside for validation. Default: none."""
     sampling: Literal["fixed", "resample"] = "fixed"
-    """Whose samples a node trains on. fixed: its own share, for the whole run. resample: in each of its epochs all
-    training samples are dealt anew by the partition, so that in time a node sees all of them; papers differ in this.
-    With shares of unequal size nodes begin their epochs at different times, and local_epochs counts the steps of the
-    share that a round begins with."""
+    """Which samples a node trains on. fixed: its own share, for the whole run. resample: at each of its epochs, all
+    training samples are dealt anew by the partition, so that over time a node sees all of them; papers differ in this.
+    With shares of unequal size, nodes begin their epochs at different times, and local_epochs counts the steps of the
+    share with which a round begins."""
     augment: Annotated[AugmentConfig | None, ADDED] = None
     """What is done to training images. Default: nothing."""
     shuffle: bool = True
     """Whether every epoch takes the samples in a new random order; otherwise in the stored order."""
     drop_last: bool = False
-    """Leave out the last, smaller step of an epoch. Without it a last batch of one sample is still left out where the
-    model has batch normalization behind a linear layer, which has no variance of one value to divide by."""
+    """Leave out the last, smaller step of an epoch. Without this, a last batch of one sample is still left out if the
+    model has batch normalization after a linear layer, because one value has no variance to divide by."""
     loss: Annotated[LossConfig, pydantic.BeforeValidator(_by_name)] | None = None
     """Function of the model's outputs and the targets, whose mean is minimized: a loss of torch.nn, with its own
-    arguments. When not given, that of the task."""
+    arguments. Default: that of the task."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing of the cross entropy in training; evaluation has none."""
     amp: Annotated[Precision | None, ADDED] = None
-    """Automatic mixed precision: forward passes of training in bf16 or fp16 where torch holds that to be safe.
+    """Automatic mixed precision: training runs forward passes in bf16 or fp16 where torch considers that safe.
     Parameters, gradients, payloads and evaluations stay float32. With fp16 the loss is scaled by a power of two, and a
-    step whose gradient overflows is made again with half the scale. Default: float32."""
+    step whose gradient overflows is repeated with half the scale. Default: float32."""
     compile: Annotated[bool | CompileConfig, ADDED] = False
     """Whether torch.compile compiles the training steps: true, or a section with its arguments. Evaluations run without
     it. Needs a C++ compiler on a CPU, triton on a GPU."""
     channels_last: Annotated[bool, ADDED] = False
-    """Whether images and convolutions lie in memory with their channels last (NHWC), which tensor cores and 16-bit
-    kernels want. All nodes' parameters then lie so, and rules that choose by position see another order."""
+    """Whether images and convolutions are stored with their channels last (NHWC), which tensor cores and 16-bit kernels
+    need. All nodes' parameters then have this layout, so rules that choose by position see another order."""
     cudnn_deterministic: Annotated[bool, ADDED] = False
-    """Whether convolutions and recurrent layers on a GPU take only those kernels of cuDNN that add in one order, so
+    """Whether convolutions and recurrent layers on a GPU use only cuDNN kernels with a fixed order of additions, so
     that a run repeats to the bit: `torch.backends.cudnn.deterministic` in the processes that nodes train in. Kernels
-    that are not cuDNN's stay as they are."""
+    outside of cuDNN are not affected."""
 
     ema: Annotated[EMAConfig | None, ADDED, pydantic.BeforeValidator(_decay)] = None
-    """Exponential moving average of the node's models, by its decay alone or a section. Evaluations measure it as
-    `ema_<metric>`, and models/ema/ keeps those of all nodes and their mean. It changes nothing that is trained or
-    sent. Default: none."""
+    """Exponential moving average of the node's models: its decay, or a section. Evaluations measure it as
+    `ema_<metric>`, and models/ema/ holds the averages of all nodes and their mean. It does not change what is trained
+    or sent. Default: none."""
     evaluate_train: Annotated[PositiveInt | Literal["all"] | None, ADDED] = None
-    """Of how many of the node's training samples, evenly spaced, or of all of them, evaluations measure the metrics,
-    too, as `train_<metric>`. Default: of none."""
+    """On how many of the node's training samples (evenly spaced), or on all, evaluations also measure the metrics, as
+    `train_<metric>`. Default: none."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> SupervisedConfig:

@@ -305,25 +305,25 @@ def test_epochs_validation_and_losses(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("changes, problem", [
-    ({"DATASET": {"shard": "2"}}, "[DATASET] shard: is no key of it; did you mean 'shards'?"),
-    ({"DATASET": {"images_dir": "x"}}, "[DATASET] images_dir: is no key of it"),
+    ({"DATASET": {"shard": "2"}}, "[DATASET] shard: is not a key of this section; did you mean 'shards'?"),
+    ({"DATASET": {"images_dir": "x"}}, "[DATASET] images_dir: is not a key of this section"),
     ({"DATASET": {"model_class": "LeNett"}}, "[DATASET] model_class: must be one of LeNet, CNN, ResNet8, got 'LeNett'"),
     ({"DATASET": {"dataset_class": "Cifar"}}, "[DATASET] dataset_class: must be one of CIFAR10, Femnist"),
     ({"DATASET": {"partition_niid": "kshards"}}, "must be one of iid, simple, kshard, dirichlet, got 'kshards'"),
     ({"DATASET": {"sizes": "__import__('os').system('false')"}}, "[DATASET] sizes: must be a list of numbers, got"),
     ({"DATASET": {"train_dir": ""}}, "[DATASET] train_dir and test_dir: must both be given"),
     ({"DATASET": {"random_seed": "x"}}, "[DATASET] random_seed: must be a whole number, got 'x'"),
-    ({"TRAIN_PARAMS": {"round": "2"}}, "[TRAIN_PARAMS] round: is no key of it; did you mean 'rounds'?"),
+    ({"TRAIN_PARAMS": {"round": "2"}}, "[TRAIN_PARAMS] round: is not a key of this section; did you mean 'rounds'?"),
     ({"TRAIN_PARAMS": {"shuffle": "maybe"}}, "[TRAIN_PARAMS] shuffle: must be True or False, got 'maybe'"),
     ({"TRAIN_PARAMS": {"loss_class": "Loss"}}, "[TRAIN_PARAMS] loss_class: must be one of CrossEntropyLoss"),
     ({"OPTIMIZER_PARAMS": {"optimizer_package": "mine"}}, "optimizer_package: must be torch.optim, got 'mine'"),
-    ({"COMMUNICATION": {"port": "1"}}, "[COMMUNICATION] port: is no key of it"),
+    ({"COMMUNICATION": {"port": "1"}}, "[COMMUNICATION] port: is not a key of this section"),
     ({"SHARING": {"sharing_class": "STC"}}, "[SHARING] sharing_class: must be one of Sharing, PlainAverageSharing"),
-    ({"SHARING": {**JWINS, "alphalist": "[1]"}}, "[SHARING] alphalist: is no key of it; did you mean 'alpha_list'?"),
+    ({"SHARING": {**JWINS, "alphalist": "[1]"}}, "alphalist: is not a key of this section; did you mean 'alpha_list'?"),
     ({"SHARING": {"sharing_class": "PartialModel", "change_based_selection": "False"}},
-     "[SHARING] change_based_selection: is no key of it"),
+     "[SHARING] change_based_selection: is not a key of this section"),
     ({"NODE": {"timeout": "2 s"}}, "[NODE] timeout: must be a number, got '2 s'"),
-    ({"SHARE": {}}, "[SHARE]: is no section of decentralizepy; did you mean 'SHARING'?"),
+    ({"SHARE": {}}, "[SHARE]: is not a section of decentralizepy; did you mean 'SHARING'?"),
 ])
 def test_what_cannot_be_translated_is_named(folder: Path, changes: dict[str, Any], problem: str) -> None:
     write(folder, **changes)
@@ -345,7 +345,7 @@ def test_all_problems_are_told_at_once(folder: Path) -> None:
 def test_missing_data_is_told_and_the_file_stays(folder: Path) -> None:
     write(folder)
     found = convert()
-    assert found.exit_code == 0 and "written, and not ready to run here" in found.output
+    assert found.exit_code == 0 and "written, but it cannot run here yet" in found.output
     assert "data/cifar-10-batches-py: no such folder" in found.output and Path("config.yaml").exists()
 
 
@@ -356,7 +356,7 @@ def test_its_own_step_configs(folder: Path) -> None:
     failed = {path.name: found.output for path in configs
               if (found := CliRunner().invoke(main, ["convert", str(path), "-ps", "16"])).exit_code}  # fmt: skip
     assert len(configs) == 22
-    assert "[DATASET] shard: is no key of it; did you mean 'shards'?" in failed.pop("config_cifar_partialmodel.ini")
+    assert "[DATASET] shard: is not a key of this section; did" in failed.pop("config_cifar_partialmodel.ini")
     assert not failed and len(list(Path().glob("*.yaml"))) == 21
 
 

@@ -117,7 +117,8 @@ def test_bert_learns_the_stars(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     write_reviews(tmp_path / "d")
-    missing = "needs transformers" if importlib.util.find_spec("transformers") is None else "neither in the local cache"
+    has = importlib.util.find_spec("transformers") is not None
+    missing = "neither in the local cache" if has else "needs the package transformers"
     with pytest.raises(DataError, match=missing):
         open_dataset({**REVIEWS, "tokenizer": str(tmp_path / "none")}, tmp_path)
 

@@ -166,7 +166,7 @@ def test_inputs_of_other_shapes(library: Any) -> None:
 
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)  # an import of it fails
-    with pytest.raises(DataError, match=r"data hf:x needs datasets; pip install 'decentnode\[hf\]' has it"):
+    with pytest.raises(DataError, match=r"data hf:x needs the package datasets: pip install 'decentnode\[hf\]'"):
         open_dataset({"name": "hf:x"})
     assert "hf" in DATASETS.libraries
 

@@ -167,14 +167,14 @@ def test_data_without_classes_is_dealt_by_number(tmp_path: Path) -> None:
     assert [len(data.of(uid).test) for uid in range(2)] == [2, 2]
     assert arrays(data.of(0).train)[1].dtype == np.float32
     for partition in ("shards", {"name": "only_local", "within": "shards"}):
-        with pytest.raises(DataError, match=r"shards deals by classes, .*; iid, fractions or ordered would do"):
+        with pytest.raises(DataError, match=r"shards deals by classes, .*; use iid, fractions or ordered"):
             opened(tmp_path, [0, 0], name="npz", file="r.npz", partition=partition).shares()
     for partition in ("iid", "fractions", "ordered"):
         assert [len(part) for part in opened(tmp_path, [0, 0], name="npz", file="r.npz",
                                              partition=partition).shares().values()] == [6, 6]  # fmt: skip
     with np.load(tmp_path / "r.npz") as stored:
         np.savez(tmp_path / "k.npz", **stored, owner=np.arange(12))
-    with pytest.raises(DataError, match="iid, fractions, ordered or by_key would do"):
+    with pytest.raises(DataError, match="use iid, fractions, ordered or by_key"):
         opened(tmp_path, [0, 0], name="npz", file="k.npz", train_keys="owner", partition="shards").shares()
 
 

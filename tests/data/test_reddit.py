@@ -148,7 +148,7 @@ def test_private_files_need_one_vocabulary(tmp_path: Path) -> None:
 def test_what_data_says_of_it(tmp_path: Path) -> None:
     write_reddit(tmp_path / "d")
     found = CliRunner().invoke(main, ["data", "prepare", "reddit", "--from", str(tmp_path / "d" / "data")])
-    assert found.exit_code == 0 and "4 users" in found.output and "all of them whole" in found.output, found.output
+    assert found.exit_code == 0 and "4 users" in found.output and "all readable" in found.output, found.output
     got = CliRunner().invoke(main, ["data", "get", "reddit"])
     assert got.exit_code == 2 and "reddit cannot be downloaded" in got.output and "TalwalkarLab/leaf" in got.output
     text = (f"graph: {{name: ring, nodes: 2}}\ndata: {{name: reddit, folder: {tmp_path / 'd' / 'data'}, partition: "

@@ -159,7 +159,7 @@ def test_a_dataset_is_had_and_runs(server: Server, tmp_path: Path, monkeypatch: 
     assert found.exit_code == 0, found.output
     assert "data: {name: cifar10, folder: data/cifar10/cifar-10-batches-bin}" in found.output
     prepared = CliRunner().invoke(main, ["data", "prepare", "cifar10", "--from", "data/cifar10/cifar-10-batches-bin"])
-    assert "35 training samples, 5 test samples, all of them whole" in prepared.output
+    assert "35 training samples, 5 test samples, all readable" in prepared.output
 
 
 def test_files_that_stay_packed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

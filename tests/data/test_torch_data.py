@@ -239,7 +239,7 @@ def test_an_iterable_of_batches_is_read_to_its_end() -> None:
 @pytest.mark.parametrize(("name", "keys", "text"), [
     ("Triples", {}, r"Triples\[\d+\] must be \(input, target\), got tuple"),
     ("Raises", {}, r"making Raises raised RuntimeError: no such disk \(.*test_torch_data.py:"),
-    ("Points", {"count": 0}, "there is no training sample"),
+    ("Points", {"count": 0}, "has no training samples"),
 ])  # fmt: skip
 def test_what_is_no_dataset(name: str, keys: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):

@@ -42,7 +42,7 @@ def test_one_direction_and_blank_lines_at_the_end_are_enough(tmp_path: Path) -> 
         ("g.edges", "2\n0 1\n\n0 1\n", ":3: must be two"), ("g.edges", "2\n0 -1\n", ":2: must be node numbers"),
         ("g.edges", "2\n0 2\n", ":2: node 2 is out of range"),
         ("g.edges", "2\n0 1\n1 1\n", ":3: node 1 is joined to it"),
-        ("g.edges", "4\n0 1\n2 3\n", "not connected: it falls into 2 parts; node 2"),
+        ("g.edges", "4\n0 1\n2 3\n", "not connected: it has 2 parts; node 2"),
         ("g.edges", "2\n0 \u0661\n", ":2: must be node numbers"), ("g.edges", "99999999999\n", ":1:"),
         ("g.adj", "2\n1\n", ":2: node 0 has node 1 as neighbor, but line 3"),
         ("g.adj", "3\n2 1\n0\n1\n", ":2: node 0 has node 2 as neighbor, but line 4 does not have node 0"),

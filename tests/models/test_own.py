@@ -121,7 +121,7 @@ def test_a_resolved_file_makes_the_same_module(tmp_path: Path, written: str) -> 
     ("{name: 'NET', width: 8, act: rleu}", "model.act must be one of relu, tanh, got 'rleu'"),
     ("{name: 'RECOMMENDER', users: 1, items: 2, fcators: 1}", "model.fcators is not a known key"),
     ("{name: 'RECOMMENDER', users: 1, items: 2}", "model.factors is missing"),
-    ("{name: 'RECOMMENDER', factors: 2}", "must be given: Recommender takes it, and this data has none"),
+    ("{name: 'RECOMMENDER', factors: 2}", "must be given: Recommender needs it, but this data has none"),
     ("{name: 'BROKEN', width: 3}", "making Broken(width=3) raised ValueError: no width 3 ("),
     ("{name: 'NET', depth: deep}", "model.depth must be an integer, got 'deep'"),
 ])  # fmt: skip

@@ -70,7 +70,7 @@ def test_one_loss_is_forgotten_or_the_rule_says_that_it_is_not(name: str) -> Non
 @pytest.mark.parametrize("sharing", [*sorted(NEVER_RECOVER), "{name: d2, compression: {name: bfloat16}}"])
 def test_runs_that_would_go_on_without_a_payload_are_refused(sharing: str) -> None:
     sets = [f"sharing={sharing}", "graph={name: ring, nodes: 16}"]
-    with pytest.raises(ConfigError, match=r"node.missing: .* never recovers .* got return_weight; missing: regroup"):
+    with pytest.raises(ConfigError, match=r"node.missing: .* cannot recover .* got return_weight; missing: regroup"):
         load(QUICKSTART, [*sets, "node.missing=return_weight"])
     with pytest.raises(ConfigError, match=r"communication.non_finite: .* non_finite: pass would do"):
         load(QUICKSTART, [*sets, "communication.non_finite=reject"])
@@ -117,6 +117,6 @@ def test_the_weight_of_a_refused_payload_returns() -> None:
 
 
 def test_a_refused_payload_ends_a_run_that_cannot_do_without() -> None:
-    with pytest.raises(PeerLost, match="node 0: node 1 sent in round 0 what cannot be read") as caught:
+    with pytest.raises(PeerLost, match="node 0: node 1 sent an unreadable payload in round 0") as caught:
         picky("PickyD2")
     assert caught.value.missing == (1,)

@@ -138,7 +138,7 @@ WRONG = [
      "did you mean '3.*'?"),
     ("keep: ['*']", "8:9", "parameters.keep must leave a parameter to share, got all 4 kept", ""),
     ("{share: [1.bias, 3.*], keep: [3.*]}", "7:30", "parameters.share[1] must match a parameter that is not kept, got",
-     "keep wins over share"),
+     "keep overrides share"),
     ("fragments: [{parameters: 1.*}]", "8:14", "parameters.fragments must have every shared parameter, got none with "
      "3.weight and 1 more", 'add {parameters: "*"} as the last one, or keep them'),
     ("fragments: [{parameters: '*'}, {parameters: 3.*}]", "8:47", "must match a shared parameter that no fragment "
@@ -229,7 +229,7 @@ def test_personal_layers_never_leave_a_node() -> None:
     assert nodes[0].figures()["bytes_data"] == 4 * 2 * 4 * BODY
     traffic = estimate_traffic(chosen, nodes[0].training.model.module)
     assert (traffic.message, traffic.sent) == (4 * BODY, 2 * 4 * BODY)
-    assert ["parameters", f"{BODY} shared, {HEAD} kept by each node"] in header(chosen, [0])
+    assert ["parameters", f"{BODY} shared, {HEAD} local to each node"] in header(chosen, [0])
 
 
 def test_only_adapters_are_shared() -> None:

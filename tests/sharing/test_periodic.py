@@ -171,7 +171,7 @@ def test_one_way_edges_alone_do_not_join(step: int, told: tuple[int, int]) -> No
 
 
 def test_wrapped_scripts_refuse_it_too() -> None:
-    with pytest.raises(ValueError, match=r"join all ranks .* rank 0 never hears of rank 1"):
+    with pytest.raises(ValueError, match=r"connect all ranks .* rank 0 never hears of rank 1"):
         Plan(make("one_peer_exponential", nodes=8), EveryThird(EveryThird.Config()), 0)
     plan = Plan(make("alternating_exponential_ring", nodes=8, nodes_per_machine=2),
                 rule("local_sgd", every=2)(), 0)  # fmt: skip

@@ -171,7 +171,7 @@ class Before(Full):
 
 
 def test_former_attributes_set_the_fields() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Old: needs_static, phases is written now as requirements = "
+    with pytest.warns(DeprecationWarning, match=r"Old: needs_static, phases must now be written as requirements = "
                       r"dataclasses.replace\(Before.requirements, static=True, phases=2\)"):  # fmt: skip
         class Old(Before):
             needs_static = True
@@ -237,7 +237,7 @@ def test_what_the_config_makes_of_the_requirements_is_checked() -> None:
     mine = "sharing={name: 'tests.sharing.test_requirements:ByConfig'}"
     with pytest.raises(ConfigError, match="ByConfig needs a static graph"):
         load(QUICKSTART, [mine, "graph={name: one_peer_exponential, nodes: 16}"])
-    with pytest.raises(ConfigError, match="never recovers"):
+    with pytest.raises(ConfigError, match="cannot recover"):
         load(QUICKSTART, [mine, "node.missing=return_weight"])
 
 

@@ -173,7 +173,7 @@ def test_rules_that_keep_every_rounding_are_given_no_steps_that_are_filled_up(ru
     # came to 7e-5.
     config = experiment(f"sharing={rule}", "node.rounds=2")
     assert len({each.num_samples for each in Population(config).trainings}) > 1
-    with pytest.raises(Unsuitable, match="keeps every rounding"):
+    with pytest.raises(Unsuitable, match="must match every rounding"):
         batched(config, "layers")
     choice = choose(experiment(f"sharing={rule}", "node.rounds=2", "simulate.engine=batched"))
     assert choice.batched is not None and choice.batched.steps.name == "rows"
@@ -329,9 +329,9 @@ def test_a_subclass_has_the_form_of_its_parent_only_if_it_adds_nothing() -> None
 
 
 @pytest.mark.parametrize(("module", "reason"), [
-    (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), "Dropout draws at random"),
+    (nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)), "Dropout draws random numbers"),
     (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), "float buffers"),
-    (nn.Sequential(nn.Conv1d(1, 2, 3)), "Conv1d is no linear layer"),
+    (nn.Sequential(nn.Conv1d(1, 2, 3)), "Conv1d is not a linear layer"),
 ])  # fmt: skip
 def test_what_layers_cannot_compute_is_named(module: nn.Module, reason: str) -> None:
     with pytest.raises(Unsuitable, match=reason):
@@ -363,7 +363,7 @@ def test_a_way_whose_outputs_are_not_the_models_is_refused() -> None:
     (["node.checkpoint={every: 2}"], "node.checkpoint"), (["training.ema=0.9"], "training.ema"),
     (["simulate.steps=layers", "training.amp=bf16"], "amp"),
     (["sharing=choco", "node.schedule=overlapped"], "overlapped"),
-    (["simulate.steps=layers", "model={name: lenet}", IMAGES], "Conv2d is no linear layer"),
+    (["simulate.steps=layers", "model={name: lenet}", IMAGES], "Conv2d is not a linear layer"),
 ])  # fmt: skip
 def test_what_batched_cannot_compute_is_stepped_and_named(overrides: list[str], reason: str) -> None:
     found = choose(experiment("simulate={engine: batched, steps: rows}", *overrides))

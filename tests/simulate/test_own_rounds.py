@@ -152,7 +152,8 @@ def test_a_slow_node_costs_the_others_no_time(rule: str) -> None:
 
 
 @pytest.mark.parametrize(("node", "why"), [
-    ({"schedule": "ad_psgd"}, "who answers whose offer"), ({"schedule": "epidemic"}, "a round waits for what comes"),
+    ({"schedule": "ad_psgd"}, "the time when a pair is averaged"),
+    ({"schedule": "epidemic"}, "a round waits for arriving models"),
     ({"asynchronous": {"stale": "wait"}}, "with stale: wait a round waits for its neighbors"),
 ], ids=["ad_psgd", "epidemic", "stale"])  # fmt: skip
 def test_times_that_depend_on_others_are_refused_by_name(node: dict[str, Any], why: str) -> None:

@@ -49,7 +49,7 @@ def test_a_simulation_records_virtual_seconds(tmp_path: Path) -> None:
         assert told["evaluation", 0] == 0 and told["evaluation", 2] == line.finished()[1]
     assert json.loads((run / "summary.json").read_text())["virtual_seconds"] == line.end[3].max()
     told, = [text for text in result.output.splitlines() if text.startswith("virtual  ")]
-    assert f"{duration(line.end[3].max())} in the world" in told and f"{duration(line.end[3].max() / 4)} per" in told
+    assert f"{duration(line.end[3].max())} with the speeds" in told and f"{duration(line.end[3].max() / 4)} per" in told
     drawn, _ = lines([run.resolve()])
     assert "virtual_seconds" in axes_of(drawn)
     assert drawn[0].series("accuracy", "virtual_seconds").x == [0.0, line.finished()[1], line.finished()[3]]

@@ -168,7 +168,7 @@ def test_an_address_that_all_can_reach_is_named(tmp_path: Path) -> None:
     run = TrackedRun(tmp_path, "mine", {}, 0)
     tracker = make({"name": "prometheus", "host": "0.0.0.0"}, run)
     tracker.log(Point(1, 1.0, {}))
-    assert "anybody who reaches this machine can read" in tracker.place
+    assert "anyone who can reach this machine can read" in tracker.place
     taken = int(tracker.place.partition("/metrics")[0].rpartition(":")[2])
     with pytest.raises(OSError):
         make({"name": "prometheus", "port": taken, "host": "0.0.0.0"}, run)

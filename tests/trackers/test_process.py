@@ -64,8 +64,8 @@ def test_a_tracker_is_told_all_rounds_and_closed(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(("at", "code", "said"), [
     ("start", 1, ["! RuntimeError: nothing is right at start"]),
     ("close", 1, ["! RuntimeError: nothing is right at close"]),
-    ("third", 0, ["does not take what it is told (RuntimeError: nothing is right at third)",
-                  "! did not take 1 of 5 points"]),
+    ("third", 0, ["does not accept the figures (RuntimeError: nothing is right at third)",
+                  "! did not accept 1 of 5 points"]),
 ])  # fmt: skip
 def test_what_raises_is_said_in_one_line(
     at: str, code: int, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

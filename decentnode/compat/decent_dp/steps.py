@@ -26,7 +26,8 @@ class DecentDPSteps(GossipSteps):
         """names: of the exchanged parameters. Raises ValueError for faithful exchanges that Decent-DP does not have."""
         if faithful and (plan.delayed or plan.coding is not None):
             what = "delayed=True" if plan.delayed else "compression"
-            raise ValueError(f"faithful=True takes the steps of Decent-DP, which has no {what}: leave one of them out")
+            raise ValueError(f"faithful=True takes the steps of Decent-DP, which has no {what}: leave one of the two "
+                             f"out")
         super().__init__(plan, buckets, exchange, local)
         self._names, self._faithful = names, faithful
         self.per_bucket: BucketSteps | None = None

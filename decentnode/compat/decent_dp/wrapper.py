@@ -127,10 +127,10 @@ class DecentralizedDataParallel(parallel.DecentralizedDataParallel):
         if scaler is not None and scaler.is_enabled():
             differs.append("the scaler decides once for all parameters")
         if not self._average_reverts:
-            differs.append("training after global_avg goes on from the average whole")
+            differs.append("training after global_avg continues from the whole average")
         if self.rank == 0 and not _told:
             _told = True
-            logger.warning("other than in Decent-DP, %s; faithful=True does as there", "; ".join(differs))
+            logger.warning("unlike in Decent-DP, %s; faithful=True does it as Decent-DP does", "; ".join(differs))
 
     # -- what scripts read --------------------------------------------------------------------------------------
 

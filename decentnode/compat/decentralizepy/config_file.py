@@ -25,7 +25,7 @@ class ConfigFile:
         self.sections = _read(path)
         for name in self.sections:
             if name not in SECTIONS:
-                self.problem(f"[{name}]: is no section of decentralizepy{did_you_mean(name, SECTIONS)}")
+                self.problem(f"[{name}]: is not a section of decentralizepy{did_you_mean(name, SECTIONS)}")
 
     def problem(self, text: str) -> None:
         """Report what is wrong."""
@@ -40,7 +40,7 @@ class ConfigFile:
         if name != "OPTIMIZER_PARAMS":  # whose further keys are arguments of the optimizer
             for key in values:
                 if key not in known:
-                    self.problem(f"[{name}] {key}: is no key of it{did_you_mean(key, known)}")
+                    self.problem(f"[{name}] {key}: is not a key of this section{did_you_mean(key, known)}")
         return values
 
     def value(self, section: str, key: str, default: Any, kind: type) -> Any:

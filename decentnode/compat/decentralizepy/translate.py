@@ -100,8 +100,8 @@ class _Translator:
         degree = self.file.value("NODE", "graph_degree", None, int)
         if "timeout" in node:
             self.found.experiment["graph"] = {"name": "el_local", "nodes": self._nodes, "degree": degree or 2}
-            self._note("[NODE] timeout: EL_Local_Timeout is graph el_local with schedule: epidemic; nodes wait so "
-                       "long, and average what came")  # fmt: skip
+            self._note("[NODE] timeout: EL_Local_Timeout is graph el_local with schedule: epidemic; nodes wait this "
+                       "long, then average what has arrived")  # fmt: skip
             return
         if self.command.graph_file is not None:
             if self.command.graph_type == "adjacency" and self.command.graph_file.suffix != ".adj":
@@ -192,8 +192,8 @@ class _Translator:
             if tokenizer not in TOKENIZERS:
                 self.file.problem(f"[DATASET] tokenizer: must be one of {', '.join(TOKENIZERS)}, got {tokenizer!r}")
             folders |= {"tokenizer": TOKENIZERS.get(tokenizer), "length": 512}
-            self._note("the cross entropy of the five stars, where decentralizepy takes five questions of yes or no; "
-                       "all test reviews, where it takes one batch; weights and tokenizer come from the local cache")
+            self._note("cross entropy over the five stars, where decentralizepy has five binary outputs; all test "
+                       "reviews, where it takes one batch; weights and tokenizer come from the local cache")
         if name == "celeba":
             folders["images"] = self._place(self.file.value("DATASET", "images_dir", "", str), self.file.path.parent)
             folders["pixels"] = "raw"
@@ -204,7 +204,7 @@ class _Translator:
         sizes = self.file.numbers("DATASET", "sizes")
         if name != "cifar10":
             if sizes is not None:
-                self.file.problem("[DATASET] sizes: stated parts of users cannot be said here; leave it empty")
+                self.file.problem("[DATASET] sizes: given fractions of users have no equivalent here; leave it empty")
             if name == "amazon_reviews":
                 return {"name": "by_key", "keys_per_node": 1}
             order = {"order": "ascending"} if name == "movielens" else {}

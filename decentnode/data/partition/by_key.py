@@ -18,8 +18,8 @@ class ByKeyConfig(Config):
     name: str = "by_key"
     even: Literal["samples", "keys"] = "samples"
     """What nodes get equal amounts of. samples: keys in random order go to the node that has the fewest samples so far.
-    keys: all nodes get the same number of keys, one more or less (decentralizepy, which leaves the remainder to the
-    last)."""
+    keys: all nodes get the same number of keys, up to one (decentralizepy, which gives the remainder to the last
+    node)."""
     keys_per_node: int | None = Field(None, ge=1)
     """Number of keys, drawn at random, that each node gets; the samples of all other keys are left out. Default: all
     keys are dealt."""
@@ -48,8 +48,8 @@ class ByKey(Partition):
     ) -> list[np.ndarray]:
         require_samples(len(targets), num_nodes)
         if keys is None:
-            raise DataError("partition by_key needs a dataset whose samples have keys; iid, fractions or ordered would "
-                            "do")  # fmt: skip
+            raise DataError("partition by_key needs a dataset whose samples have keys; use iid, fractions or "
+                            "ordered")  # fmt: skip
         owners, owner_of, sizes = np.unique(keys, return_inverse=True, return_counts=True)
         each = self.config.keys_per_node or 1
         if len(owners) < num_nodes * each:

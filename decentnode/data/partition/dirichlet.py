@@ -1,4 +1,4 @@
-"""Label skew by a Dirichlet: small alpha gives nodes of few classes, large alpha comes near iid."""
+"""Label skew by a Dirichlet distribution: with small alpha, nodes have few classes; with large alpha, nearly iid."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ATTEMPTS = 1000
 class DirichletConfig(Config):
     name: str = "dirichlet"
     alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
-    """Concentration of the Dirichlet distribution: 0.1 is strong skew (about 4 of 10 classes per node at 96 nodes), 1
+    """Concentration of the Dirichlet distribution: 0.1 is strong skew (about 4 of 10 classes per node with 96 nodes), 1
     mild, 100 nearly iid."""
     min_samples: int = Field(10, ge=1)
-    """Least number of samples of a node: the draw is repeated until every node has as many (decentralizepy's K)."""
+    """Smallest number of samples of a node: the draw is repeated until every node has that many (decentralizepy's
+    K)."""
     balanced: bool = True
-    """Whether a node that has N/n samples gets none of later classes: sizes become more equal and labels less.
-    docs/howto/data.rst compares both with Hsu et al."""
+    """Whether a node that has N/n samples gets none of the later classes: this makes sizes more equal and labels less
+    equal. docs/howto/data.rst compares both with Hsu et al."""
 
 
 class Dirichlet(Partition):

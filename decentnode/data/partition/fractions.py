@@ -18,12 +18,12 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 class FractionsConfig(Config):
     name: str = "fractions"
     fractions: tuple[Fraction, ...] | None = None
-    """Part of all samples that each node gets, in the order of the uids; equal parts when not given. Where they add up
-    to less than 1, the rest is left out (decentralizepy's sizes)."""
+    """Fraction of all samples that each node gets, in the order of the uids. Default: equal parts. If they add up to
+    less than 1, the rest is left out (decentralizepy's sizes)."""
 
 
 class Fractions(Partition):
-    """Shuffles the samples and cuts them into consecutive parts. Covers all samples where the fractions add up to 1."""
+    """Shuffles the samples and cuts them into consecutive parts. Covers all samples if the fractions add up to 1."""
 
     Config: ClassVar[type[Config]] = FractionsConfig
 
@@ -57,8 +57,8 @@ class OrderedConfig(FractionsConfig):
 
 
 class Ordered(Fractions):
-    """Cuts the samples into consecutive parts as they stand in the files, where that order means something: time, or
-    labels. Covers all samples where the fractions add up to 1."""
+    """Cuts the samples into consecutive parts in the order of the files, if that order means something: time, or
+    labels. Covers all samples if the fractions add up to 1."""
 
     Config: ClassVar[type[Config]] = OrderedConfig
 

@@ -1,4 +1,4 @@
-"""Every node holds samples of k classes only."""
+"""Every node holds samples of only k classes."""
 
 from __future__ import annotations
 

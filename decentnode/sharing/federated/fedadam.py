@@ -21,7 +21,7 @@ class FedAdamConfig(FederatedConfig):
     beta2: float = Field(0.99, ge=0, lt=1)
     """Decay of the mean of their squares."""
     tau: float = Field(1e-3, gt=0)
-    """Added to the root of the squares: how adaptive the server is; their mean begins with tau squared."""
+    """Added to the root of the squares: how adaptive the server is; the mean of the squares starts at tau squared."""
 
 
 class FedAdam(Federated):

@@ -1,4 +1,4 @@
-"""Federated averaging: the server takes the mean of what clients changed."""
+"""Federated averaging: the server takes the mean of the clients' changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decentnode.sharing.federated.rounds import Federated, FederatedConfig
 
 class FedAvgConfig(FederatedConfig):
     server_lr: float = Field(1.0, gt=0)
-    """Step of the server along the mean change (eta). With 1 it takes the mean of the clients' models."""
+    """Step of the server along the mean change (eta). With 1, it takes the mean of the clients' models."""
 
 
 class FedAvg(Federated):

@@ -1,4 +1,4 @@
-"""FedProx: clients are held near the server's model while they train."""
+"""FedProx: clients are pulled toward the server's model while they train."""
 
 from __future__ import annotations
 

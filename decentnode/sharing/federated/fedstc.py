@@ -1,4 +1,4 @@
-"""Sparse ternary compression of what goes down and of what comes up, with error feedback at both ends."""
+"""Sparse ternary compression of messages from and to the server, with error feedback at both ends."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class FedSTCConfig(FedAvgConfig):
     @model_validator(mode="after")
     def _no_codec(self) -> Self:
         if self.compression is not None:
-            raise ValueError("compression must be left out, as the rule sends signs and one size, "
-                             f"got {self.compression.name}")  # fmt: skip
+            raise ValueError("compression must be left out, because the rule sends signs and one size, got "
+                             f"{self.compression.name}")  # fmt: skip
         return self
 
 

@@ -1,4 +1,4 @@
-"""FedYogi: FedAdam whose squares grow and shrink by no more than a share of the last one."""
+"""FedYogi: FedAdam in which the mean of squares changes by at most a fraction of the newest square."""
 
 from __future__ import annotations
 

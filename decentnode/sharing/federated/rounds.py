@@ -33,19 +33,19 @@ class FederatedConfig(SharingConfig):
     """Keys of all rules with a server."""
 
     fraction: float | None = Field(None, gt=0, le=1)
-    """Fraction of a server's clients that take part in a round, drawn anew for each; at least one does. The others
+    """Fraction of a server's clients that take part in a round, at least one, drawn anew for each round. The others
     neither train nor send. Default: all take part."""
     clients: int | None = Field(None, ge=1)
     """Number of a server's clients that take part in a round, instead of `fraction`."""
     weighted_by: Literal["samples", "equal"] = "samples"
-    """What the changes of clients count in their mean: as many as a client has training samples, or one each."""
+    """Weight of a client's change in the mean: its number of training samples, or one for each client."""
     min_clients: int = Field(1, ge=1)
-    """The run ends where fewer clients answer in a round."""
+    """The run ends if fewer clients answer in a round."""
     deadline_seconds: float | None = Field(None, gt=0)
-    """How long a server waits for further clients after the last answer; those that are later are left out of the
-    round, which needs `node.missing: return_weight`. Default: twice `communication.timeout_seconds`."""
+    """How long a server waits for further clients after the last answer; later clients are left out of the round, which
+    needs `node.missing: return_weight`. Default: twice `communication.timeout_seconds`."""
     gossip_every: int | None = Field(None, ge=1)
-    """With several servers: number of rounds after which they mix their models, by the graph that joins them."""
+    """With several servers: interval, in rounds, at which they mix their models over the graph that connects them."""
 
     @model_validator(mode="after")
     def _one_count(self) -> Self:

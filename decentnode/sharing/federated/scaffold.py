@@ -1,4 +1,4 @@
-"""SCAFFOLD: control variates take out of every local step what is a client's own."""
+"""SCAFFOLD: control variates remove each client's own drift from its local steps."""
 
 from __future__ import annotations
 

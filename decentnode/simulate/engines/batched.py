@@ -74,7 +74,7 @@ class Batched:
         if reason := refused(experiment):
             raise Unsuitable(reason)
         if any(type(each) is not Supervised for each in population.trainings):
-            raise Unsuitable(f"training {experiment.training.name} is a class of one's own")
+            raise Unsuitable(f"training {experiment.training.name} is a custom class")
         self.config = experiment.node
         self.population, self.steps = population, steps
         self.exchange: Exchange

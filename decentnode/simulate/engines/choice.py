@@ -72,7 +72,7 @@ def choose(experiment: Experiment, resume: bool = False) -> Choice:
     timed. Torch's threads are afterwards those of the choice."""
     wanted = experiment.simulate.engine
     if wanted == "stepped":
-        return Choice("stepped", "as asked for")
+        return Choice("stepped", "as requested")
     reason = "--resume" if resume else refused(experiment)
     if reason:
         return Choice("stepped", f"batched cannot compute {reason}")

@@ -39,7 +39,7 @@ class Forward(abc.ABC):
         if model.buffers.numel():
             raise Unsuitable("the model has float buffers, as batch normalization has")
         if draws := random_part(model.module):
-            raise Unsuitable(f"{draws} draws at random")
+            raise Unsuitable(f"{draws} draws random numbers")
         self.model = model
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class Layers(Forward):
             elif kind in ACTIVATIONS or (isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1)):
                 self._places.append(())
             else:
-                raise Unsuitable(f"{kind.__name__} is no linear layer")
+                raise Unsuitable(f"{kind.__name__} is not a linear layer")
         if len({place for places in self._places for place in places}) != len(model.trainable):
             raise Unsuitable("parameters are used twice")
 

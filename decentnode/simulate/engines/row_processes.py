@@ -109,8 +109,8 @@ class RowProcesses:
             raise NodeFailed(self._ended(part)) from error
 
     def _ended(self, part: int) -> str:
-        return (f"the process {self._pids[part - 1]}, which computes part {part} of the nodes, ended; if nobody "
-                "stopped it, there may not have been enough memory")  # fmt: skip
+        return (f"the process {self._pids[part - 1]}, which computes part {part} of the nodes, ended; unless someone "
+                f"stopped it, memory may have run out")  # fmt: skip
 
     def close(self) -> None:
         """End the forks. Blocking for END_SECONDS at most; those that do not end by themselves are killed.

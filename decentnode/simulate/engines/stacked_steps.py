@@ -173,13 +173,13 @@ def plain_config(population: Population) -> SupervisedConfig:
     """Returns the training's config. Raises Unsuitable where steps of all nodes cannot be made at once."""
     trainings = population.trainings
     if any(type(each) is not Supervised for each in trainings):
-        raise Unsuitable(f"training {population.experiment.training.name} is one of its own")
+        raise Unsuitable(f"training {population.experiment.training.name} is a custom one")
     config: Any = population.experiment.training
     for refused, why in (
         (config.amp, "amp"), (config.compile, "compile"), (config.channels_last, "channels_last"),
         (config.augment, "augment"), (config.ema, "ema"), (config.sampling == "resample", "sampling: resample"),
         (config.optimizer.name not in ELEMENTWISE, f"optimizer {config.optimizer.name}"),
-        (config.loss_for(population.task.loss).name not in LOSSES, "a loss of one's own"),
+        (config.loss_for(population.task.loss).name not in LOSSES, "a custom loss"),
     ):  # fmt: skip
         if refused:
             raise Unsuitable(f"training has {why}")
@@ -196,8 +196,8 @@ def refuse_roundings(population: Population) -> None:
     sizes = {each.sampler.usable for each in population.trainings}  # type: ignore[attr-defined]
     batch = population.trainings[0].sampler.batch  # type: ignore[attr-defined]
     if keeping and len(sizes) > 1 and any(size % batch for size in sizes):
-        raise Unsuitable(f"{type(keeping[0]).__name__} keeps every rounding, and steps with fewer samples than a batch "
-                         "round in another way (training.drop_last)")  # fmt: skip
+        raise Unsuitable(f"{type(keeping[0]).__name__} must match every rounding, but steps with fewer samples than a "
+                         f"batch round differently (training.drop_last)")  # fmt: skip
 
 
 def joined_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
@@ -206,6 +206,6 @@ def joined_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
     pairs = [each.samples_of("train") for each in trainings]
     joined = Source.joined([source for source, _ in pairs])
     if joined is None:
-        raise Unsuitable("samples are no arrays of one shape")
+        raise Unsuitable("samples are not arrays of one shape")
     starts = np.cumsum([0, *(len(source) for source, _ in pairs)])
     return joined, [start + members.numpy() for start, (_, members) in zip(starts, pairs, strict=False)]

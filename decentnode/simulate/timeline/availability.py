@@ -29,7 +29,7 @@ class Availability:
         for uid, (found, period) in enumerate(zip(intervals, periods, strict=True)):
             spans = [(max(0.0, a), min(b, period)) for a, b in found if b > a and a < period]
             if not spans:
-                raise DataError(f"availability: node {uid} is never there")
+                raise DataError(f"availability: node {uid} is never available")
             for a, b in spans:
                 begins.append(a)
                 ends.append(b)

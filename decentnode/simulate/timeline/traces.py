@@ -66,7 +66,7 @@ def availability(path: Path, nodes: int, seed: int) -> Availability:
         if spans:  # a device that is never there takes no part
             found.append((spans, period))
     if not found:
-        raise DataError(f"{path}: no device is ever there")
+        raise DataError(f"{path}: no device is ever available")
     chosen = [found[index] for index in _drawn(len(found), nodes, seed, "availability")]
     return Availability([spans for spans, _ in chosen], [period for _, period in chosen])
 

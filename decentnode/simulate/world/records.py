@@ -157,13 +157,13 @@ def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> Lives:
         if uid >= num_nodes and not path.is_file():
             continue
         if not path.is_file():
-            raise UsageError(f"{path} is missing: a run is repeated from the records of all {num_nodes} nodes; copy "
+            raise UsageError(f"{path} is missing: repeating a run needs the records of all {num_nodes} nodes; copy "
                              f"those of other machines into {run / 'nodes'}")  # fmt: skip
         lives[uid] = _read(path, uid)
         if not lives[uid]:
-            raise UsageError(f"{path} does not say what the node did with models: a run is recorded with run.record: "
-                             f"true, and with auto where node.missing is not fail and models are in the host's memory; "
-                             "older versions record none")
+            raise UsageError(f"{path} does not record what the node did with models: a run is recorded with "
+                             f"run.record: true, or with auto if node.missing is not fail and models are in host "
+                             f"memory; older versions do not record runs")
     return lives
 
 
@@ -310,7 +310,7 @@ def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: in
             last = event.name
             other = found.setdefault(event.name, event)
             must(other.fields == event.fields, f"{where} is {dict(event.fields)}, elsewhere {dict(other.fields)}")
-            must(one.uid in event.members, f"{where} is entered by a node that is no member")
+            must(one.uid in event.members, f"{where} is entered by a node that is not a member")
             closing = event.fields.get("stopping") or event.fields["round"] >= rounds
             counted = sum(uid < founders for uid in event.members)
             must(bool(closing) or counted >= min_nodes, f"{where} has {counted} members")

@@ -197,7 +197,7 @@ class ReplayWorld(World):
             transport = process.transport
             assert isinstance(transport, Replayed) and transport.reconfiguration is not None
             if not transport.membership.fresh:
-                transport.reconfiguration.leave("the others went on without this node", self.heap.now)
+                transport.reconfiguration.leave("the others continued without this node", self.heap.now)
 
     def _stuck(self) -> str:
         told = [
@@ -207,7 +207,7 @@ class ReplayWorld(World):
         if not told:
             told = [f"{place_of(life, event)}: it does not enter generation {event.name[0]} as in the run"
                     for life, event in self._entering if life.next is event]  # fmt: skip
-        return f"the replay does not go on as the run did: {'; '.join(told)}"
+        return f"the replay does not continue as the run did: {'; '.join(told)}"
 
 
 def _first_entry(life: Life) -> Event | None:
@@ -222,11 +222,11 @@ def _first_entry(life: Life) -> Event | None:
 
 
 WORDS = {
-    "steps": "made its local steps", "sent": "sent its payloads", "mixed": "mixed what came",
-    "broken_off": "broke off an exchange", "averaging": "began a mean", "averaged": "got a mean",
+    "steps": "made its local steps", "sent": "sent its payloads", "mixed": "mixed what it received",
+    "broken_off": "interrupted an exchange", "averaging": "began a mean", "averaged": "got a mean",
     "left": "left its generation", "entered": "entered a generation", "stopping": "stopped",
-    "leaving": "left the run, as it was asked to",
-    "restored": "came back to its own checkpoint", "resumed": "went on from a checkpoint",
+    "leaving": "left the run, on request",
+    "restored": "came back to its own checkpoint", "resumed": "continued from a checkpoint",
     "ordered": "was ordered to evaluate",
 }  # fmt: skip
 

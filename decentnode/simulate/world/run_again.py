@@ -34,7 +34,8 @@ def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest
         name = Path(FOLDER) / Path(str(cut)).name / f"{life.uid:03d}.json"
         path = next((run / name for run in (folder, *beside) if (run / name).is_file()), None)
         if path is None:
-            raise UsageError(f"{place_of(life, event)}: the run went on from a checkpoint that is neither in {folder} "
+            raise UsageError(f"{place_of(life, event)}: the run was resumed from a checkpoint that is neither in "
+                             f"{folder} "
                              f"nor in another run beside it: {name}")  # fmt: skip
         found[life.uid, cut] = store.read_manifest(path)
     return found

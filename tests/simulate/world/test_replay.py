@@ -339,5 +339,5 @@ def test_a_checkpoint_that_is_gone_or_damaged_is_said(tmp_path: Path) -> None:
     manifest.path.unlink()
     assert checkpoints_of(tmp_path / "b", lives)[0, cut].path == tmp_path / "a" / "checkpoints" / cut / "000.json"
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(UsageError, match=r"000/events.jsonl, line .*: the run went on from a checkpoint"):
+    with pytest.raises(UsageError, match=r"000/events.jsonl, line .*: the run was resumed from a checkpoint"):
         checkpoints_of(tmp_path / "b", lives)

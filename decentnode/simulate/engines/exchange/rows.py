@@ -70,7 +70,7 @@ class RowExchange(Exchange):
                     node.mix(row)
                 for fragment in node.due:
                     for wait in fragment.send(row, phase):
-                        raise AssertionError(f"nothing waits in one process, got {wait}")
+                        raise AssertionError(f"in one process nothing may wait, got {wait}")
         for node, row in zip(self._nodes, rows, strict=True):
             node.mix(row)
             for fragment in node.due:
