@@ -1,5 +1,5 @@
-"""The data: any map-style Dataset of (input, target). It is made once to train (`train=True`) and once to test; each
-node then takes its own part of the training samples."""
+"""The data: any map-style Dataset of (input, target). It is created once for training (`train=True`) and once for
+tests; each node then takes its own part of the training samples."""
 
 import torch
 from torch import Tensor

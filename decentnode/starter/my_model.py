@@ -1,5 +1,5 @@
-"""The model. Keys of `model` in config.yaml are the arguments of its constructor; what is known of the data
-(input_shape, num_classes, vocabulary, users, items) is filled in where it takes it."""
+"""The model. Keys of `model` in config.yaml are the arguments of its constructor; arguments that follow from the data
+(input_shape, num_classes, vocabulary, users, items) are filled in automatically."""
 
 import math
 

@@ -1,5 +1,5 @@
-"""The sharing rule: what a node sends its neighbors, and how it mixes what arrives. `view` holds the round's neighbors,
-sources and mixing weights."""
+"""The sharing rule: what a node sends its neighbors, and how it mixes what it receives. `view` has the neighbors,
+sources and mixing weights of the round."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ from decentnode.sharing.requirements import Requirements
 
 class LazyConfig(Config):
     keep: float = 0.2
-    """The part of its own model that a node keeps whatever arrives."""
+    """Fraction of its own model that a node keeps, whatever it receives."""
 
 
 class Lazy(Sharing):
@@ -35,5 +35,5 @@ class Lazy(Sharing):
             model.add_(payload.tensors["x"], alpha=(1 - keep) * view.weights[uid])
 
     def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Names, dtypes and largest sizes of what is sent: receivers make room by it."""
+        """Names, dtypes and largest sizes of the tensors that are sent: receivers allocate memory accordingly."""
         return {"x": TensorSpec(dtype, elements)}

@@ -120,11 +120,11 @@ class SupervisedConfig(Config):
         if self.local_seconds is not None:
             if self.local_steps is not None or self.local_epochs is not None:
                 other = "local_epochs" if self.local_steps is None else "local_steps"
-                raise ValueError(f"must have local_seconds or a number of local steps or epochs, got both: {other}: "
-                                 "null takes back what an extended file says")  # fmt: skip
+                raise ValueError(f"must have local_seconds or a number of local steps or epochs, got both; {other}: "
+                                 f"null overrides the value of an extended file")  # fmt: skip
             if self.lr_schedule.every == "step":
-                raise ValueError("must have lr_schedule.every: round with local_seconds: nobody knows how many steps "
-                                 "there will be")  # fmt: skip
+                raise ValueError("must have lr_schedule.every: round with local_seconds: the number of steps is not "
+                                 "known in advance")  # fmt: skip
         if self.sampling == "resample" and self.validation is not None and self.validation.source == "train":
             raise ValueError("must have validation.source: test with sampling: resample, which trains on all samples")
         if self.label_smoothing and self.loss is not None and self.loss.name != "cross_entropy":

@@ -38,7 +38,7 @@ function waits(run, view) {
     const roots = blamed(run);
     parts.push(element("p", { class: "blame", text: roots.length
       ? "everything waits for " + roots.slice(0, 4).map(([uid, n]) => `node ${uid} (${run.status[uid] ? run.status[uid].doing : "without a status here"}; ${n} wait for it)`).join(", ")
-      : "nobody waits for long at this moment" }));
+      : "no node is waiting for long right now" }));
     const waiting = Object.entries(run.status).filter(([, each]) => each.for.length).sort((a, b) => b[1].seconds - a[1].seconds);
     if (waiting.length) {
       parts.push(table(["node", "waits for", "since"], waiting.slice(0, MOST_LINES).map(([uid, each]) => [uid, each.for.slice(0, 10).join(", "), seconds(each.seconds)])));

@@ -45,7 +45,7 @@ def check_options(
     if not 0 <= bucket_size_in_mb < float("inf"):
         raise ValueError(f"bucket_size_in_mb must be 0 or more, got {bucket_size_in_mb}")
     if not grad_clip_norm >= 0:
-        raise ValueError(f"grad_clip_norm must be 0, for any norm, or more, got {grad_clip_norm}")
+        raise ValueError(f"grad_clip_norm must be positive, or 0 for no clipping, got {grad_clip_norm}")
     if local_world_size is not None and local_world_size < 0:
         raise ValueError(f"local_world_size must be positive, got {local_world_size}")
     if not timeout_seconds > 0:
