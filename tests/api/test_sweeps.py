@@ -68,7 +68,7 @@ def test_mistakes(tmp_path: Path) -> None:
         decentnode.sweep(experiment(), {"graph.name": ["rng"]}, run_dir=tmp_path, progress=False)
     with pytest.raises(UsageError, match="give one of them"):
         decentnode.sweep(experiment(), {LR: [1]}, random=1, optuna=1, run_dir=tmp_path)
-    with pytest.raises(UsageError, match="no sweep can run it"):
+    with pytest.raises(UsageError, match="no sweep can run the experiment"):
         decentnode.sweep(experiment(model=torch.nn.Linear(64, 10)), {LR: [1]}, run_dir=tmp_path)
 
 

@@ -88,7 +88,7 @@ def test_the_secret_of_a_scripts_ranks_is_made_once_and_stays_secret(tmp_path: P
     assert made.exit_code == 0 and "copy it to every machine" in made.output
     assert path.stat().st_mode & 0o777 == 0o600 and path.read_text().strip() not in made.output
     again = runner.invoke(main, ["keygen", "--secret", str(path)])
-    assert again.exit_code == 2 and "is there already" in again.output
+    assert again.exit_code == 2 and "already exists" in again.output
     for more in (["2"], ["--newcomer"]):
         wrong = runner.invoke(main, ["keygen", "--secret", str(tmp_path / "other"), *more])
         assert wrong.exit_code == 2 and "give one of NODES, --newcomer and --secret" in wrong.output

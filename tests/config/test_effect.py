@@ -119,7 +119,7 @@ def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: 
     port = "mapping: {machines: 1, nodes_per_machine: 4, base_port: 20100}\n"
     text = f"{BASE}{port}node: {{missing: regroup, newcomers: 1}}\ncommunication: {{name: zeromq, {key}: nowhere}}\n"
     told = said(write(text))
-    assert told.startswith("a.yaml:8:") and f"communication.{key}: " in told and "nowhere is not there" in told
+    assert told.startswith("a.yaml:8:") and f"communication.{key}: " in told and "nowhere does not exist" in told
     write("", "nowhere")
     load(write(text), [], {})
 
@@ -127,7 +127,7 @@ def test_keys_that_are_not_there_are_told_before_a_node_starts(write: Any, key: 
 def test_keys_of_several_machines_may_be_there_alone(write: Any) -> None:
     path = write(f"{BASE}{TWO}communication: {{name: zeromq, keys: nowhere}}\n")
     (doubt,) = load(path, [], {}).doubts
-    assert doubt.startswith("a.yaml:7:37: communication.keys: ") and "is not there on this machine" in doubt
+    assert doubt.startswith("a.yaml:7:37: communication.keys: ") and "does not exist on this machine" in doubt
     done = CliRunner().invoke(main, ["validate", path])
     assert done.exit_code == 0 and f"warning: {doubt}" in done.stderr
 

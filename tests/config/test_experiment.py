@@ -241,7 +241,7 @@ def test_parts_that_do_not_fit_together(write, change, part):
         ("{name: hypercube, nodes: 6}", "a.yaml:2:1: graph: hypercube needs a power of two, got 6 nodes"),
         (
             "{name: ring, nodes: 4}\nsharing: {name: topk, dump: {nodes: [0, 9]}}",
-            "a.yaml:3:41: sharing.dump.nodes[1] must be of nodes below 4, got 9",
+            "a.yaml:3:41: sharing.dump.nodes[1] must be uids below 4, got 9",
         ),
         ("{name: regular, nodes: 5, degree: 3}", "a.yaml:2:1: graph: regular: 5 nodes of degree 3 need"),
         (

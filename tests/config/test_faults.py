@@ -228,7 +228,7 @@ def test_newcomers_of_simulated_runs_are_checked(write: Any, newcomers: str, wro
 
 
 def test_newcomers_for_whom_there_is_no_place_are_told(write: Any) -> None:
-    stay, many = "{at_seconds: 1}", ": 3 of them stay to the end and the run admits 2, so that 1 would never come"
+    stay, many = "{at_seconds: 1}", ": 3 of them stay to the end and the run admits 2, so that 1 would never be"
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {stay}, {stay}]}}\n")
     assert f"simulate.newcomers{many}" in said(path, *ZEROMQ)
     kill = 'faults=[{do: kill, nodes: [5], at_round: 2}]'
@@ -238,6 +238,6 @@ def test_newcomers_for_whom_there_is_no_place_are_told(write: Any) -> None:
     leaves = "{at_seconds: 0, leaves_at_seconds: 3}"
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {{at_seconds: 2}}, {leaves}]}}\n")
     (doubt,) = load(path, ZEROMQ, {}).doubts
-    assert "simulate.newcomers[1]: the run admits 2, who are there at that time" in doubt
+    assert "simulate.newcomers[1]: the run admits 2, and that many are present then" in doubt
     path = write(f"{OPEN}simulate: {{newcomers: [{stay}, {{at_seconds: 3}}, {leaves}]}}\n")
     assert not load(path, ZEROMQ, {}).doubts

@@ -43,7 +43,7 @@ def test_seeds_matter_and_repeat(name: str) -> None:
         ("hypercube", {"nodes": 12}, "8 or 16 nodes"),
         ("one_peer_exponential", {"nodes": 6}, "base_k_plus_1"),
         ("alternating_ring", {"nodes": 5}, "even number"),
-        ("alternating_exponential_ring", {"nodes": 4, "nodes_per_machine": 4}, "two machines"),
+        ("alternating_exponential_ring", {"nodes": 4, "nodes_per_machine": 4}, "two or more machines"),
         ("regular", {"nodes": 5, "degree": 3}, "even number"),
         ("regular", {"nodes": 4, "degree": 4}, "degree 3"),
         ("regular", {"nodes": 6, "degree": 1}, "degree 2"),

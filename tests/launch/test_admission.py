@@ -35,7 +35,7 @@ def test_newcomers_come_whatever_the_schedule(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(("node", "why"), [
-    ({"orphans": "adopted"}, "orphans: adopted knows of nodes in the mapping alone"),
+    ({"orphans": "adopted"}, "orphans: adopted supports only nodes in the mapping"),
     ({"schedule": "epidemic", "sampler": "cyclon"}, "sampler cyclon begins with neighbors in the mapping's graph"),
 ])  # fmt: skip
 def test_what_knows_of_the_mapping_alone_is_refused(node: dict[str, object], why: str) -> None:
@@ -80,5 +80,5 @@ def test_a_node_listens_where_it_reaches_the_run_on_two_free_ports() -> None:
     for number in (port, port + 1):
         with socket.socket() as taken:
             taken.bind((host, number))
-    with pytest.raises(UsageError, match=r"no way to nowhere\.invalid"):
+    with pytest.raises(UsageError, match=r"no route to nowhere\.invalid"):
         own_address("nowhere.invalid", 9)

@@ -136,7 +136,7 @@ def test_other_records_of_a_node_are_refused_before_anything_is_copied(
     if not both_new:
         collect(run, [one])
     before = content(run)
-    with pytest.raises(UsageError, match=rf"nothing was copied(.|\n)*node 2: {name} in .*two is another one than in"):
+    with pytest.raises(UsageError, match=rf"nothing was copied(.|\n)*node 2: {name} in .*two differs from the one in"):
         collect(run, [one, two] if both_new else [two])
     assert content(run) == before
 

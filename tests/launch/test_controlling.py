@@ -79,7 +79,7 @@ def test_what_cannot_be_obeyed_is_said(run: Path) -> None:
         answered(run, Share(workers=0), "pause")
     share = Share()
     answered(run, share, "stop")
-    with pytest.raises(UsageError, match="it ends already"):
+    with pytest.raises(UsageError, match="it is already ending"):
         answered(run, share, "stop")
     with pytest.raises(UsageError, match="did you mean 'pause'"):
         ask(run, "puase")

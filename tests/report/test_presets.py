@@ -64,7 +64,7 @@ def test_the_gap_to_the_merged_model_is_taken_run_by_run(tmp_path: Path) -> None
     assert not [band for band in lower.collections if band.get_paths()[0].get_extents().height > 1e-6]
     assert all(float(tick).is_integer() for tick in lower.get_xticks())
     assert "points" in lower.get_ylabel() and of_all.get_linestyle() == "--"
-    with pytest.raises(UsageError, match="not known of the merged model"):
+    with pytest.raises(UsageError, match="not measured for the merged model"):
         drawn("merged", [two_seeds(tmp_path, "f")], ["rounds"], metric="loss")
 
 

@@ -322,7 +322,7 @@ def test_the_live_table_and_its_lines(tmp_path: Path) -> None:
 
 def test_a_folder_is_for_one_command_at_a_time(tmp_path: Path) -> None:
     store = Store(tmp_path / "sweep")
-    with store.alone(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) works in"), store.alone():
+    with store.alone(), pytest.raises(UsageError, match=r"another sweep \(process \d+\) is using"), store.alone():
         pass
     with store.alone():
         pass

@@ -19,7 +19,7 @@ def test_values_are_parted_by_commas_outside_of_brackets_and_quotes() -> None:
 
 @pytest.mark.parametrize(("text", "told"), [
     ("lr", "KEY=VALUE"), ("=1", "KEY=VALUE"), ("a..b=1", "KEY=VALUE"), ("lr=", "must not be empty"),
-    ("lr=1,,2", "must not be empty"), ("lr=1,1", "stand once"), ("lr=[1,2", "left open"), ("lr='1", "left open"),
+    ("lr=1,,2", "must not be empty"), ("lr=1,1", "be given once"), ("lr=[1,2", "left open"), ("lr='1", "left open"),
     ("lr=lgo(1,2)", "did you mean 'log'"), ("lr=log(0,1)", "above 0"), ("lr=log(1)", "two numbers"),
     ("lr=uniform(2,1)", "lower number to a higher"), ("lr=int(1,2.5)", "whole numbers"),
     ("lr=uniform(1,inf)", "lower number to a higher"),
@@ -46,7 +46,7 @@ def test_keys_that_change_together_have_a_list_for_each_combination() -> None:
 @pytest.mark.parametrize(("text", "told"), [
     ("a,b=[1,2],[3]", r"a list of 2, one for every key, got \[3\], which has 1"), ("a,b=1,2", "list of 2.*got '1'"),
     ("a,b=[1,2,3]", "which has 3"), ("a,b=[1,]", "must not be empty"), ("a,b=log(1,2)", "list of 2"),
-    ("a,b=[1,2],[1, 2]", "stand once"), ("a,=[1,2]", "KEY,KEY="), ("a,a=[1,2]", "given twice"),
+    ("a,b=[1,2],[1, 2]", "be given once"), ("a,=[1,2]", "KEY,KEY="), ("a,a=[1,2]", "given twice"),
     ("a,a.b=[1,2]", "sets what"),
 ])  # fmt: skip
 def test_lists_of_keys_that_change_together_fit_the_keys(text: str, told: str) -> None:

@@ -71,8 +71,8 @@ def own_address(host: str, port: int) -> tuple[str, int]:
             probe.connect(there)
             own = str(probe.getsockname()[0])
     except OSError as error:
-        raise UsageError(f"--seed: no route to {host}: {error.strerror}; say with --listen where this node "
-                         "listens") from error  # fmt: skip
+        raise UsageError(f"--seed: no route to {host}: {error.strerror}; use --listen to say where this "
+                         "node listens") from error  # fmt: skip
     for _ in range(PORT_DRAWS):
         first = FIRST_PORT + 2 * (int.from_bytes(entropy.draw(2), "big") % ((LAST_PORT - FIRST_PORT) // 2))
         with contextlib.suppress(OSError), contextlib.ExitStack() as both:
