@@ -89,13 +89,18 @@ class Routing:
         """The members of a clique that need its communicator: those with an edge by `collective`."""
         return tuple(a for a in clique if any(b != a and self.path(a, b) == "collective" for b in clique))
 
+    def unknown(self) -> Iterator[str]:
+        """Nodes that the run does not have, one sentence each."""
+        in_cliques = {uid for clique in self.cliques for uid in clique}
+        in_edges = {uid for pair in self.chosen for uid in pair}
+        for key, named in (("cliques", in_cliques), ("edges", in_edges)):
+            for uid in sorted(named - self.machine_of.keys()):
+                yield f"{key} must name nodes of the run, got {uid} of {len(self.machine_of)} nodes"
+
     def problems(self) -> Iterator[str]:
-        """What contradicts the mapping or itself, one sentence each."""
+        """What contradicts the mapping or itself, one sentence each, beside `unknown`."""
         seen: dict[int, tuple[int, ...]] = {}
         for clique in self.cliques:
-            unknown = sorted(set(clique) - self.machine_of.keys())
-            if unknown:
-                yield f"cliques must name nodes of the run, got {unknown[0]} of {len(self.machine_of)} nodes"
             for uid in clique:
                 if uid in seen:
                     both = f"{list(seen[uid])} and {list(clique)}"
@@ -104,8 +109,8 @@ class Routing:
         for pair, path in self.chosen.items():
             a, b = sorted(pair)
             if not pair <= self.machine_of.keys():
-                yield f"edges must name nodes of the run, got {b} of {len(self.machine_of)} nodes"
-            elif path == "collective" and b not in self.clique_of(a):
+                continue
+            if path == "collective" and b not in self.clique_of(a):
                 yield f"edges by collective need both nodes in one clique, got {a} and {b}"
             elif path == "shared_memory" and self.machine_of[a] != self.machine_of[b]:
                 yield f"edges by shared_memory need both nodes on one machine, got {a} and {b}"

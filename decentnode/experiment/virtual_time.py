@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from decentnode.config.component import Settings
 
@@ -127,6 +127,13 @@ class EdgeLinkConfig(LinkConfig):
 
     nodes: tuple[int, int]
     """Uids of the two nodes."""
+
+    @field_validator("nodes")
+    @classmethod
+    def _are_different(cls, value: tuple[int, int]) -> tuple[int, int]:
+        if value[0] == value[1]:
+            raise ValueError(f"must be two different uids, got {list(value)}")
+        return value
 
 
 class UplinkConfig(Settings):

@@ -286,7 +286,7 @@ def test_ports_must_not_collide(write):
 def test_cliques_and_edges_must_fit_the_mapping(write):
     wrong = "communication: {name: hybrid, cliques: [[0, 99]], edges: [{nodes: [0, 1], by: collective}]}\n"
     text = said(write(BASE + "mapping: {name: linear, nodes_per_machine: 4}\n" + wrong))
-    assert "communication.cliques must name nodes of the run, got 99 of 4 nodes" in text
+    assert "communication.cliques[0][1] must be a node of the run, 0 to 3, got 99" in text
     assert "communication.edges by collective need both nodes in one clique, got 0 and 1" in text
 
 

@@ -56,6 +56,13 @@ class EdgeConfig(pydantic.BaseModel):
     """The path: shared_memory (only on one machine), collective (only inside one clique), zeromq, or
     "package.module:Class" for a path of your own."""
 
+    @field_validator("nodes")
+    @classmethod
+    def _are_different(cls, value: list[int]) -> list[int]:
+        if len(set(value)) != len(value):
+            raise ValueError(f"must be different uids, got {value}")
+        return value
+
     @field_validator("by")
     @classmethod
     def _is_a_path(cls, value: str) -> str:

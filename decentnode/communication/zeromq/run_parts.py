@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -63,7 +64,8 @@ def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring |
     if given.faults is not None and given.faults.damages and config.checksum == "auto":
         config = config.model_copy(update={"checksum": "xxh3"})  # of one host's messages, too
     machine_of = dict(given.machine_of)
-    for problem in config.routing(machine_of).problems():
+    routing = config.routing(machine_of)
+    for problem in chain(routing.unknown(), routing.problems()):
         raise ValueError(problem)
     if config.secure != (keyring is not None):
         raise ValueError("keyring must be given exactly when the config is secure")

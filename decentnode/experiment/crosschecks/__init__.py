@@ -40,6 +40,7 @@ from decentnode.experiment.crosschecks.graph import (
     newcomers_can_be_admitted,
 )
 from decentnode.experiment.crosschecks.model import model_can_be_trained
+from decentnode.experiment.crosschecks.numbers import numbers_are_of_the_run
 from decentnode.experiment.crosschecks.parts import Check
 from decentnode.experiment.crosschecks.run import profile_is_of_the_run, trackers_are_told_apart, virtual_time_is_told
 from decentnode.experiment.crosschecks.sharing import (
@@ -107,6 +108,7 @@ CHECKS: tuple[Check, ...] = (
     virtual_time_is_told,
     inproc_is_one_machine,
     nodes_can_be_stepped,
+    numbers_are_of_the_run,
     edges_have_their_ways,
     hidden_machines_can_be_reached,
     keys_are_there,
