@@ -108,17 +108,28 @@ def problem_of(module: nn.Module) -> str:
             if is_lazy(value):
                 owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
                 return f"{what} must have shapes when the module is made, {name} has none ({owner})"
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trainable:
         return "module must have trainable parameters, got none"
-    kinds = {(p.dtype, p.device) for p in trainable}
-    if len(kinds) != 1:
-        found = ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in kinds))
-        return f"trainable parameters must share one dtype and device, got {found}"
-    if not trainable[0].is_floating_point():
-        return f"parameters must be floating point, got {trainable[0].dtype}"
-    wrong = {b.dtype for b in module.buffers() if b.dtype.is_floating_point} - {torch.float32}
-    return f"float buffers must be torch.float32, got {wrong.pop()}" if wrong else ""
+    devices = {p.device for p in trainable.values()}
+    kinds = {name: _plain(p.dtype) + (f" on {p.device}" if len(devices) > 1 else "") for name, p in trainable.items()}
+    first = {kind: name for name, kind in reversed(kinds.items())}
+    if len(first) != 1:
+        found = ", ".join(f"{first[kind]} of {kind}" for kind in sorted(first))
+        return (f"trainable parameters must share one dtype and device, got {found}; convert the module (.float()), or "
+                "let those of another one require no gradient")  # fmt: skip
+    name, one = next(iter(trainable.items()))
+    if not one.is_floating_point():
+        return (f"parameters must be floating point, got {name} of {_plain(one.dtype)}; hold real and imaginary part "
+                "as one parameter (torch.view_as_real)")  # fmt: skip
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and buffer.dtype != torch.float32:
+            return f"float buffers must be torch.float32, got {name} of {_plain(buffer.dtype)}; register it in that"
+    return ""
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def training_bytes(module: nn.Module) -> int:
@@ -130,8 +141,8 @@ class FlatModel:
     """The trainable parameters of a module as views of one flat tensor; float buffers as views of another.
 
     `parameters` is [P], `buffers` is [B]; writing to them writes the module. Parameters with
-    `requires_grad=False` and integer buffers stay as they are. Memory formats (channels_last) are kept, tied
-    parameters stand once. All trainable parameters must share one floating dtype and device.
+    `requires_grad=False`, and buffers of integers or complex numbers, stay as they are. Memory formats (channels_last)
+    are kept, tied parameters stand once. All trainable parameters must share one floating dtype and device.
     """
 
     def __init__(

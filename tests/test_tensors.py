@@ -121,11 +121,13 @@ def test_modules_that_cannot_be_flat() -> None:
     with pytest.raises(ValueError, match="must have trainable parameters, got none"):
         FlatModel(nn.ReLU())
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-    with pytest.raises(ValueError, match="must share one dtype and device"):
+    with pytest.raises(ValueError, match=r"one dtype and device, got 0\.weight of float32, 1\.weight of float64; "):
         FlatModel(mixed)
+    with pytest.raises(ValueError, match=r"got 0\.weight of float32 on cpu, 1\.weight of float32 on meta; "):
+        FlatModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
     wide = nn.Linear(2, 2)
     wide.register_buffer("scale", torch.ones(1, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"float buffers must be torch\.float32"):
+    with pytest.raises(ValueError, match=r"float buffers must be torch\.float32, got scale of float64"):
         FlatModel(wide)
 
 

@@ -57,6 +57,13 @@ class Mixed(Plain):
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
 
+class Complex(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.requires_grad_(False)
+        self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+
 class Half(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -179,9 +186,11 @@ def said(tmp_path: Path, *overrides: str) -> str:
     ("Frozen", "model: module must have trainable parameters, got none"),
     ("Lazy", "model: parameters must have shapes when the module is made, layer.weight has none (LazyLinear)"),
     ("LazyNorm", "model: buffers must have shapes when the module is made, norm.running_mean has none (LazyBatchNorm"),
-    ("Mixed", "model: trainable parameters must share one dtype and device, got "),
+    ("Mixed", "model: trainable parameters must share one dtype and device, got layer.weight of float32, scale of "
+     "float64; convert the module (.float()), or let those of another one require no gradient"),
+    ("Complex", "model: parameters must be floating point, got phase of complex64; hold real and imaginary"),
     ("Half", "model: forward raised RuntimeError: "),
-    ("DoubleBuffer", "model: float buffers must be torch.float32, got torch.float64"),
+    ("DoubleBuffer", "model: float buffers must be torch.float32, got mean of float64; register it in that"),
     ("Pair", "model: forward gives a tuple for a batch, which task classification cannot use; it takes a tensor"),
     ("PairWhenEvaluated", "model: forward in evaluation mode gives a tuple for a batch, which task classification"),
     ("Narrow", "mat1 and mat2 shapes cannot be multiplied (2x64 and 63x10)"),
