@@ -193,8 +193,9 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
     if kind in GROUPS:
         component, key = describe(kind, kind), rest
     else:
-        of_library = next((each for each in known if ":" in each and rest.startswith(f"{each}.")), rest)
-        name, _, key = rest.partition(".") if ":" not in rest else (of_library, "", rest[len(of_library) + 1 :])
+        module, colon, member = rest.rpartition(":")
+        name, _, key = member.partition(".")
+        name = f"{module}{colon}{name}"
         if name not in known and ":" not in name:
             raise UsageError(f"{kind} must be one of {', '.join(known)}, got {name!r}{_hint_of_path(rest, known)}")
         component = describe(kind, name)

@@ -139,3 +139,18 @@ def test_commands() -> None:
 def test_a_key_under_its_former_name_is_told_with_its_present_one() -> None:
     with pytest.raises(UsageError, match=r"node\.mix_behind is called node\.mix_in_background now"):
         find("node.mix_behind")
+
+
+def test_a_class_of_ones_own_without_a_docstring_is_explained_without_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bare_of_test_describe.py").write_text(
+        "from torch import nn\n\n\nclass Bare(nn.Module):\n    def __init__(self, width: int = 3):\n"
+        "        super().__init__()\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", ".")])
+    named = "model.bare_of_test_describe:Bare"
+    whole = CliRunner().invoke(main, ["explain", named]).output
+    assert whole.startswith(f"{named}\n\nIts class has no docstring, which would stand here.\n\nKeys:\n")
+    key = CliRunner().invoke(main, ["explain", f"{named}.width"]).output
+    assert "integer, default 3" in key, key

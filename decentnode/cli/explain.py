@@ -40,7 +40,7 @@ def command(what: str, as_json: bool) -> None:
         click.echo(f"{component.path}.{key.name}\n")
         _show([key])
         return
-    click.echo(f"{found.path}\n\n{found.text}\n")
+    click.echo(f"{found.path}\n\n{found.text or 'Its class has no docstring, which would stand here.'}\n")
     if found.keys:
         click.echo("Keys:")
         _show(found.keys)
