@@ -28,6 +28,10 @@ from decentnode.words import duration, plural, stamp
 
 LINE_SECONDS = 10.0
 """Longest time without a line in the plain form."""
+WAITING_SECONDS = (5.0, 60.0)
+"""Shortest and longest time between two lines of a wait in the plain form, where each is twice the one before."""
+CLEAR_LINE = "\r\x1b[K"
+"""To the first column, and nothing behind it."""
 REFRESH_SECONDS = 0.5
 SUSPEND_SECONDS = 0.5
 """Longest wait for a terminal to take the last line before this process is stopped."""
@@ -81,6 +85,10 @@ class ConsoleObserver(Observer):
         self._changed = False
         self._said_round = -1
         """The last round that was printed: each is printed once."""
+        self._waiting = False
+        """Whether the terminal's last line is that of a wait, which the next text replaces."""
+        self._wait_seconds = WAITING_SECONDS[0]
+        """The time without a line after which a wait is told in the plain form."""
         self._drawn = self._line_at = started
         self._refresh_seconds = REFRESH_SECONDS
 
@@ -96,6 +104,7 @@ class ConsoleObserver(Observer):
         return "" if self.live else f"{stamp(clock.wall())}  "
 
     def _print(self, text: str, style: str = "", kind: OutputKind = OutputKind.LINE) -> None:
+        self._end_waiting_line()
         with self.output.writing(kind):
             self.console.print(text, style=style or None, soft_wrap=True, highlight=False)
 
@@ -135,9 +144,26 @@ class ConsoleObserver(Observer):
             show()
 
     def waiting(self, text: str) -> None:
-        if self.console.is_terminal or clock.now() - self._line_at > 5:
+        if self.live and not self.console.is_dumb_terminal:
+            self._rewrite(f"[dim]{'waiting':<8}[/] for {escape(text)}")
+        elif clock.now() - self._line_at > self._wait_seconds:
             self._line_at = clock.now()
+            self._wait_seconds = min(2 * self._wait_seconds, WAITING_SECONDS[1])
             self.say("waiting", f"for {text}", kind=OutputKind.PROGRESS, timed=True)
+
+    def _rewrite(self, text: str) -> None:
+        """Show a line in the place of the last one that this has shown, cut to the terminal's width."""
+        if self.output.behind or not self.output.foreground:
+            return  # of what is written anew every second the next one will do
+        self._waiting = True
+        with self.output.writing(OutputKind.PROGRESS):
+            self.output.write(CLEAR_LINE)
+            self.console.print(text, end="", no_wrap=True, overflow="ellipsis", highlight=False)
+
+    def _end_waiting_line(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self.output.write(CLEAR_LINE)
 
     def joined(self, seconds: float) -> None:
         self._begin(f"all connected, {duration(seconds)} after the command")
@@ -154,6 +180,7 @@ class ConsoleObserver(Observer):
 
     def _begin_live(self) -> None:
         if self.live:
+            self._end_waiting_line()
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
 
@@ -236,9 +263,10 @@ class ConsoleObserver(Observer):
     # -- after the run ----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Remove the live table, and show what still waits for the header. Idempotent."""
+        """Remove the live table or the line of a wait, and show what still waits for the header. Idempotent."""
         if self._held:
             self._let_go()
+        self._end_waiting_line()
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()

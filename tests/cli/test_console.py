@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import IO, cast
 
 import pytest
 from rich.console import Console
@@ -198,3 +198,34 @@ def test_paths_are_as_short_as_links_allow(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path / "link" / "clone")
     assert module.shown(tmp_path / "link" / "clone" / ".venv" / "bin" / "python") == ".venv/bin/python"
     assert module.shown(Path("runs") / "ring") == "runs/ring" == module.shown(Path.cwd() / "runs" / "ring")
+
+
+def test_a_long_wait_is_one_line_of_a_terminal_that_is_written_anew(clock: VirtualClock) -> None:
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=True)
+    observer.console = Console(file=cast(IO[str], output), width=40, force_terminal=True, color_system=None,
+                               _environ={"TERM": "xterm"})  # fmt: skip
+    for second in range(1, 21):
+        clock.sleep(1.0)
+        observer.waiting(f"node 0, 1, 2, 3, 4, 5, 6, 7 to load data and model ({second} s)")
+        assert output.drain(30)
+    assert "\n" not in out.getvalue()
+    lines = out.getvalue().split("\r\x1b[K")[1:]
+    assert len(lines) == 20 and all(len(line) <= 40 and line.startswith("waiting  for node 0") for line in lines)
+    observer.notice("all is well")
+    observer.end()
+    assert output.drain(30)
+    assert out.getvalue().split("\r\x1b[K")[21:] == ["note     all is well\n"]
+
+
+def test_a_long_wait_is_told_ever_more_rarely_in_a_log(clock: VirtualClock) -> None:
+    out = io.StringIO()
+    output = Output(out)
+    observer = ConsoleObserver(output, started=100.0, share="", live=False)
+    for second in range(1, 301):
+        clock.sleep(1.0)
+        observer.waiting(f"node 3 to connect ({second} s)")
+    assert output.drain(30)
+    told = [int(found) for found in re.findall(r"waiting  for node 3 to connect \((\d+) s\)\n", out.getvalue())]
+    assert told == [6, 17, 38, 79, 140, 201, 262] and "\r" not in out.getvalue()
