@@ -116,6 +116,11 @@ def _step_on_host(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def try_step(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> None:
+    """Changes parameters that have gradients, on the CPU, as a step of a run would. Raises what the step raises."""
+    _step_on_host(make_optimizer(config, parameters))
+
+
 def make_optimizer(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """Returns the optimizer, fused where torch has a fused kernel for these parameters and the config does not choose.
 
@@ -153,7 +158,7 @@ def _steps_fused(of: Any, like: Tensor, arguments: dict[str, Any]) -> bool:
         number = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
         number.grad = torch.zeros_like(number)
         try:
-            _constructed(of, [number], {"fused": True, **arguments}).step()
+            _step_on_host(_constructed(of, [number], {"fused": True, **arguments}))
             _fused[key] = True
         except (RuntimeError, ValueError):
             _fused[key] = False

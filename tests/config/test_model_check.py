@@ -64,6 +64,15 @@ class Complex(Plain):
         self.phase = nn.Parameter(torch.ones(1, dtype=torch.complex64))
 
 
+class Sparse(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = nn.Embedding(3, 10, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.offsets(torch.zeros(len(x), dtype=torch.int64))
+
+
 class Half(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -213,6 +222,16 @@ def test_a_model_that_cannot_be_trained_is_refused(tmp_path: Path, model: str, t
 ])  # fmt: skip
 def test_a_loss_that_cannot_be_minimized_is_refused(tmp_path: Path, loss: str, text: str) -> None:
     assert text.replace("test_model_check", __name__) in said(tmp_path, f"training.loss='HERE:{loss}'")
+
+
+def test_sparse_gradients_need_an_optimizer_that_takes_them(tmp_path: Path) -> None:
+    model = f"model='{__name__}:Sparse'"
+    for optimizer in ("sgd", "adam"):
+        text = said(tmp_path, model, f"training.optimizer={{name: {optimizer}, lr: .1}}")
+        assert f"optimizer {optimizer} does not take sparse gradients, as offsets.weight has" in text
+        assert "without sparse=True; sgd and adagrad take them with foreach: false" in text
+    for optimizer in ("sgd", "adagrad"):
+        load(tmp_path / "a.yaml", [model, f"training.optimizer={{name: {optimizer}, lr: .1, foreach: false}}"], {})
 
 
 def test_data_that_is_not_a_number_is_blamed_before_the_model(tmp_path: Path) -> None:

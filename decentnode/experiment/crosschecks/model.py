@@ -23,6 +23,7 @@ from decentnode.tasks.base import Task, shape_of
 from decentnode.tensors import problem_of, training_bytes
 from decentnode.training.gradients import all_outputs
 from decentnode.training.losses import Loss
+from decentnode.training.optimizers import try_step
 from decentnode.training.source import Source
 from decentnode.training.supervised import evaluating
 from decentnode.training.supervised_config import SupervisedConfig
@@ -102,6 +103,7 @@ def _try(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) 
     loss = _loss_of(experiment, task)
     if loss is not None:
         _check_loss(loss, task, outputs, wanted, targets)
+        _check_sparse(experiment, module)
     with evaluating(module), torch.inference_mode():
         outputs, wanted = _aligned(task, module, inputs, targets, "forward in evaluation mode")
         with _blame(("task",), f"measuring outputs {shape_of(outputs)} raised", "model"):
@@ -181,6 +183,20 @@ def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets
         raise Unsuitable(Problem(("model",), ": the loss must depend on the trainable parameters", other=key))
     with _blame(("model",), "the backward pass raised"):
         mean.backward()
+
+
+def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
+    """Sparse gradients, as of an Embedding with sparse=True, are for an optimizer that takes them."""
+    sparse = {name: p for name, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse}
+    if not sparse or not isinstance(experiment.training, SupervisedConfig):
+        return
+    config = experiment.training.optimizer
+    try:
+        try_step(config, [*sparse.values()])
+    except Exception as error:
+        text = f": optimizer {config.name} does not take sparse gradients, as {next(iter(sparse))} has ({told(error)})"
+        hint = "make the layer without sparse=True; sgd and adagrad take them with foreach: false"
+        raise Unsuitable(Problem(("model",), text, hint, other=("training", "optimizer"))) from error
 
 
 def _unambiguous(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
