@@ -83,6 +83,11 @@ class TorchData(Dataset):
             raise DataError(f"data {self.config.name}: making {name} raised {told(error)}") from error
         return found
 
+    @property
+    def doubt(self) -> str:
+        """What the samples may be meant as, for the error that follows where they are not what they are taken for."""
+        return doubt_of(self._any_made())
+
     def _chosen(self, split: str) -> dict[str, Any]:
         assert self._takes is not None
         return {self._takes: SPLITS[split][self._takes]}
@@ -227,6 +232,9 @@ def as_lazy(made: Any, where: str) -> LazySamples:
     """The samples of a map-style Dataset, or of an iterable of batches, which is read to its end. Raises DataError."""
     streamed = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)  # it has a __getitem__, too
     if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not streamed:
+        if len(shapes := _shapes_of_ends(made)) == 2 and shapes[0] != shapes[1] and (doubt := doubt_of(made)):
+            raise DataError(f"{where}: samples must have one shape, got {_told(shapes[0])} first and "
+                            f"{_told(shapes[1])} last; {doubt}")  # fmt: skip
         return Items(made, np.arange(len(made)))
     if not isinstance(made, Iterable):
         raise DataError(f"{where} must have __getitem__ and __len__, or be an iterable of batches")
@@ -239,6 +247,37 @@ def as_lazy(made: Any, where: str) -> LazySamples:
     if not inputs:
         raise DataError(f"{where} gave no batch")
     return Held(batch(np.concatenate(inputs), np.concatenate(targets), where), made)
+
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Those of an input and its target."""
+
+
+def _shapes_of_ends(made: Any) -> list[Shapes]:
+    """Of the first and the last item of a plain list of pairs of arrays or tensors; empty of anything else."""
+    if not isinstance(made, list | tuple) or not made:
+        return []
+    ends = made[0], made[-1]
+    if not all(isinstance(each, tuple | list) and len(each) == 2 for each in ends):
+        return []
+    if not all(isinstance(one, np.ndarray | torch.Tensor) for each in ends for one in each):
+        return []
+    return [(tuple(x.shape), tuple(y.shape)) for x, y in ends]
+
+
+def doubt_of(made: Any) -> str:
+    """What to do where the items of a list are batches, which it is taken for the samples of; empty where they are
+    none. They look so where each has as many inputs as targets, more than one, which are not tokens that are to be
+    foretold; a sample with a target for each of its rows looks the same."""
+    shapes = _shapes_of_ends(made)
+    if not shapes or any(not x or not y or x[0] != y[0] for x, y in shapes) or shapes[0][0] == shapes[0][1]:
+        return ""
+    count = shapes[0][0][0]
+    return "" if count < 2 else f"if each item is a batch, of {count} samples the first, give iter(...) of the list"
+
+
+def _told(shapes: Shapes) -> str:
+    return f"({list(shapes[0])}, {list(shapes[1])})"
 
 
 def _batches(made: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:

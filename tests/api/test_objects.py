@@ -15,7 +15,8 @@ from torch import nn
 
 from decentnode import Experiment, objects
 from decentnode.data.partition.iid import Iid
-from decentnode.errors import ConfigError, UsageError
+from decentnode.data.torch_data import doubt_of
+from decentnode.errors import ConfigError, DataError, UsageError
 from decentnode.experiment import load
 from decentnode.graph import build as build_graph
 from decentnode.graph.families import Ring
@@ -194,3 +195,26 @@ def test_a_run_of_objects_says_elsewhere_what_it_lacks() -> None:
 def test_samples_that_are_unequal_are_told() -> None:
     with pytest.raises(UsageError, match="must have one shape"):
         experiment(train=[(torch.ones(2), 0)] * 30 + [(torch.ones(3), 1)] * 10, test=None).run(progress=False)
+
+
+def ready(size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draws = torch.rand(400, 2, generator=torch.Generator().manual_seed(1))
+    return [(x, (x.sum(1) > 1).long()) for x in draws.split(size)]
+
+
+def test_ready_batches_in_a_list_are_told_from_samples() -> None:
+    with pytest.raises(DataError, match=r"\(\[64, 2\], \[64\]\) first and \(\[16, 2\], \[16\]\) last; if each"):
+        experiment(train=ready(64), test=None)
+    with pytest.raises(ConfigError) as caught:
+        experiment(train=ready(20), test=None).check()
+    assert "if each item is a batch, of 20 samples the first, give iter(...) of the list" in str(caught.value)
+    for size in (20, 64):
+        experiment(train=iter(ready(size)), test=None).check()
+
+
+@pytest.mark.parametrize("pair", [
+    (torch.ones(2), 0), (torch.ones(4, 2), torch.ones(3)), (torch.arange(8), torch.arange(8)),
+    (torch.ones(1, 2), torch.ones(1)), (torch.ones(3), torch.tensor(1)),
+])  # fmt: skip
+def test_samples_in_a_list_are_not_taken_for_batches(pair: tuple[Any, Any]) -> None:
+    assert not doubt_of([pair] * 5) and not doubt_of(Points(5))

@@ -79,7 +79,8 @@ def model_can_be_trained(experiment: Experiment) -> Iterator[Problem]:
         try:
             _try(experiment, task, module, spec)
         except Unsuitable as found:
-            yield found.problem
+            doubt = getattr(experiment.open_data().dataset(), "doubt", "")
+            yield dataclasses.replace(found.problem, hint=found.problem.hint or doubt)
 
 
 def _too_large(module: nn.Module) -> str:
