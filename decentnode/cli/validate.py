@@ -60,10 +60,12 @@ def command(
             raise
         click.echo(json.dumps({"ok": False, "source": config, "problems": error.problems}, indent=1))
         ctx.exit(error.exit_code)
-    from decentnode.launch.reporting.header import short_timeout
+    from decentnode.launch.reporting.header import by_default, short_timeout
 
     for warning in filter(None, [*experiment.doubts, short_timeout(experiment)]):
         click.echo(f"warning: {warning}", err=True)
+    if text := by_default(experiment):
+        click.echo(f"note: {text}", err=True)
     if as_json:
         found = {"ok": True, "source": config, "problems": [], "digest": experiment.digest()}
         click.echo(json.dumps(found | ({"resolved": experiment.resolved()} if resolved else {}), indent=1))

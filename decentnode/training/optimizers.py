@@ -89,6 +89,15 @@ def trial_of(config: OptimizerConfig) -> torch.optim.Optimizer:
     return trial(_class_of(config.name), config.arguments())
 
 
+def default_lr(config: OptimizerConfig) -> float | None:
+    """Returns the learning rate that follows from the default of the optimizer's class; None where one was written, or
+    the class has none."""
+    found = inspect.signature(_class_of(config.name)).parameters.get("lr")
+    if "lr" in config.arguments() or found is None or not isinstance(found.default, int | float):
+        return None
+    return found.default
+
+
 def _tried(of: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> None:
     """As `trial`, and takes two steps: torch looks at some arguments in a step alone, and at some in the second. One's
     own optimizer may be for other parameters than the trial's. With large arguments as a run steps, too: torch

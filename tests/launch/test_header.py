@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from decentnode.build import build_in_process, step_all
+from decentnode.cli import main
 from decentnode.experiment import load
 from decentnode.experiment.initial_model import make_model
 from decentnode.launch.reporting.header import estimate_traffic, header
@@ -59,3 +61,15 @@ def test_nobody_is_warned_of_ports_that_a_simulation_does_not_open() -> None:
                                    "addresses: [10.0.0.1, 10.0.0.2]}"])  # fmt: skip
     warned = ["without security" in str(header(experiment, [0], connected)) for connected in (True, False)]
     assert warned == [True, False]
+
+
+@pytest.mark.parametrize(("optimizer", "text"), [
+    ("{name: sgd}", "lr of optimizer sgd is 0.001, its default: none is given"),
+    ("{name: accumadam}", "lr of optimizer accumadam is 0.001, its default: none is given"),
+    ("{name: sgd, lr: 0.001}", ""),
+])  # fmt: skip
+def test_a_learning_rate_that_nobody_wrote_is_told(optimizer: str, text: str) -> None:
+    override = f"training.optimizer={optimizer}"
+    assert dict(map(tuple, header(load(QUICKSTART, [override]), [0]))).get("training", "") == text  # type: ignore[arg-type]
+    told = CliRunner().invoke(main, ["validate", str(QUICKSTART), "--set", override]).stderr
+    assert told == (f"note: {text}\n" if text else "")

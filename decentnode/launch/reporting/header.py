@@ -26,6 +26,7 @@ from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.parameters import layout_of, named
 from decentnode.sharing.rounds import exchange_rounds, rule_view
+from decentnode.training.optimizers import OptimizerConfig, default_lr
 from decentnode.version import __version__
 from decentnode.words import size
 
@@ -54,6 +55,7 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
         ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         *_parameters(experiment, module),
+        *([["training", text]] if (text := by_default(experiment)) else []),
         ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
         *(["warning", doubt] for doubt in experiment.doubts),
         *([["warning", short]] if connected and (short := short_timeout(experiment)) else []),
@@ -74,6 +76,14 @@ def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
     kept, count = sum(math.prod(shape) for shape in layout.shapes) - layout.shared, len(layout.ranges)
     parts = f" in {count} fragments" if count > 1 else ""
     return [["parameters", f"{layout.shared:,} shared{parts}, {kept:,} local to each node"]]
+
+
+def by_default(experiment: Experiment) -> str:
+    """Returns the learning rate where nobody wrote one; empty where somebody did."""
+    config = getattr(experiment.training, "optimizer", None)
+    if not isinstance(config, OptimizerConfig) or (rate := default_lr(config)) is None:
+        return ""
+    return f"lr of optimizer {config.name} is {rate:g}, its default: none is given"
 
 
 def _rule(experiment: Experiment) -> str:
