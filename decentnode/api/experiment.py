@@ -226,7 +226,7 @@ class Experiment:
             if own:
                 return supervise(self._forked(request), observer, command=command, started=started,
                                  context=multiprocessing.get_context("fork"))  # fmt: skip
-            forkserver.start()
+            forkserver.start(request)
             request = self._request(resume=resume, machine=machine, folder=os.getcwd(),
                                     variables=forkserver.changed_variables())  # fmt: skip
             return supervise(request, observer, command=command, started=started)

@@ -199,7 +199,7 @@ def start(request: Request, *, plain: bool, quiet: bool, as_json: bool, dry_run:
     started = clock.now() - since_start()
     from decentnode.launch.children import forkserver
 
-    forkserver.start()  # imports torch while this process gets ready
+    forkserver.start(request)  # imports torch while this process gets ready
     from decentnode.cli.console import ConsoleObserver, program
     from decentnode.cli.output import Output, OutputKind
     from decentnode.launch.supervisor import supervise

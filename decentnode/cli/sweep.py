@@ -96,7 +96,7 @@ def _sweep(plan: Plan, *, plain: bool, quiet: bool, as_json: bool) -> int:
     """Run a sweep to its end, and print what it came to. Returns the exit code. Blocking."""
     from decentnode.launch.children import forkserver
 
-    forkserver.start()  # imports torch while this process gets ready
+    forkserver.start(plan.request)  # imports torch while this process gets ready
     from decentnode.cli.console import shown
     from decentnode.cli.output import Output, OutputKind
     from decentnode.cli.sweeping import ConsoleWatcher

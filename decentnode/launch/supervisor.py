@@ -26,7 +26,7 @@ def supervise(
     """
     started = clock.now() if started is None else started
     with StopSignals() as signals:
-        context = context or forkserver.start()
+        context = context or forkserver.start(request)
         loader = Loader(context, request)
         run: Run | None = None
         try:

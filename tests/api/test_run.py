@@ -147,7 +147,7 @@ def test_ctrl_c_while_the_experiment_is_loaded_ends_loops_too(monkeypatch: pytes
         raise OSError("the child was not needed")
 
     monkeypatch.setattr(workers, "start_child", start_child)
-    monkeypatch.setattr(forkserver, "start", lambda: multiprocessing.get_context("forkserver"))
+    monkeypatch.setattr(forkserver, "start", lambda _request: multiprocessing.get_context("forkserver"))
     try:
         with pytest.raises(RunInterrupted, match="interrupted while the experiment was loading") as caught:
             decentnode.run("tiny.yaml", progress=False)

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from decentnode.launch.children.forkserver import COMPILES, may_compile
+from decentnode.launch.children.messages import Request
+
 LOOK = """
-import json, sys, threading
+import json, sys, threading, torch
+asked = []
+for owner in (torch.cuda, torch.accelerator):
+    for name in ("is_available", "device_count"):
+        if hasattr(owner, name):
+            setattr(owner, name, lambda *_, now=getattr(owner, name), name=name: asked.append(name) or now())
 from decentnode.launch.children import preload
 import gc, os, torch
 print(json.dumps({
-    "missing": [name for name in preload.MODULES if name not in sys.modules],
+    "missing": [name for name in (*preload.MODULES, *preload.COMPILER) if name not in sys.modules],
+    "compiler": "torch._dynamo" in sys.modules, "inductor": "torch._inductor.compile_fx" in sys.modules, "asked": asked,
     "targets": [target for table in preload.TABLES for target in table.values()],
     "threads": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count(),
     "cuda": torch.cuda.is_initialized(), "collects": gc.isenabled(), "frozen": gc.get_freeze_count(),
@@ -22,12 +33,32 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-def test_children_find_their_modules_imported_and_inherit_no_thread() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_children_find_their_modules_imported_and_inherit_no_thread(compiles: bool) -> None:
     """A fork has the calling thread alone: a pool or a CUDA context made before would be broken in every child."""
-    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=300, check=False)
+    environ = {**os.environ, **({COMPILES: "1"} if compiles else {})}
+    found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, timeout=300, check=False,
+                           env=environ)  # fmt: skip
     assert found.returncode == 0, found.stderr
     seen = json.loads(found.stdout)
     assert not seen["missing"]
-    assert seen["threads"] == 1 and not seen["cuda"]
+    assert seen["threads"] == 1 and not seen["cuda"] and not seen["asked"]
+    assert seen["compiler"] is seen["inductor"] is compiles
     assert not seen["collects"] and seen["frozen"] > 100_000, "the collector leaves the shared pages untouched"
     assert {"decentnode.sharing.full:Full", "decentnode.communication.inproc.transport:Inproc"} <= {*seen["targets"]}
+
+
+def test_nodes_that_are_compiled_are_foreseen(tmp_path: Path) -> None:
+    plain, compiled, child = (tmp_path / name for name in ("plain.yaml", "compiled.yaml", "child.yaml"))
+    plain.write_text("# compile: true would do\ntraining: {batch_size: 8, compile: null}\nname: compiled\n")
+    compiled.write_text("training:\n  compile:\n    {backend: eager}\n")
+    child.write_text("extends: compiled.yaml\nname: child\n")
+    for request, expected in (
+        (Request(str(plain)), False), (Request(str(compiled)), True), (Request(str(child)), True),
+        (Request(str(plain), ["training.compile={mode: default}"]), True),
+        (Request(str(plain), ["training.compile=null"]), False),
+        (Request(str(plain), [], {"DECENTNODE__TRAINING__COMPILE": "{}"}), True),
+        (Request("", layers=[{"training": {"compile": {"backend": "eager"}}}]), True),
+        (Request("", layers=[{"training": {"compile": None}}]), False), (Request(str(tmp_path / "none.yaml")), False),
+    ):  # fmt: skip
+        assert may_compile(request) is expected, request

@@ -10,11 +10,13 @@ import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import Finalize
 
+from decentnode.launch.children.messages import Request
 from decentnode.launch.children.signals import held
 from decentnode.launch.children.sockets import SocketDir
 
@@ -57,16 +59,41 @@ def _take_folder() -> None:
         Finalize(None, folder.remove, exitpriority=-100)  # last, as multiprocessing does; not in forked processes
 
 
-def start() -> ForkServerContext:
+COMPILES = "DECENTNODE_PRELOAD_COMPILER"
+"""Set for a server that is to import torch's compiler, too."""
+
+
+def may_compile(request: Request) -> bool:
+    """Whether nodes of the request may be compiled (`training.compile`), as its text looks: it is not loaded yet, and a
+    wrong answer costs the time or the memory of an import, and nothing else."""
+    text = repr([request.layers, request.overrides, {k: v for k, v in request.environ.items() if "COMPILE" in k}])
+    path = request.config
+    for _ in range(8):  # what it extends
+        try:
+            with open(path, encoding="utf-8") as file:
+                found = file.read(1 << 20)
+        except (OSError, ValueError):
+            break
+        text += "\n" + re.sub(r"#.*", "", found)
+        extends = re.search(r"^extends:\s*['\"]?([^'\"\s]+)", found, re.MULTILINE)
+        if extends is None:
+            break
+        path = os.path.join(os.path.dirname(path), extends[1])
+    return re.search(r"compile['\"]?\s*[:=]\s*(?!null|~|None|false|False)['\"\w{]", text, re.IGNORECASE) is not None
+
+
+def start(request: Request | None = None) -> ForkServerContext:
     """Start the server if it does not run yet. Returns at once; the server imports torch while the caller goes on.
 
-    The server ends when this process does, and takes its children along.
+    The server ends when this process does, and takes its children along. request: what they are to run, where it is
+    known.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     _take_folder()
     resource_tracker.ensure_running()  # to start it unblocks signals
-    with _environment(MALLOC | THREADS), held():
+    compiles = {COMPILES: "1"} if request is not None and may_compile(request) else {}
+    with _environment(MALLOC | THREADS | compiles), held():
         multiprocessing.forkserver.ensure_running()
     if not _taken:
         _taken.update(os.environ)
