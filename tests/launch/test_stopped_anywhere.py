@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from decentnode import clock
+from decentnode.launch.nodes.node_process import OBEYED_SECONDS
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.slow
@@ -159,3 +161,17 @@ def test_nodes_with_checkpoints_leave_the_stop_to_the_supervisor(tmp_path: Path,
         check(run, signal.SIGTERM)
         ends = {json.loads(each.read_text().splitlines()[-1])["round"] for each in run.found("nodes/*/metrics.jsonl")}
         assert len(ends) == 1 and "--resume" in run.output.splitlines()[-1], run.output
+
+
+def test_one_node_that_is_terminated_has_all_stop_before_the_same_round(tmp_path: Path) -> None:
+    """SIGTERM to a node alone, whose supervisor hears of none, took 20 s, and checkpoints were of different rounds."""
+    keys = ("node.rounds=1000000", "node.evaluate_every=0", "node.checkpoint={every: 100000}")
+    with command(tmp_path, *keys) as run:
+        wait_until(lambda: run.rounds() >= 1 and run.found("nodes/002/status.json"), seconds=LONGEST)
+        os.kill(json.loads(run.found("nodes/002/status.json")[0].read_text())["pid"], signal.SIGTERM)
+        began = clock.now()
+        wait_until(run.over, seconds=LONGEST)
+        assert clock.now() - began < OBEYED_SECONDS - 2, run.output
+        assert "node 2 got SIGTERM: the nodes finish their round and write their results" in run.output
+        ends = {json.loads(each.read_text().splitlines()[-1])["round"] for each in run.found("nodes/*/metrics.jsonl")}
+        assert len(ends) == 1 and "1 checkpoint per node" in run.output, run.output

@@ -239,6 +239,14 @@ class FaultDue:
 
 
 @dataclass(frozen=True)
+class Terminated:
+    """A node's process got SIGTERM, and asks to have the run stopped: all nodes before the same round, for their
+    checkpoints."""
+
+    uid: int
+
+
+@dataclass(frozen=True)
 class Peers:
     """uid -> (control, bulk) endpoints of the nodes on this machine."""
 
@@ -285,13 +293,13 @@ class PeerFailure:
 
 ChildMessage = (
     Facts | Header | Bound | NodeJoined | Engine | NodesAbsent | Progress | Finished | Failed | Closed | FaultDue |
-    Peers | StopRun | OrderRun | LeaveRun | LeaveAnswer | PeerFailure
+    Terminated | Peers | StopRun | OrderRun | LeaveRun | LeaveAnswer | PeerFailure
 )
 
 KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Facts, Header, Bound, NodeJoined, Engine, NodesAbsent, Progress, Finished, Failed, Closed, Peers),
-        *(FaultDue, StopRun, OrderRun, LeaveRun, LeaveAnswer, PeerFailure),
+        *(FaultDue, Terminated, StopRun, OrderRun, LeaveRun, LeaveAnswer, PeerFailure),
     )
 }

@@ -52,6 +52,7 @@ from decentnode.launch.children.messages import (
     Peers,
     StopRun,
     Task,
+    Terminated,
 )
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
@@ -74,9 +75,12 @@ logger = logging.getLogger(__name__)
 PEERS_SECONDS = 300.0
 """Longest wait for the supervisor to name the other local nodes; the supervisor gives up first."""
 ABSENT_SECONDS = 1.0
+TOLD_SECONDS = 3.0
+"""A scheduler ends a run by SIGTERM to all of its processes, and the supervisor then has nodes with checkpoints stop
+before the same round. After so long they ask it to, as it may have got none itself."""
 OBEYED_SECONDS = 20.0
-"""A scheduler ends a run by SIGTERM to all of its processes, and kills after 30 s (Slurm, Kubernetes). So long nodes
-with checkpoints leave it to the supervisor to have all of them stop before the same round."""
+"""After so long nodes with checkpoints stop without the supervisor: a scheduler kills after 30 s (Slurm, Kubernetes).
+"""
 CLOSE_SECONDS = 2.0
 """After a failure: how long a checkpoint may still be written; the supervisor ends the process soon after."""
 
@@ -340,7 +344,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     errors of `Link.peers`."""
     transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
-        on_termination(node.ask_leave if experiment.newcomer else stopping(node))
+        on_termination(node.ask_leave if experiment.newcomer else stopping(send, node))
     bound = transport.bind()
     if bound is not None:
         send(Bound(node.uid, *bound))
@@ -365,7 +369,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     send(NodeJoined(node.uid))
 
 
-def stopping(*nodes: Node) -> Callable[[], None]:
+def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[], None]:
     """Returns what SIGTERM calls in the nodes' process: it stops them, with checkpoints only where the supervisor has
     not done so within OBEYED_SECONDS."""
 
@@ -373,10 +377,15 @@ def stopping(*nodes: Node) -> Callable[[], None]:
         for node in nodes:
             node.ask_stop()
 
+    def tell() -> None:
+        with contextlib.suppress(OSError):
+            send(Terminated(nodes[0].uid))
+
     def later() -> None:
-        timer = threading.Timer(OBEYED_SECONDS, stop)
-        timer.daemon = True
-        timer.start()
+        for seconds, act in ((TOLD_SECONDS, tell), (OBEYED_SECONDS, stop)):  # not here: what the signal broke into may
+            timer = threading.Timer(seconds, act)  # be sending
+            timer.daemon = True
+            timer.start()
 
     return stop if nodes[0].checkpoints is None else later
 

@@ -128,7 +128,7 @@ class _SeveralNodes:
         """Open the sockets of all nodes, learn those of the others, and connect. Blocking. A node that cannot join has
         failed; what keeps all of them from it is raised."""
         nodes = [each.node for each in self._hosted.values()]
-        on_termination(stopping(*nodes))
+        on_termination(stopping(self._send, *nodes))
         bound = []
         for node in nodes:
             with blamed_on(node.uid):

@@ -74,12 +74,12 @@ class EarlyEnd:
         log = node_dir(directory, cause.uid) if directory else None
         self._observer.failed(cause, log if log is not None and log.is_dir() else None)
 
-    def stop_as_asked(self) -> bool:
-        """End the run after the round under way; False where it ends already."""
+    def stop_as_asked(self, how: str = "asked to stop") -> bool:
+        """End the run after the round under way; False where it ends already. how: for the user."""
         if self._asked_to_stop or self._signals_seen or self.near:
             return False
         self._asked_to_stop = True
-        self._observer.notice("asked to stop: the nodes finish their round and write their results")
+        self._observer.notice(f"{how}: the nodes finish their round and write their results")
         self._stop()
         return True
 

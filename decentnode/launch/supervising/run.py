@@ -26,6 +26,7 @@ from decentnode.launch.children.messages import (
     Peers,
     Progress,
     StopRun,
+    Terminated,
 )
 from decentnode.launch.files.run_dir import Records, take_merged
 from decentnode.launch.reporting.checked import check_run
@@ -149,6 +150,8 @@ class Run:
             self.observer.notice(engine_notice(message))
         elif isinstance(message, FaultDue):
             self._strikes.strike(message.uid, message.index, self)
+        elif isinstance(message, Terminated):
+            self._early_end.stop_as_asked(f"node {message.uid} got SIGTERM")
         elif isinstance(message, LeaveAnswer):
             self._leaving.answered(message, self)
         elif isinstance(message, Finished):
