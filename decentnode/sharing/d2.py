@@ -7,14 +7,18 @@ learning rates that change, several local steps and other optimizers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from decentnode.config import component
 from decentnode.graph.base import RoundView
+from decentnode.payload import Payload
 from decentnode.sharing.full import Full, FullConfig
+from decentnode.sharing.hooks import Mixing
 from decentnode.sharing.state import Tensors
 
 
@@ -24,29 +28,49 @@ class D2(Tensors, Full):
     With momentum in the local optimizer it is EDM. It converges to the exact optimum on unequal data, and needs a
     static symmetric W whose eigenvalues are above -1/3.
 
-    A payload that is missing at one receiver moves the mean of the models. The recursion repeats the last move
-    x_t - x_{t-1}, so that the mean would drift in every later round: runs that go on without a payload are refused.
+    It is computed with a correction c of the local steps: z_t = x_t - u_t + c_t, d_t = sum_j W_ij (z_j - z_i),
+    x_{t+1} = z_t + d_t, c_{t+1} = c_t + d_t, and c_0 = 0. That is the same recursion, but c is a sum of differences
+    between nodes, which cancel over the nodes. Of 2 x_t - x_{t-1} every rounding of W x, and all that a codec takes
+    away, would be repeated as a move of the mean in each later round. With a codec the differences are those of the
+    models as neighbors decode them, the node's own one included.
+
+    A payload that is missing at one receiver leaves a difference in c that nothing cancels, so that the mean would
+    drift in every later round: runs that go on without a payload are refused.
     """
 
     Config: ClassVar[type[component.Config]] = FullConfig
-    requirements = replace(Full.requirements, sequential=True, tolerates_missing=False, static=True, symmetric=True,
-                           doubly_stochastic=True, smallest_eigenvalue=-1 / 3, keeps_roundings=True)  # fmt: skip
+    requirements = replace(Full.requirements, elementwise=False, linear=False, sequential=True, tolerates_missing=False,
+                           static=True, symmetric=True, doubly_stochastic=True, smallest_eigenvalue=-1 / 3,
+                           includes_self=frozenset({0}))  # fmt: skip
     STACKED = True
-    TENSORS: ClassVar[tuple[str, ...]] = ("x", "old_x", "old_update")
+    TENSORS: ClassVar[tuple[str, ...]] = ("correction",)
 
     def __init__(self, config: component.Config) -> None:
         super().__init__(config)
-        self.x: Tensor | None = None
-        self.old_x: Tensor | None = None
-        self.old_update: Tensor | None = None
-
-    def begin(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
-        self.x = model.clone()
+        self.correction: Tensor | None = None
+        self._difference: Tensor | None = None
+        """d_t, between mixing, which may be repeated, and the end of the round."""
 
     def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
-        """x_t - u_t becomes 2 x_t - x_{t-1} - u_t + u_{t-1}; in the first round it stays as it is."""
-        assert self.x is not None
-        update = self.x - model
-        if self.old_x is not None and self.old_update is not None:
-            model.add_(self.x).sub_(self.old_x).add_(self.old_update)
-        self.old_x, self.old_update, self.x = self.x, update, None
+        """x_t - u_t becomes z_t."""
+        if self.correction is not None:
+            model.add_(self.correction)
+
+    def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        own = received[view.uid].tensors["x"] if view.uid in received else model
+        difference = torch.zeros_like(model)
+        for uid, payload in received.items():
+            if uid != view.uid:
+                difference.add_(payload.tensors["x"] - own, alpha=view.weights[uid])
+        torch.add(model, difference, out=out)
+        self._difference = difference
+
+    def mix_stacked(self, models: Tensor, mixing: Mixing, view: RoundView) -> Tensor:  # noqa: ARG002
+        apart = models - models.mean(0)  # what the rows have in common would only be rounded
+        self._difference = mixing(apart) - apart
+        return models.add_(self._difference)
+
+    def finish(self, model: Tensor, view: RoundView) -> None:  # noqa: ARG002
+        if self._difference is not None:
+            self.correction = self._difference if self.correction is None else self.correction.add_(self._difference)
+        self._difference = None

@@ -58,10 +58,6 @@ class Requirements:
     """A payload that never arrives does no lasting harm when its weight returns to the receiver alone. Runs that would
     go on without a payload are refused for other rules; a new generation of members starts with new rules."""
 
-    keeps_roundings: bool = False
-    """The rounding of one step is repeated in every later round. Simulated steps whose last bits differ from those of
-    the node's own would end far from them."""
-
     # -- what may be done with payloads
 
     elementwise: bool = False

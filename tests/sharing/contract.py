@@ -43,7 +43,7 @@ RULES |= {
     for name, codec in (("topk", "int8"), ("fft", "float16"), ("jwins", "zstd"), ("subsample", "int4"),
                         ("choco", "int8"), ("deepsqueeze", "int8"), ("gradient_tracking", "bfloat16"),
                         ("push_sum", "bfloat16"), ("ac", "bfloat16"), ("local_sgd", "float16"),
-                        ("hierarchical", "bfloat16"))
+                        ("hierarchical", "bfloat16"), ("d2", "bfloat16"))
 }  # fmt: skip
 RULES["full+zstd of int4"] = rule("full", compression={"name": "zstd", "of": {"name": "int4", "unbiased": True}})
 RULES |= {f"{name} {form}": rule(name, form=form) for name in ("gradient_tracking", "momentum_tracking")

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
 from tests.conftest import scale
 from tests.graph.contract import make
-from tests.sharing.contract import rule
+from tests.sharing.contract import bound, draw, one_round, rule
 from tests.sharing.helpers import Quadratics
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,20 @@ def test_rules_that_need_the_round_in_order_refuse_to_overlap() -> None:
         load(ROOT / "configs" / "quickstart.yaml", [
             "sharing={name: d2}", "graph={name: ring, nodes: 16}", "node.schedule=overlapped",
         ])  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": {"name": "bfloat16"}}, {"compression": {"name": "int8"}}],
+                         ids=["whole", "bfloat16", "int8"])  # fmt: skip
+def test_neither_roundings_nor_codecs_move_the_mean(options: dict[str, object]) -> None:
+    """Without gradients. Computed from 2 x_t - x_{t-1} it moved by 4e-3 of its norm in these rounds, with codecs by 0.4
+    and by 22 times its norm: each error was a move of the mean in every later round."""
+    graph, models = make("complete", nodes=7), draw(7, 200)
+    rules = bound(rule("d2", **options), models)
+    before = torch.stack(models).double().mean(0)
+    for r in range(400):
+        one_round(rules, models, graph, r, step=lambda uid, model: None)
+    after = torch.stack(models).double().mean(0)
+    assert (after - before).norm() / before.norm() < 1e-4
 
 
 @pytest.mark.slow

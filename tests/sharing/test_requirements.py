@@ -192,8 +192,7 @@ def test_former_attributes_set_the_fields() -> None:
 
 
 def test_all_former_attributes_are_known() -> None:
-    later = {"keeps_roundings"}
-    assert set(FORMER.values()) == {each.name for each in fields(Requirements)} - later
+    assert set(FORMER.values()) == {each.name for each in fields(Requirements)}
     for name, field in FORMER.items():
         assert getattr(Full, name) == getattr(Full.requirements, field)
 

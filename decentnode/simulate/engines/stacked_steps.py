@@ -41,7 +41,6 @@ class StackedSteps(Steps):
         self.forward = forward
         trainings = population.trainings
         self._config = config = plain_config(population)
-        refuse_roundings(population)
         self._loss = LOSSES[config.loss_for(population.task.loss).name](
             **{**config.loss_for(population.task.loss).arguments(),
                **({"label_smoothing": config.label_smoothing} if config.label_smoothing else {})},
@@ -187,17 +186,6 @@ def plain_config(population: Population) -> SupervisedConfig:
         raise Unsuitable("nodes make unequal numbers of steps in a round")
     found: SupervisedConfig = config
     return found
-
-
-def refuse_roundings(population: Population) -> None:
-    """Raises Unsuitable where some steps are filled up, whose last bits differ from those of the node's own, and the
-    sharing rule keeps every rounding."""
-    keeping = [rule for rule in population.shared[0].make_rules() if rule.requirements.keeps_roundings]
-    sizes = {each.sampler.usable for each in population.trainings}  # type: ignore[attr-defined]
-    batch = population.trainings[0].sampler.batch  # type: ignore[attr-defined]
-    if keeping and len(sizes) > 1 and any(size % batch for size in sizes):
-        raise Unsuitable(f"{type(keeping[0]).__name__} must match every rounding, but steps with fewer samples than a "
-                         f"batch round differently (training.drop_last)")  # fmt: skip
 
 
 def joined_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
