@@ -14,7 +14,7 @@ from rich.text import Text
 
 from decentnode import clock
 from decentnode.report.reading.fitting import Fitting
-from decentnode.words import duration, size
+from decentnode.words import duration, plural, size
 
 ENDS = ("finished", "stopped", "left", "failed")
 """What a node says that it did when it has ended."""
@@ -98,7 +98,7 @@ def blame(statuses: dict[int, dict[str, Any]]) -> str:
     waited = Counter(uid for others in waits.values() for uid in others)
     roots = {uid: n for uid, n in waited.items() if not waits.get(uid)}
     if not roots:
-        return f"{len(statuses)} nodes have written their status"
+        return f"{plural(len(statuses), 'node')} {'has' if len(statuses) == 1 else 'have'} written a status"
     names = ", ".join(
         f"node {uid} ({state_of(statuses[uid]) if uid in statuses else 'without a status here'}; {n} wait for it)"
         for uid, n in sorted(roots.items(), key=lambda item: -item[1])[:4]
