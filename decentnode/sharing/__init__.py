@@ -3,6 +3,7 @@
 AMONG_EQUALS: dict[str, str] = {
     "full": "decentnode.sharing.full:Full",
     "ac": "decentnode.sharing.ac:AdaptiveConsensus",
+    "beer": "decentnode.sharing.beer:Beer",
     "choco": "decentnode.sharing.choco:Choco",
     "d2": "decentnode.sharing.d2:D2",
     "decentlam": "decentnode.sharing.decentlam:DecentLaM",

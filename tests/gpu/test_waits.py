@@ -27,6 +27,7 @@ OF_A_ROUND = {
     **dict.fromkeys(["topk", "fft", "wavelet", "jwins", "deepsqueeze", "choco", "stc", "topk cleared before",
                      "topk by value", "jwins by value", "fft+float16", "choco of random ones"], INDICES),
     **dict.fromkeys(["topk+int8", "choco+int8", "deepsqueeze+int8"], INDICES + SIZES_AT),
+    **dict.fromkeys(["beer", "beer dsgt"], 2 * INDICES), "beer+int8": 2 * (INDICES + SIZES_AT),
     **dict.fromkeys(["full+zlib", "full+zstd", "full+lz4"], LOSSLESS), "full+zstd of int4": 2 * LOSSLESS,
     "jwins+zstd": INDICES + LOSSLESS,
     **dict.fromkeys(["qsgd", "sign", "deepsqueeze of all"], 2),  # headers of indices, which say "all of them"

@@ -248,7 +248,7 @@ def keeps_mean(case: Case) -> bool:
     """The rule promises it where W is doubly stochastic, as on all graphs here, with codecs that lose nothing; rules
     that compress by themselves with every codec. push_sum mixes by how many neighbors a node has, and keeps the mean of
     models weighted by their mass, which differ where nodes have more or fewer neighbors."""
-    within = case.rule in ("choco", "qsgd", "sign", "deepsqueeze")
+    within = case.rule in ("choco", "beer", "qsgd", "sign", "deepsqueeze")
     if case.rule == "push_sum" and case.graph == "tree":
         return False
     return case.rule not in KEEPS_NO_MEAN and (within or case.codec in ("none", *LOSSLESS))

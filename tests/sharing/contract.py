@@ -41,7 +41,7 @@ RULES |= {f"full+{name}": rule("full", compression={"name": name}) for name in C
 RULES |= {
     f"{name}+{codec}": rule(name, **OPTIONS.get(name, {}), compression={"name": codec})
     for name, codec in (("topk", "int8"), ("fft", "float16"), ("jwins", "zstd"), ("subsample", "int4"),
-                        ("choco", "int8"), ("deepsqueeze", "int8"), ("gradient_tracking", "bfloat16"),
+                        ("choco", "int8"), ("beer", "int8"), ("deepsqueeze", "int8"), ("gradient_tracking", "bfloat16"),
                         ("push_sum", "bfloat16"), ("ac", "bfloat16"), ("local_sgd", "float16"),
                         ("hierarchical", "bfloat16"), ("d2", "bfloat16"))
 }  # fmt: skip
@@ -55,11 +55,13 @@ RULES["jwins by value"] = rule("jwins", scored="value")
 RULES["subsample of whole models"] = rule("subsample", fraction=0.3, full_above=0.2)
 RULES["powergossip of rank 1"] = rule("powergossip", rank=1)
 RULES["deepsqueeze of all"] = rule("deepsqueeze", choose="all", compression={"name": "int4"}, step_size=0.1)
+RULES["beer dsgt"] = rule("beer", form="dsgt", fraction=0.3)
 RULES["choco of random ones"] = rule("choco", choose="random", fraction=0.3)
 KEEPS_NO_MEAN = ("leader", "noloco", "diloco", "slowmo", "elastic", "relaysgd", "topk", "fft", "wavelet", "jwins",
                  "subsample", *WITH_SERVERS)  # fmt: skip
 """Rules whose models alone have another mean after a round; what each keeps instead has a test of its own."""
-NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "qsgd", "sign", "stc", "deepsqueeze", "powergossip")
+NOT_CONVEX = ("fft", "wavelet", "jwins", "choco", "beer", "qsgd", "sign", "stc", "deepsqueeze",
+              "powergossip")
 """Rules that go in the direction of others without ending among them."""
 
 OWN_MOMENTUM = ("qg_momentum", "momentum_tracking", "decentlam", "slowmo", "diloco", "noloco", "elastic")

@@ -18,7 +18,8 @@ COUNT = ([1, 1000], [0, -1])
 POSITIVE = ([1e-9, 100], [0, -1])
 BOUNDS: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "ac": {"factor": PORTION, "final": PORTION, "rounds": COUNT},
-    "choco": {"fraction": SHARE, "step_size": SHARE}, "deepsqueeze": {"fraction": SHARE, "step_size": SHARE},
+    "beer": {"fraction": SHARE, "step_size": SHARE}, "choco": {"fraction": SHARE, "step_size": SHARE},
+    "deepsqueeze": {"fraction": SHARE, "step_size": SHARE},
     "diloco": {"every": COUNT, "outer_lr": POSITIVE, "outer_momentum": MOMENTUM},
     "elastic": {"every": COUNT, "pull": ([1e-9, 0.999], [0, 1])}, "fft": {"fraction": SHARE},
     "fedavg": {"fraction": SHARE, "clients": COUNT, "min_clients": COUNT, "server_lr": POSITIVE,

@@ -105,7 +105,7 @@ def _same(a: object, b: object) -> bool:
 def test_nan_and_zeros_go_through() -> None:
     """A model with NaN shows it, one of zeros stays; nothing hangs or indexes beyond."""
     for name in ("topk", "fft", "wavelet", "jwins", "subsample", "choco", "qsgd", "sign", "stc", "deepsqueeze",
-                 "powergossip"):  # fmt: skip
+                 "beer", "powergossip"):  # fmt: skip
         zeros = [torch.zeros(33) for _ in range(4)]
         gossip(rule(name), make("ring", nodes=4), zeros, 3)
         assert all(torch.equal(model, torch.zeros(33)) for model in zeros), name

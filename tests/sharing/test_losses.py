@@ -25,7 +25,7 @@ from tests.sharing.contract import RULES, bound, one_round, suited
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 N, SIZE, LR = 6, 8, 0.05
-NEVER_RECOVER = {"d2", "exact_diffusion", "gradient_tracking", "momentum_tracking"}
+NEVER_RECOVER = {"beer", "d2", "exact_diffusion", "gradient_tracking", "momentum_tracking"}
 
 
 def after_a_loss(name: str, lost: bool) -> tuple[float, float]:

@@ -106,6 +106,34 @@ def elastic(w: np.ndarray, lrs: list[float], a: float = 0.3, b: float = 0.3) -> 
     return x
 
 
+def beer(form: str, step: float) -> Callable[[np.ndarray, list[float]], np.ndarray]:
+    """Algorithm 1 of arXiv 2201.13320 with the largest two of five entries of each row, or with the step before the
+    exchange. Copies of models begin as the models."""
+
+    def kept(rows: np.ndarray) -> np.ndarray:
+        largest = np.argsort(-np.abs(rows), axis=1)[:, :2]
+        result = np.zeros_like(rows)
+        np.put_along_axis(result, largest, np.take_along_axis(rows, largest, axis=1), axis=1)
+        return result
+
+    def found(w: np.ndarray, lrs: list[float]) -> np.ndarray:
+        x, h, g = START.copy(), START.copy(), np.zeros_like(START)
+        old = gradient(x)
+        v, mixing = old.copy(), step * (w - np.eye(N))
+        for lr in lrs:
+            if form == "semi_atc":
+                x = x - lr * v
+            h = h + kept(x - h)
+            g = g + kept(v - g)
+            x = x + mixing @ h - (lr * v if form == "dsgt" else 0.0)
+            new = gradient(x)
+            v = v + mixing @ g + new - old
+            old = new
+        return x
+
+    return found
+
+
 CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np.ndarray]]] = {
     "full": ({"name": "full"}, full),
     "ac": ({"name": "ac", "factor": 0.9, "final": 0.2, "rounds": 20}, ac),
@@ -118,6 +146,9 @@ CASES: dict[str, tuple[dict[str, object], Callable[[np.ndarray, list[float]], np
 } | {
     f"{name} {form}": ({"name": name, "form": form} | ({"momentum": b} if b else {}), tracking(form, b))
     for name, b in (("gradient_tracking", 0.0), ("momentum_tracking", 0.7)) for form in ("semi_atc", "dsgt", "atc")
+} | {
+    f"beer {form}": ({"name": "beer", "form": form, "fraction": 0.4, "step_size": 0.3}, beer(form, 0.3))
+    for form in ("semi_atc", "dsgt")
 }  # fmt: skip
 
 

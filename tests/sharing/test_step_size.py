@@ -42,6 +42,7 @@ COMPRESSORS: dict[str, dict[str, Any]] = {
                                       "compression": {"name": "int4", "unbiased": True}},
     "choco of all in bfloat16": {"name": "choco", "choose": "all", "compression": {"name": "bfloat16"}},
     "choco of zstd": {"name": "choco", "compression": {"name": "zstd", "of": {"name": "truncate", "bits": 12}}},
+    "beer": {"name": "beer"},
     "qsgd": {"name": "qsgd"},
     "qsgd of three levels": {"name": "qsgd", "compression": {"name": "qsgd", "levels": 1, "block": 16}},
     "sign": {"name": "sign"},

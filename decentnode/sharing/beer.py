@@ -1,0 +1,150 @@
+"""BEER: gradient tracking whose models and trackers travel as compressed differences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from decentnode.config import component
+from decentnode.graph.base import RoundView
+from decentnode.payload import Payload, TensorSpec
+from decentnode.sharing.base import Sharing
+from decentnode.sharing.choco import Choco, ChocoConfig
+from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.step_size import Search
+
+
+class BeerConfig(ChocoConfig):
+    form: Literal["semi_atc", "dsgt"] = "semi_atc"
+    """Where the step stands, as in `gradient_tracking`. semi_atc: nodes step, x <- x - lr v, and send what that made of
+    x. dsgt: they send x and step afterwards, as the paper has it, which is stable for smaller steps only."""
+
+
+class Beer(Sharing):
+    """x += gamma sum_j W_ij (h_j - h_i) - lr v, v += gamma sum_j W_ij (g_j - g_i) + u'/lr' - u/lr (Zhao et al. 2022).
+
+    arXiv 2201.13320, algorithm 1. v tracks the mean gradient, as y of gradient_tracking.py, and u is the update that
+    the local steps of a round made. h and g are public copies of x and v, kept up to date by C(x - h) and C(v - g) as
+    in choco.py, whose exchange is used twice: v_0 = u_0 / lr_0, h starts as the initial model and g as zero. The mean
+    of v over the nodes equals the mean of u / lr in every round, whatever C is.
+
+    Memory: two copies per neighbor and seven more. Payloads hold both differences: of `x.` and of `v.`. A lost payload
+    breaks the mean of v for good. In a round with learning rate 0 nodes only mix.
+    """
+
+    Config: ClassVar[type[component.Config]] = BeerConfig
+    requirements = Requirements(
+        static=True, symmetric=True, doubly_stochastic=True, compresses=True, sequential=True, tolerates_missing=False,
+        scalars={f"{part}.{name}": spec for part in "xv" for name, spec in Choco.requirements.scalars.items()},
+    )  # fmt: skip
+
+    def __init__(self, config: BeerConfig) -> None:
+        super().__init__(config)
+        self._copies = {"x": Choco(config), "v": Choco(config)}
+        """The public copies of models, h, and of trackers, g."""
+        self.operator = self._copies["x"].operator
+        self.form = config.form
+        self.tracked: Tensor | None = None
+        """v_i [P]."""
+        self.old_gradient: Tensor | None = None
+        self._x: Tensor | None = None
+        """The model before the local steps of this round."""
+
+    @classmethod
+    def step_search(cls, config: Any) -> Search:
+        """The search is that of `choco`: at a gradient that does not change, x and v are mixed alike."""
+        return Choco.step_search(config)
+
+    def set_parameter_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        for each in self._copies.values():
+            each.set_parameter_shapes(shapes)
+
+    def begin(self, model: Tensor, view: RoundView) -> None:
+        self._start(model, view)
+        self._x = model.clone()
+
+    def _start(self, model: Tensor, view: RoundView) -> Tensor:
+        """Returns v, which with its public copy is zero before the first gradient."""
+        if self.tracked is None:
+            self.tracked = torch.zeros_like(model)
+            self._copies["x"].begin(model, view)
+            self._copies["v"].begin(self.tracked, view)
+        return self.tracked
+
+    def adjust(self, model: Tensor, view: RoundView, loss: float) -> None:  # noqa: ARG002
+        assert self._x is not None and self.tracked is not None
+        if view.lr > 0:
+            gradient = (self._x - model).div_(view.lr)
+            self.tracked.add_(gradient)
+            if self.old_gradient is not None:
+                self.tracked.sub_(self.old_gradient)
+            self.old_gradient = gradient
+        if self.form == "semi_atc" and self.old_gradient is not None:
+            torch.sub(self._x, self.tracked, alpha=view.lr, out=model)
+        else:
+            model.copy_(self._x)
+        self._x = None
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        tracked = self._start(model, view)
+        x = self._copies["x"].outgoing(model, view)
+        v = self._copies["v"].outgoing(tracked, _other_draws(view))
+        made: dict[tuple[int, int], Payload] = {}
+        for uid in view.neighbors:
+            if (which := (id(x[uid]), id(v[uid]))) not in made:
+                made[which] = _joined({"x": x[uid], "v": v[uid]})
+        return {uid: made[id(x[uid]), id(v[uid])] for uid in view.neighbors}
+
+    def unpack(self, payload: Payload, uid: int, view: RoundView) -> Payload:
+        return _joined({part: each.unpack(_part(payload, part), uid, view) for part, each in self._copies.items()})
+
+    def mix(self, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
+        tracked = self._start(model, view)
+        self._copies["x"].mix(model, {uid: _part(payload, "x") for uid, payload in received.items()}, view)
+        if self.form == "dsgt" and self.old_gradient is not None:
+            model.sub_(tracked, alpha=view.lr)  # v before it is mixed: both lines of the paper take v_t
+        self._copies["v"].mix(tracked, {uid: _part(payload, "v") for uid, payload in received.items()}, view)
+
+    def undelivered(self, uid: int, payload: Payload) -> None:
+        for each in self._copies.values():
+            each.undelivered(uid, payload)
+
+    def payload_schema(self, elements: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        schema = self._copies["x"].payload_schema(elements, dtype)
+        return {f"{part}.{name}": spec for part in self._copies for name, spec in schema.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: tensor.clone() for name in ("tracked", "old_gradient")
+                                 if (tensor := getattr(self, name)) is not None}  # fmt: skip
+        return {**found, **{part: each.state_dict() for part, each in self._copies.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("tracked", "old_gradient"):
+            setattr(self, name, state[name].clone() if name in state else None)
+        for part, each in self._copies.items():
+            each.load_state_dict(state[part])
+
+
+def _other_draws(view: RoundView) -> RoundView:
+    """Returns the view whose codec draws differ from those of the round's models."""
+    return replace(view, phase=1)
+
+
+def _joined(parts: Mapping[str, Payload]) -> Payload:
+    return Payload(
+        {f"{part}.{name}": tensor for part, each in parts.items() for name, tensor in each.tensors.items()},
+        {f"{part}.{name}": value for part, each in parts.items() for name, value in each.scalars.items()},
+        frozenset(f"{part}.{name}" for part, each in parts.items() for name in each.metadata),
+    )
+
+
+def _part(payload: Payload, part: str) -> Payload:
+    """Returns one of the payloads that `_joined` put together."""
+    start = f"{part}."
+    tensors = {name.removeprefix(start): tensor for name, tensor in payload.tensors.items() if name.startswith(start)}
+    scalars = {name.removeprefix(start): value for name, value in payload.scalars.items() if name.startswith(start)}
+    return Payload(tensors, scalars)
