@@ -10,7 +10,7 @@ from decentnode.config.component import Config, load_class
 if TYPE_CHECKING:
     from decentnode.graph.base import Graph
 
-AMONG_EQUALS: dict[str, str] = {
+STATIC: dict[str, str] = {
     "ring": "decentnode.graph.families:Ring",
     "torus": "decentnode.graph.families:Torus",
     "complete": "decentnode.graph.families:Complete",
@@ -22,6 +22,10 @@ AMONG_EQUALS: dict[str, str] = {
     "hypercube": "decentnode.graph.families:Hypercube",
     "exponential": "decentnode.graph.families:Exponential",
     "file": "decentnode.graph.file:FileGraph",
+}
+"""Graphs with the same edges in all rounds."""
+AMONG_EQUALS: dict[str, str] = {
+    **STATIC,
     "one_peer_exponential": "decentnode.graph.schedules:OnePeerExponential",
     "directed_one_peer_exponential": "decentnode.graph.schedules:DirectedOnePeerExponential",
     "alternating_ring": "decentnode.graph.schedules:AlternatingRing",
@@ -34,7 +38,8 @@ AMONG_EQUALS: dict[str, str] = {
 """Graphs without servers that are not made of others."""
 FAMILIES: dict[str, str] = {**AMONG_EQUALS, "star": "decentnode.graph.star:Star"}
 """Graphs of which others may be made."""
-GRAPHS: dict[str, str] = {**FAMILIES, "grouped": "decentnode.graph.grouped:Grouped"}
+GRAPHS: dict[str, str] = {**FAMILIES, "grouped": "decentnode.graph.grouped:Grouped",
+                          "matcha": "decentnode.graph.matcha:Matcha"}  # fmt: skip
 
 WEIGHTS: dict[str, str] = {
     "metropolis_hastings": "decentnode.graph.weights:MetropolisHastings",

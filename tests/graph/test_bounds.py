@@ -16,7 +16,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "probability": ([0, 1], [-0.001, 1.001]), "peers": ([1], [0]),
 }  # fmt: skip
 """Setting -> (taken, refused), wherever a graph has it."""
-FOUND = [(name, key) for name in GRAPHS if name != "grouped" for key in BOUNDS
+FOUND = [(name, key) for name in GRAPHS if name not in ("grouped", "matcha") for key in BOUNDS
          if key in load_class(name, GRAPHS, "graph").Config.model_fields]  # fmt: skip
 
 

@@ -30,6 +30,7 @@ PERIODIC = {
     "alternating_ring": {"nodes": 8}, "alternating_exponential_ring": {"nodes": 8, "nodes_per_machine": 2},
     "base_k_plus_1": {"nodes": 7}, "random_matching": {"nodes": 8}, "random_regular": {"nodes": 8, "degree": 2},
     "grouped": {"nodes": 8, "between": {"name": "one_peer_exponential", "nodes": 4}},
+    "matcha": {"nodes": 8, "base": {"name": "regular", "nodes": 8, "degree": 3}},
 }  # fmt: skip
 EVERY = {name for name in AMONG_EQUALS if hasattr(rule(name)(), "every")}
 CASES = [(name, every) for name in AMONG_EQUALS for every in (range(1, 9) if name in EVERY else [None])]
@@ -69,7 +70,7 @@ SUITED = [(name, family) for name in AMONG_EQUALS for family in PERIODIC if suit
 def test_only_rules_for_static_graphs_are_left_out() -> None:
     refused = {name for name in AMONG_EQUALS for family in PERIODIC if not suits(name, family)}
     assert refused == {"d2", "exact_diffusion", "decentlam", "relaysgd", "hierarchical", "powergossip",
-                       "choco", "qsgd", "sign", "stc"}  # fmt: skip
+                       "choco", "beer", "qsgd", "sign", "stc"}  # fmt: skip
     assert {family for name, family in SUITED if name == "hierarchical"} == {
         "grouped", "one_peer_exponential", "alternating_exponential_ring"}
 
