@@ -32,7 +32,7 @@ def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, 
     for index, fault in enumerate(faults):
         unknown = sorted({uid for uid in fault.uids if not 0 <= uid < num_nodes + newcomers})
         if unknown:
-            raise UsageError(f"faults[{index}] must be of nodes below {num_nodes + newcomers}, got {unknown[0]}")
+            raise UsageError(f"faults[{index}] must name uids below {num_nodes + newcomers}, got {unknown[0]}")
         for each in fault.resolved(stream(seed, GLOBAL, f"fault {index}"), num_nodes, rounds):
             found.append(each)
             if len(found) > MAX_STRIKES:

@@ -32,7 +32,7 @@ from tests.config.experiments import BASE, said
     ("communication: {name: auto, edges: [{nodes: [1, 1], by: zeromq}]}",
      "6:45: communication.edges[0].nodes must be different uids, got [1, 1]"),
     ("run: {profile: {round: 0, uid: 4}}", "6:32: run.profile.uid: the run has nodes 0 to 3, got 4"),
-    ("sharing: {name: topk, dump: {nodes: [0, 4]}}", "6:41: sharing.dump.nodes[1] must be of nodes below 4, got 4"),
+    ("sharing: {name: topk, dump: {nodes: [0, 4]}}", "6:41: sharing.dump.nodes[1] must be uids below 4, got 4"),
     ("sharing: {name: hierarchical, groups: [[0, 1], [2, 4]]}",
      "6:39: sharing.groups must name nodes of the run, got 4"),
     ("simulate: {newcomers: [{at_seconds: 1, samples_of: 4}]}",
