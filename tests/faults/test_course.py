@@ -57,7 +57,7 @@ def test_what_says_no_time_or_two_is_refused(given: dict[str, Any], wrong: str) 
 
 @pytest.mark.slow
 def test_nodes_that_there_are_not_and_plans_without_end() -> None:
-    with pytest.raises(UsageError, match=r"faults\[1\] must be of nodes below 8, got 8"):
+    with pytest.raises(UsageError, match=r"faults\[1\] must name uids below 8, got 8"):
         resolve([read(do="drop"), read(do="cut", sides=[[1], [8]], at_round=1, seconds=1)], 1, NODES, ROUNDS)
     with pytest.raises(UsageError, match="at most 100,000 faults"):
         resolve([read(do="kill", nodes="all", probability=1)], 1, NODES, 20_000)
