@@ -56,6 +56,11 @@ def _own(name: str, kind: str, base: type[Any]) -> type[Any]:
     return found
 
 
+SWITCHES = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "0", "1", ""})
+"""Texts that mean true or false. Where torch looks whether an argument holds, any but the empty one does: quoted, "no"
+would switch it on."""
+
+
 def check_arguments(
     name: str, of: type[Any], given: Mapping[str, Any], reserved: tuple[str, ...],
     make: Callable[[dict[str, Any]], Any],
@@ -81,6 +86,8 @@ def check_arguments(
         default = parameters[key].default
         if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, bool | str):
             raise problem_at(key, f"must be a number, got {value!r}", value)
+        if isinstance(default, bool) and isinstance(value, str) and value.lower() in SWITCHES:
+            raise problem_at(key, f"must be true or false, got the text {value!r}", value)
     needed = {key for key, p in parameters.items() if p.default is p.empty}
     for key in sorted(needed - set(given)):
         raise problem_at("name", f"needs {key!r} beside it for {name}", name)
