@@ -181,5 +181,5 @@ def test_data_without_classes_is_dealt_by_number(tmp_path: Path) -> None:
 def test_data_that_is_numbered_by_its_file_is_never_private(tmp_path: Path) -> None:
     for uid in range(2):
         files.write_movielens(tmp_path / f"m{uid}")
-    with pytest.raises(DataError, match=r"data\.folder must be one for all nodes"):
+    with pytest.raises(DataError, match=r"data\.folder must be the same for all nodes"):
         opened(tmp_path, [0, 0], name="movielens", folder="m{uid}", cache="cache").check()

@@ -114,5 +114,5 @@ def reopened(folder: Path) -> None:
 
 
 def test_nodes_with_files_of_their_own_would_number_words_otherwise(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must be one for all nodes"):
+    with pytest.raises(DataError, match="must be the same for all nodes"):
         opened(tmp_path).check_private()

@@ -60,7 +60,7 @@ def test_a_text_without_speakers_and_an_alphabet_of_its_own(tmp_path: Path) -> N
     data = opened(tmp_path, "ab " * 200, speakers=False, alphabet="ab z")
     assert data.train_keys() is None and data.spec.vocabulary == 4
     assert sum(len(y) for _, y in texts(data, data.train(np.arange(data.num_train())))) == 539
-    with pytest.raises(DataError, match=r"data\.alphabet must have all characters of .* it has no 'c'"):
+    with pytest.raises(DataError, match=r"data\.alphabet must have all characters of .* it lacks 'c'"):
         opened(tmp_path, "abc " * 100, speakers=False, alphabet="ab ")
     with pytest.raises(DataError, match="too short"):
         opened(tmp_path, "ab", speakers=False)

@@ -63,7 +63,7 @@ def test_a_node_that_is_ten_times_slower_makes_a_tenth_of_the_steps(monkeypatch:
 @pytest.mark.parametrize("key", ["local_steps", "local_epochs"])
 def test_who_asks_for_a_time_is_told_how_to_take_the_number_back(key: str) -> None:
     sets = [f"training={{name: supervised, batch_size: 4, {key}: 1}}", "training.local_seconds=1"]
-    with pytest.raises(ConfigError, match=f"{key}: null takes back"):
+    with pytest.raises(ConfigError, match=f"{key}: null overrides"):
         load(QUICKSTART, sets)
     load(QUICKSTART, [*sets, f"training.{key}=null"])
 
