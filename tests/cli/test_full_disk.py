@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,13 +98,19 @@ def test_secrets_without_their_public_keys_are_removed(tmp_path: Path, monkeypat
     assert {each.name for each in keys.iterdir()} == {"public.keys", "node-0.secret", "node-1.secret"}
 
 
-def test_a_write_that_tells_no_name_ends_in_a_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "told"), [
+    (["sweep", "tiny.yaml", "-g", "seed=1", "--run-dir", "runs"], "error: No usable temporary directory found in "),
+    (["list"], "error: cannot write: File too large"),
+], ids=["sockets", "output"])  # fmt: skip
+def test_a_process_that_can_write_nothing_ends_in_a_sentence(tmp_path: Path, words: list[str], told: str) -> None:
+    """In a process of its own: a fork server that it starts would keep the limit for all later tests."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(experiment()))
-    with full():
-        found = CliRunner().invoke(
-            main, ["sweep", str(tmp_path / "tiny.yaml"), "-g", "seed=1", "--run-dir", str(tmp_path / "runs")]
-        )
-    assert found.exit_code == 3 and found.output.strip() == "error: cannot write: File too large"
+    command = [sys.executable, "-m", "decentnode", *words]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with full(), (tmp_path / "output").open("w") as output:
+        found = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=200, cwd=tmp_path,
+                               env=environment)  # fmt: skip
+    assert found.returncode == 3 and found.stderr.startswith(told) and found.stderr.count("\n") == 1, found.stderr
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder_and_latest_as_it_was(tmp_path: Path) -> None:

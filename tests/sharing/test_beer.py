@@ -74,7 +74,7 @@ def test_the_codecs_of_models_and_trackers_draw_apart() -> None:
 @pytest.mark.parametrize(("setting", "says"), [
     ("graph={name: one_peer_exponential, nodes: 16}", "beer needs a static graph"),
     ("node.schedule=overlapped", "beer works with schedule: sequential only"),
-    ("node.missing=return_weight", "beer never recovers from one payload that does not come"),
+    ("node.missing=return_weight", "beer cannot recover from a missing payload"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused_by_name(setting: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):

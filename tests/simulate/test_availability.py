@@ -50,7 +50,7 @@ def test_presence_and_return() -> None:
 
 def test_no_work_takes_no_time_and_nobody_is_never_there() -> None:
     assert Availability(NODES, PERIODS).worked(np.full(4, 1.7), np.zeros(4)).tolist() == [1.7] * 4
-    with pytest.raises(DataError, match="node 1 is never there"):
+    with pytest.raises(DataError, match="node 1 is never available"):
         Availability([[(0, 1)], [(5, 6)]], [3, 3])
 
 

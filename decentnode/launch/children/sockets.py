@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from decentnode import clock
+from decentnode.errors import EnvironmentFault
 
 PREFIX = "decentnode-"
 LOCK, UNLOCKED = "lock", "lock.new"
@@ -34,8 +35,13 @@ _BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as `p
 
 
 def base_folder() -> Path:
-    """Returns the folder for temporary files, or /tmp where its path is too long for those of sockets."""
-    base = tempfile.gettempdir()
+    """Returns the folder for temporary files, or /tmp where its path is too long for those of sockets. Raises
+    EnvironmentFault if nothing can be written to any folder for temporary files."""
+    try:
+        base = tempfile.gettempdir()
+    except FileNotFoundError as error:  # its text names the folders that were tried
+        raise EnvironmentFault(f"{error.strerror}: free some space there, or set TMPDIR to a folder that can be "
+                               f"written to") from error  # fmt: skip
     return Path("/tmp" if len(os.fsencode(base)) + len(PREFIX) + 10 > MAX_PATH_BYTES else base)
 
 
