@@ -217,7 +217,7 @@ def test_where_all_that_is_tried_is_damaged_on_all_nodes_the_run_says_so(
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"(?s)no round that all nodes have a whole checkpoint of.*is damaged"):
+    with pytest.raises(CheckpointError, match=r"(?s)no round has a complete checkpoint on all nodes.*is damaged"):
         Fleet(tmp_path / "b").resume(tmp_path / "a").run()
 
 
@@ -227,7 +227,7 @@ def test_a_checkpoint_of_another_model_is_not_gone_on_from(tmp_path: Path) -> No
     changed = Fleet(tmp_path / "b").resume(tmp_path / "a")
     for node in changed.nodes:
         node.training.model.module.register_buffer("further", torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"(?s)its own: none.*of another model: it differs in further"):
+    with pytest.raises(CheckpointError, match=r"(?s)checkpoints of this node: none.*of another model: it differs in further"):
         changed.run()
 
 
@@ -255,11 +255,11 @@ def test_without_any_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path) -
         for uid in range(NODES):
             if uid % 2 != round % 2:  # no round is whole
                 store.remove(tmp_path / "a", place.name, uid)
-    with pytest.raises(CheckpointError, match="no round that all nodes have a whole checkpoint of"):
+    with pytest.raises(CheckpointError, match="no round has a complete checkpoint on all nodes"):
         Fleet(tmp_path / "b").resume(tmp_path / "a").run()
-    with pytest.raises(CheckpointError, match="its own: none"):
+    with pytest.raises(CheckpointError, match="checkpoints of this node: none"):
         Fleet(tmp_path / "c").resume(tmp_path / "none").run()
-    with pytest.raises(CheckpointError, match="its own: none"):
+    with pytest.raises(CheckpointError, match="checkpoints of this node: none"):
         Fleet(tmp_path / "c").resume(tmp_path / "a", runs=["of another run"]).run()
 
 

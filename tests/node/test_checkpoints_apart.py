@@ -178,7 +178,7 @@ def test_no_file_at_all_is_an_error_that_names_it(tmp_path: Path) -> None:
     world = made.until(LIMIT)
     errors = [process.error for process in world.lives]
     assert all(errors) and any(isinstance(error, CheckpointError) for error in errors)
-    assert any("no round that all nodes have a whole checkpoint of" in str(error) for error in errors)
+    assert any("no round has a complete checkpoint on all nodes" in str(error) for error in errors)
 
 
 @pytest.mark.slow

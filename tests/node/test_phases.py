@@ -14,7 +14,7 @@ from torch import Tensor
 from decentnode.build import schemas_of, step_all
 from decentnode.communication.base import Communication
 from decentnode.config import component
-from decentnode.errors import PeerLost
+from decentnode.errors import PeerLost, UsageError
 from decentnode.graph.base import RoundView
 from decentnode.graph.topology import Topology
 from decentnode.node.config import NodeConfig
@@ -37,6 +37,13 @@ class Twice(Full):
         if view.phase == 1 and view.round % 2:
             return replace(view, neighbors=(), sources=(), weights={view.uid: 1.0}, out_weights={view.uid: 1.0})
         return view
+
+
+class Forgetful(Full):
+    """Sends to one neighbor alone."""
+
+    def outgoing(self, model: Tensor, view: RoundView) -> dict[int, Payload]:
+        return dict(list(super().outgoing(model, view).items())[:1])
 
 
 class Relay(Sharing):
@@ -170,3 +177,8 @@ def test_a_neighbor_that_falls_silent_between_phases(missing: str) -> None:
     mean = (first - 0.1 * (first - target)).mean(0)
     for node in built[:2]:
         torch.testing.assert_close(node.training.model.parameters.double(), mean, atol=1e-6, rtol=0)
+
+
+def test_a_rule_that_leaves_a_neighbor_out_is_told_so_before_anybody_waits() -> None:
+    with pytest.raises(UsageError, match=r"Forgetful.outgoing must return .* neighbors \[1, 3\], got those for \[1\]"):
+        run(Forgetful, make("ring", nodes=4))

@@ -42,7 +42,7 @@ def with_buffer(buffer: torch.Tensor) -> nn.Module:
 
 @pytest.mark.parametrize(("module", "says"), [
     (lambda: shared(lambda m: nn.Parameter(m.weight.data.t())), "must not share memory"),
-    (lambda: shared(lambda m: nn.Parameter(m.weight.data[0], requires_grad=False)), "weight does with other"),
+    (lambda: shared(lambda m: nn.Parameter(m.weight.data[0], requires_grad=False)), "weight shares memory with other"),
     (lambda: with_buffer(torch.eye(3).to_sparse()), "buffer kept must be a dense tensor"),
     (lambda: shared(lambda _: nn.Parameter(torch.zeros(6).as_strided((3, 3), (1, 1)))), "memory for each"),
     (lambda: nn.LazyLinear(3), "parameter weight .* run a forward pass first"),
@@ -147,7 +147,7 @@ def test_parameters_of_the_optimizer_or_the_model_alone(caplog: pytest.LogCaptur
     wrapped.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     for t in range(2):
         face.step(wrapped, 0, t)
-    assert len(caplog.messages) == 1 and "has 1 parameters that are not of the wrapped model" in caplog.text
+    assert len(caplog.messages) == 1 and "has 1 parameters that are not in the wrapped model" in caplog.text
 
 
 def test_the_attribute_that_scripts_set_instead_of_no_sync() -> None:
@@ -322,7 +322,7 @@ def test_gradients_of_ranks_that_use_different_parts() -> None:
 @pytest.mark.parametrize("name", ["EASGD", "EASGD+", "LSGD", "LSGD+", "DDP"])
 def test_a_state_that_one_rank_alone_loads_into_its_optimizer_is_told(name: str) -> None:
     for told in run_ranks(2, habits.comm_loads_alone, name, timeout_seconds=60):
-        assert "must take equally many steps" in told or told.startswith("RuntimeError")
+        assert "must take the same number of steps" in told or told.startswith("RuntimeError")
 
 
 def test_losses_that_only_some_ranks_tell_are_no_leader_s() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from decentnode import clock
 from decentnode.communication.base import Arrival, AveragingGroup, Communication, Exchange
 from decentnode.communication.run_state import Steps, Wait
-from decentnode.errors import PeerFault, PeerLost
+from decentnode.errors import PeerFault, PeerLost, UsageError
 from decentnode.graph.base import RoundView
 from decentnode.metrics.history import ExchangeRecord
 from decentnode.node.schedules.dumps import Dumps
@@ -190,6 +190,10 @@ class FragmentExchange:
         view, own = self._views[phase], self.part(model)
         self.view, self._device = view, own.device
         self._outgoing = self.rule.outgoing(own, view)
+        if self._outgoing.keys() != {*view.neighbors}:  # what was left out would be waited for until the time-out
+            raise UsageError(f"{type(self.rule).__name__}.outgoing must return a payload for each of the neighbors "
+                             f"{[*view.neighbors]}, got those for {sorted(self._outgoing)} "
+                             f"(round {view.round})")  # fmt: skip
         group = None
         if self._averaging_groups and view.averaging and not self.rule.requirements.scalars:
             group = AveragingGroup(view.averaging, self.rule.own_contribution(own, view))
