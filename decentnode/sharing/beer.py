@@ -46,7 +46,7 @@ class Beer(Sharing):
         super().__init__(config)
         self._copies = {"x": Choco(config), "v": Choco(config)}
         """The public copies of models, h, and of trackers, g."""
-        self.operator = self._copies["x"].operator
+        self.operator, self.step_size = self._copies["x"].operator, self._copies["x"].step_size
         self.form = config.form
         self.tracked: Tensor | None = None
         """v_i [P]."""

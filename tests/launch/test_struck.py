@@ -79,7 +79,7 @@ def test_a_payload_that_was_not_what_its_source_sent_fails_the_run(
         return exchange(self, round, outgoing, *args, **named)
 
     monkeypatch.setattr(Inproc, "exchange", lies)
-    with pytest.raises(NodeFailed, match=r"not what it must be: nodes/001/events.jsonl.* node 1, round 4.*node 2"):
+    with pytest.raises(NodeFailed, match=r"is wrong: nodes/001/events.jsonl.* node 1, round 4.*node 2"):
         here(tmp_path, [{"do": "slow", "nodes": [1], "factor": 1.5, "at_round": 0}])
     summary = json.loads(next(tmp_path.glob("*/*/summary.json")).read_text())
     assert summary["exit_code"] == 8 and "violation" in summary["checked"]
@@ -103,7 +103,7 @@ def test_what_nodes_mixed_that_wait_for_nobody_is_checked(
         return publish(self, round, outgoing, channel)
 
     monkeypatch.setattr(Inproc, "publish", lies)
-    with pytest.raises(NodeFailed, match=r"not what it must be: nodes/00\d/events.jsonl.* of node 2"):
+    with pytest.raises(NodeFailed, match=r"is wrong: nodes/00\d/events.jsonl.* of node 2"):
         here(tmp_path, slow, schedule=schedule, rounds=3, evaluate_every=0)
 
 

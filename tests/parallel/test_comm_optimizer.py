@@ -165,7 +165,7 @@ def test_the_center_is_evaluated_in_place_and_the_own_model_comes_back() -> None
 def test_what_would_be_pulled_twice_or_rounded_is_refused() -> None:
     weight = nn.Parameter(torch.randn(3, 3))
     tied, one = nn.Parameter(weight.data.t()), nn.Parameter(torch.ones(1).expand(3))
-    with pytest.raises(ValueError, match=r"parameter . of the optimizer does with parameter .* pulled twice"):
+    with pytest.raises(ValueError, match=r"parameter . of the optimizer shares memory with parameter .* pulled twice"):
         CommOptimizer(torch.optim.SGD([weight, tied], lr=0.1), "EASGD")
     with pytest.raises(ValueError, match=r"parameter 0 of the optimizer must have memory for each of its elements"):
         CommOptimizer(torch.optim.SGD([one], lr=0.1), "LSGD")

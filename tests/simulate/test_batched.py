@@ -207,8 +207,10 @@ def test_ways_are_checked_in_full_precision() -> None:
 ])  # fmt: skip
 def test_ways_to_make_the_steps(way: str, model: str) -> None:
     images = [IMAGES] if "net" in model else []
-    config = experiment(f"model={model}", *images, "node.rounds=3")
-    engine = compare(config, way, workers=2 if way == "rows" else 1, atol=1e-5)
+    # Of the deep net an activation that is zero but for its rounding changed a whole step, on some processors.
+    small = ["training.optimizer.lr=0.001"] if "resnet" in model else []
+    config = experiment(f"model={model}", *images, "node.rounds=3", *small)
+    engine = compare(config, way, workers=2 if way == "rows" else 1, atol=1e-6 if small else 1e-5)
     assert engine.steps.name == way
 
 

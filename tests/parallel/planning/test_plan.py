@@ -82,9 +82,9 @@ def test_a_section_with_a_wrong_key_is_told_in_one_line_what_it_takes() -> None:
     (type("Mine", (Full,), {"begin": lambda *_: None}), "has a method begin, .* requirements have sequential=True"),
     (type("Mine", (Full,), {"direction": lambda *_: None}), "has a method direction, which scripts do not call"),
     (type("Noisy", (Full,), {"outgoing": lambda _, x, view: {uid: Payload({"x": x + 1e-3}) for uid in view.neighbors}}),
-     "Noisy, which sends something else than the parameters"),
+     "Noisy, which sends something other than the parameters"),
     (type("Rare", (Full,), {"outgoing": lambda _, x, view: {uid: Payload({"x": x}) for uid in view.neighbors
-                                                            if view.round % 2}}), "which sends something else"),
+                                                            if view.round % 2}}), "which sends something other"),
 ])  # fmt: skip
 def test_rules_that_do_not_fit_are_refused(rule: Any, says: str) -> None:
     with pytest.raises((ValueError, UsageError), match=says):
