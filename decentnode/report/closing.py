@@ -37,7 +37,7 @@ def closing(summary: Mapping[str, Any]) -> list[str]:
     again = f" ({size(resent)} of it sent again)" if (resent := summary.get("bytes_resent_total")) else ""
     beside = ", ".join(f"{size(summary[f'bytes_{purpose}_total'])} {purpose}{again if purpose == 'protocol' else ''}"
                        for purpose in others)  # fmt: skip
-    found = [*lines, traffic, *_virtual(summary, most), f"beside   {beside}", *_waiting(summary["waiting"])]
+    found = [*lines, traffic, *_virtual(summary, most), f"other    {beside}", *_waiting(summary["waiting"])]
     return [*found, *_left(summary), *_lost(summary), *_losses(summary), *_checkpoints(summary)]
 
 

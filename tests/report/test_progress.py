@@ -205,9 +205,9 @@ def test_the_closing_says_who_waited_for_whom() -> None:
     text = "\n".join(closing(summary()))
     assert text.startswith("done in 14.2 s: mean test accuracy 0.750 (min 0.700 node 0, max 0.800 node 1)")
     assert "4.0 kB of payloads sent by 2 nodes, 2.0 kB each; 10 rounds of 100 ms" in text
-    assert "beside   3.0 MB evaluation, 700 B protocol, 0 B control" in text
+    assert "other    3.0 MB evaluation, 700 B protocol, 0 B control" in text
     again = "\n".join(closing(summary(bytes_resent_total=300)))
-    assert "beside   3.0 MB evaluation, 700 B protocol (300 B of it sent again), 0 B control" in again
+    assert "other    3.0 MB evaluation, 700 B protocol (300 B of it sent again), 0 B control" in again
     assert "31 % of the nodes' time; longest was node 1 for node 0: 500 ms" in text
 
 
