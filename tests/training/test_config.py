@@ -101,7 +101,7 @@ def test_arguments_reach_the_optimizer() -> None:
      "lr_schedule.cycle_momentum", "must be true or false, got the text 'Off'"),
     ({"optimizer": {"lr": 0.1, "nesterov": True}}, "optimizer.nesterov", "Nesterov momentum requires a momentum"),
     ({"optimizer": {"name": "adam", "betas": 3}}, "optimizer.betas", "must suit torch's Adam"),
-    ({"optimizer": {"name": "adam", "betas": [0.9, 0.99, 0.999]}}, "optimizer.betas", "must suit .*too many values to"),
+    ({"optimizer": {"name": "adam", "betas": [0.9]}}, "optimizer.betas", "must suit torch's Adam: "),
     ({"optimizer": {"name": "rprop", "step_sizes": [1]}}, "optimizer.step_sizes", "must suit torch's Rprop: .*unpack"),
     ({"optimizer": {"lr": 0.1, "momentum": 0.9, "dampening": [1]}}, "optimizer.name", "must suit torch's SGD: "),
     ({"lr_schedule": "cosin"}, "lr_schedule.name", "did you mean 'cosine'"),
