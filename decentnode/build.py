@@ -95,8 +95,8 @@ def device_of(wanted: str, rank: int = 0, key: str = "mapping.device") -> torch.
     if torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
         raise EnvironmentFault(
             f"{key} is {wanted}, but this process has already asked for its GPUs (torch.cuda.is_available() is "
-            f"enough), so its forks cannot use them: give processes=False or device: cpu, or start the program with "
-            f"PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment"
+            "enough), so its forks cannot use them: give processes=False or device: cpu, or start the program with "
+            "PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto" or (wanted == "cuda" and count):
@@ -233,7 +233,7 @@ def sampler_of(experiment: Experiment, uid: int) -> Sampler | None:
         shares = experiment.open_data().label_shares(uid)
         if shares is None:
             raise DataError(f"sampler {config.name} compares nodes by their labels, but this data has none; use by: "
-                            f"model")  # fmt: skip
+                            "model")  # fmt: skip
     elements = told.elements if shares is None else len(shares)
     around = Surroundings(uid, graph.num_nodes, graph.neighbors(uid, 0), experiment.seed, elements)
     sampler: Sampler = kind(config, around)

@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
     if found is None:
         raise UsageError(
             f"{name} was an object of the program that made this experiment and is not available here; to use the "
-            f"experiment elsewhere, put its class into a module and name it package.module:Class"
+            "experiment elsewhere, put its class into a module and name it package.module:Class"
         )
     return found
 

@@ -200,7 +200,7 @@ class Experiment:
         chosen = self._changed(sections, **short)
         if chosen._objects:
             raise UsageError(f"{_named(chosen._objects)} other processes cannot access, so no sweep can run the "
-                             f"experiment: put the class into a module and name it package.module:Class")  # fmt: skip
+                             "experiment: put the class into a module and name it package.module:Class")  # fmt: skip
         return chosen._request(folder=os.getcwd(), variables=forkserver.changed_variables())
 
     def _outcome(
@@ -254,12 +254,12 @@ class Experiment:
         self._one_machine()
         if "fork" not in multiprocessing.get_all_start_methods():
             raise UsageError(f"{_named(self._objects)} can be passed to processes only on systems that fork them; "
-                             f"processes=False runs all nodes in this one")  # fmt: skip
+                             "processes=False runs all nodes in this one")  # fmt: skip
         used = "uses CUDA" if torch.cuda.is_initialized() else "has computed gradients" if _autograd_threads() else ""
         if used:
             raise UsageError(f"{_named(self._objects)} cannot be passed to processes, because this process {used}, "
-                             f"after which its forks cannot; processes=False runs all nodes in this "
-                             f"one")  # fmt: skip
+                             "after which its forks cannot; processes=False runs all nodes in this "
+                             "one")  # fmt: skip
         return self._request(resume=request.resume, forked=True)
 
     def _ended(self, outcome: Outcome) -> Run:

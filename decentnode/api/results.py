@@ -191,7 +191,7 @@ class Models(Mapping[int | str, "nn.Module"]):
         if key not in self._keys:
             there = f"there are {', '.join(map(str, self._keys))}" if self._keys else (
                 f"the run has saved none ({self._run.status}); with node.checkpoint, a run that is cut off keeps its "
-                f"models")
+                "models")
             raise KeyError(f"no model {key!r}: {there}")
         return self._run.path / "models" / (f"{key:03d}.safetensors" if isinstance(key, int) else f"{key}.safetensors")
 

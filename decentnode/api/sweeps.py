@@ -158,7 +158,7 @@ def sweep(
     files.write(made._results, found.folder)
     if state.exit_code > 128:
         error = RunInterrupted(f"stopped after {len(state.ended)} of {state.total} points; finished points are "
-                               f"kept", None,
+                               "kept", None,
                                state.exit_code)  # fmt: skip
         error.sweep = made  # type: ignore[attr-defined]
         raise error

@@ -39,7 +39,7 @@ def command(run: str, others: tuple[Path, ...]) -> None:
     going = [uid for uid, status in read(found.run).items() if status.get("doing") not in ENDS]
     if going:
         click.echo(f"node {names(going)} had not ended when it was copied: collect again later to get the rest, "
-                   f"unless it died")  # fmt: skip
+                   "unless it died")  # fmt: skip
     for machine, uids in sorted(found.missing.items()):
         click.echo(f"missing: node {names(uids)}, of machine {machine}")
     for line in differences(machines_of(found.run)):

@@ -37,8 +37,8 @@ def command(runs: tuple[str, ...], port: int | None, host: str, run_dir: Path, o
     listening = listen(host, port)
     if not is_loopback(host):
         click.echo(f"warning: port {listening.getsockname()[1]} is open to the network: anyone who can reach it and "
-                   f"has the token can see and stop these runs, and nothing is encrypted. Without --host, only this "
-                   f"machine can open the page; use ssh -L to reach it from elsewhere.", err=True)  # fmt: skip
+                   "has the token can see and stop these runs, and nothing is encrypted. Without --host, only this "
+                   "machine can open the page; use ssh -L to reach it from elsewhere.", err=True)  # fmt: skip
     token = new_token()
     address = url(listening, host, token)
     click.echo(address)

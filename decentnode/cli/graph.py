@@ -39,7 +39,7 @@ def family(name: str, options: dict[str, Any], seed: int, weights: str | None = 
         if needed and len(needed) == len(error.errors()):
             if sections := [key for key in needed if key not in options]:
                 raise GraphError(f"graph {plain} needs {', '.join(sections)}, for which there is no option: put it in "
-                                 f"an experiment (.yaml) and give that to `graph info` or `graph draw`") from error
+                                 "an experiment (.yaml) and give that to `graph info` or `graph draw`") from error
             flags = " and ".join(FLAGS.get(key, f"--{key.replace('_', '-')}") for key in needed)
             raise GraphError(f"graph {plain} needs {flags}") from error
         takes = ", ".join(sorted(set(found.Config.model_fields) - {"name", "nodes", "seed"})) or "no options"

@@ -58,7 +58,7 @@ def command(
     without = [u for u in range(mapping.num_nodes) if mapping.place(u).port is None]
     if without:
         raise UsageError(f"`decentnode node` needs a port for every node, node {without[0]} has none: set "
-                         f"mapping.base_port")
+                         "mapping.base_port")
     request = Request(config, chosen, variables, place.machine, join=join, resume=resume)
     facts = facts_of(experiment, request)
     if facts.finished:

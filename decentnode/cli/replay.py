@@ -78,26 +78,26 @@ def refuse(experiment: Experiment, lives: Lives) -> None:
     for life, event in every_event(lives):
         if event.kind == "entered" and max(event.members) >= founders:
             raise UsageError(f"{place_of(life, event)}: it has node {max(event.members)} beside it, which is not in "
-                             f"the mapping: a replay begins with the nodes of the mapping and admits no others; "
-                             f"--check compares the records without repeating the run")  # fmt: skip
+                             "the mapping: a replay begins with the nodes of the mapping and admits no others; "
+                             "--check compares the records without repeating the run")  # fmt: skip
     for each in lives.values():
         first = next((event for event in each[0].events if event.kind in ("steps", "resumed")), None)
         if first is not None and first.kind == "steps" and first.round:
             raise UsageError(f"{each[0].path} begins with round {first.round}: the run was resumed from a checkpoint "
-                             f"of another run, but the records, of an older version, do not say which")  # fmt: skip
+                             "of another run, but the records, of an older version, do not say which")  # fmt: skip
         for life in each if experiment.node.checkpoint is not None else ():
             came = None
             for event in life.events:
                 if event.kind == "steps" and came is not None:
                     raise UsageError(f"{place_of(life, came)}: it came back, but the records do not say what it took "
-                                     f"from a checkpoint (an older version wrote them)")  # fmt: skip
+                                     "from a checkpoint (an older version wrote them)")  # fmt: skip
                 if event.kind in ("entered", "restored"):
                     came = event if event.kind == "entered" and life.uid in event.fresh else None
     for life, event in every_event(lives):
         if "total" in event.fields:
             raise UsageError(f"{place_of(life, event)}: torch.distributed summed the payloads of a whole group. Its "
-                             f"order of additions depends on the group and the machines, so one process cannot get "
-                             f"the same bits, on which all later records depend; --check "
+                             "order of additions depends on the group and the machines, so one process cannot get "
+                             "the same bits, on which all later records depend; --check "
                              f"compares the records without repeating the run")  # fmt: skip
 
 

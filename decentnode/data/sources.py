@@ -169,7 +169,7 @@ def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Pro
     while (have := _size(part)) < remote.size:
         if failures == ATTEMPTS * len(urls):
             raise EnvironmentFault(f"{remote.name}: {said}; {have} of {remote.size} bytes are in {part}; the next "
-                                   f"attempt resumes from there")  # fmt: skip
+                                   "attempt resumes from there")  # fmt: skip
         url = urls[failures % len(urls)]
         try:
             _receive(url, part, remote, progress)

@@ -101,7 +101,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
     files.append(os.fspath(path))
     if tree.value is None:
         raise ConfigError([f"{shown}: the file is empty; an experiment needs at least graph, data, model and "
-                           f"training"], shown)
+                           "training"], shown)
     if not isinstance(tree.value, dict):
         raise ConfigError([problem(tree.place, "an experiment must consist of keys and values")], shown)
     tree, found = derived.take_out(tree, shown)

@@ -81,7 +81,7 @@ class Fault(Settings):
         every, until = self.every_seconds or 0.0, self.until_seconds or 0.0
         if until < every:
             raise ValueError(f"until_seconds must be at least every_seconds, {every:g}, got {until:g}: the fault "
-                             f"first strikes after that many seconds")  # fmt: skip
+                             "first strikes after that many seconds")  # fmt: skip
         return self
 
     @property

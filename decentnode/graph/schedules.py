@@ -84,7 +84,7 @@ class AlternatingRing(GroupSchedule):
         n = self.num_nodes = self.config.nodes
         if n % 2 and n > 1:
             raise GraphError(f"alternating_ring needs an even number of nodes, got {n}; graph ring works for every "
-                             f"number")
+                             "number")
         self.period = 2 if n > 2 else 1
 
     def _groups(self, phase: int) -> list[list[int]]:
@@ -116,7 +116,7 @@ class AlternatingExponentialRing(GroupSchedule):
         if n % per_machine or machines < 2:
             raise GraphError(
                 f"alternating_exponential_ring needs two or more machines of {per_machine} nodes, got {n} nodes; for "
-                f"one machine, use graph complete"
+                "one machine, use graph complete"
             )
         self._steps = power_of_two(machines, "alternating_exponential_ring (number of machines)")
         self.period = 2 * self._steps

@@ -81,7 +81,7 @@ def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator
     required = config.shared_memory is True
     if not FOLDER.is_dir():
         yield Finding("shared memory", None if not required else False, f"{FOLDER} does not exist: payloads use ipc "
-                                                                        f"instead")
+                                                                        "instead")
         return
     need = Layout(schemas, experiment.make_graph().num_nodes).size * nodes
     free = shutil.disk_usage(FOLDER).free

@@ -71,7 +71,7 @@ def evaluate(
     for key in [*(sections or {}), *(each.partition("=")[0].split(".")[0].strip() for each in overrides)]:
         if key not in ("data", "task"):
             raise UsageError(f"only data and task can be changed for an evaluation, got {key}; a run's models stay as "
-                             f"they were trained")  # fmt: skip
+                             "they were trained")  # fmt: skip
     refuse_script(run)
     if not (run / RESOLVED).is_file():
         raise UsageError(f"{run} has no {RESOLVED}, which describes its models")

@@ -65,7 +65,7 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
         experiment = load_request(request)
         if experiment.faults and experiment.communication.networked:
             raise UsageError(f"{request.shown}: nodes in this process have neither processes nor connections for "
-                             f"faults to strike; use communication: inproc for slow, full_disk and clock_jump, or "
+                             "faults to strike; use communication: inproc for slow, full_disk and clock_jump, or "
                              f"leave faults out")  # fmt: skip
         found = facts(experiment, replace(request, in_process=True))
         done = finished_before(found, observer.notice)

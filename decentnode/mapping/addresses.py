@@ -70,5 +70,5 @@ def find(hosts_: Sequence[str], names: set[str]) -> int:
         )
     raise MappingError(
         f"this machine matches several machines of the mapping: {', '.join(map(str, found))} of ({known}); give its "
-        f"number with --machine"
+        "number with --machine"
     )

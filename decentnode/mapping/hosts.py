@@ -126,7 +126,7 @@ def unknown_name(host: str, what: str) -> str:
         return ""
     return (
         f"{what} in the mapping is {host!r}, a name that cannot be resolved on this machine, which must listen there: "
-        f"correct it, add it to the name server or to this machine's /etc/hosts, or give the address of the "
+        "correct it, add it to the name server or to this machine's /etc/hosts, or give the address of the "
         f"network interface in its place"
     )
 
@@ -164,8 +164,8 @@ def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
     if unknown:
         return "", (
             f"a name in the mapping cannot be resolved here: {', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}; "
-            f"the run waits for the nodes there until it can be resolved; correct it, or add it to the name server or "
-            f"to this "
+            "the run waits for the nodes there until it can be resolved; correct it, or add it to the name server or "
+            "to this "
             f"machine's /etc/hosts"
         )
     wrong = [number for number in loopback if number != machine]

@@ -86,7 +86,7 @@ class Table(Mapping):
         if machines > 1 and (host == "*" or (known is not None and known.is_unspecified)):
             raise MappingError(
                 f"host of machine {number} must be the address by which the others reach it, got {host!r}; to listen "
-                f"on every "
+                "on every "
                 f"interface give its own address or name here, and bind: {'0.0.0.0' if host == '*' else host}"
             )
         return machine.model_copy(update=spelled)

@@ -136,6 +136,6 @@ class NodeConfig(Settings):
         if self.asynchronous is not None and self.schedule in ("sequential", "overlapped"):
             raise ValueError(f"asynchronous needs schedule: gossip_async, ad_psgd or epidemic, got {self.schedule}")
         if self.sampler is not None and self.schedule != "epidemic":
-            raise ValueError(f"sampler needs schedule: epidemic, in which nodes do not wait for particular neighbors, "
+            raise ValueError("sampler needs schedule: epidemic, in which nodes do not wait for particular neighbors, "
                              f"got {self.schedule}")
         return self

@@ -15,6 +15,7 @@ from decentnode.payload import Payload, TensorSpec
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.choco import Choco, ChocoConfig
 from decentnode.sharing.requirements import Requirements
+from decentnode.sharing.state import Tensors
 from decentnode.sharing.step_size import Search
 
 
@@ -24,7 +25,7 @@ class BeerConfig(ChocoConfig):
     x. dsgt: they send x and step afterwards, as the paper has it, which is stable for smaller steps only."""
 
 
-class Beer(Sharing):
+class Beer(Tensors, Sharing):
     """x += gamma sum_j W_ij (h_j - h_i) - lr v, v += gamma sum_j W_ij (g_j - g_i) + u'/lr' - u/lr (Zhao et al. 2022).
 
     arXiv 2201.13320, algorithm 1. v tracks the mean gradient, as y of gradient_tracking.py, and u is the update that
@@ -41,6 +42,8 @@ class Beer(Sharing):
         static=True, symmetric=True, doubly_stochastic=True, compresses=True, sequential=True, tolerates_missing=False,
         scalars={f"{part}.{name}": spec for part in "xv" for name, spec in Choco.requirements.scalars.items()},
     )  # fmt: skip
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("tracked", "old_gradient")
 
     def __init__(self, config: BeerConfig) -> None:
         super().__init__(config)
@@ -118,13 +121,10 @@ class Beer(Sharing):
         return {f"{part}.{name}": spec for part in self._copies for name, spec in schema.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {name: tensor.clone() for name in ("tracked", "old_gradient")
-                                 if (tensor := getattr(self, name)) is not None}  # fmt: skip
-        return {**found, **{part: each.state_dict() for part, each in self._copies.items()}}
+        return {**super().state_dict(), **{part: each.state_dict() for part, each in self._copies.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("tracked", "old_gradient"):
-            setattr(self, name, state[name].clone() if name in state else None)
+        super().load_state_dict({name: each for name, each in state.items() if name not in self._copies})
         for part, each in self._copies.items():
             each.load_state_dict(state[part])
 

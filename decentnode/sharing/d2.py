@@ -58,10 +58,10 @@ class D2(Tensors, Full):
 
     def mix_into(self, out: Tensor, model: Tensor, received: Mapping[int, Payload], view: RoundView) -> None:
         own = received[view.uid].tensors["x"] if view.uid in received else model
-        difference = torch.zeros_like(model)
+        difference, apart = torch.zeros_like(model), torch.empty_like(model)
         for uid, payload in received.items():
             if uid != view.uid:
-                difference.add_(payload.tensors["x"] - own, alpha=view.weights[uid])
+                difference.add_(torch.sub(payload.tensors["x"], own, out=apart), alpha=view.weights[uid])
         torch.add(model, difference, out=out)
         self._difference = difference
 

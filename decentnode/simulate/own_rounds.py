@@ -42,8 +42,8 @@ def check_schedule(experiment: Experiment) -> None:
     if why is not None:
         raise UsageError(
             f"simulate.compute and simulate.links must be left out with node.schedule {name}: {why}, but a simulation "
-            f"needs the times of rounds beforehand. Use gossip_async with stale: leave_out, which has them, "
-            f"decentnode timeline to see the times alone, or decentnode run to train in real time"
+            "needs the times of rounds beforehand. Use gossip_async with stale: leave_out, which has them, "
+            "decentnode timeline to see the times alone, or decentnode run to train in real time"
         )
 
 

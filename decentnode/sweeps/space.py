@@ -194,7 +194,7 @@ def grid(given: Sequence[Axis]) -> list[Settings]:
     for axis in given:
         if axis.law is not None:
             raise UsageError(f"-g {axis.key} is a distribution: give the number of points to draw (--random N), or "
-                             f"list its values")  # fmt: skip
+                             "list its values")  # fmt: skip
     return [_settings(given, values) for values in itertools.product(*(axis.values for axis in given))]
 
 

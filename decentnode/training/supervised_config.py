@@ -121,7 +121,7 @@ class SupervisedConfig(Config):
             if self.local_steps is not None or self.local_epochs is not None:
                 other = "local_epochs" if self.local_steps is None else "local_steps"
                 raise ValueError(f"must have local_seconds or a number of local steps or epochs, got both; {other}: "
-                                 f"null overrides the value of an extended file")  # fmt: skip
+                                 "null overrides the value of an extended file")  # fmt: skip
             if self.lr_schedule.every == "step":
                 raise ValueError("must have lr_schedule.every: round with local_seconds: the number of steps is not "
                                  "known in advance")  # fmt: skip

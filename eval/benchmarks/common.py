@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -43,14 +44,22 @@ def machine() -> str:
     model = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.processor())
     return (f"{cores()} cores, {model}, {platform.system()} {platform.release()}, Python {platform.python_version()}, "
-            f"commit {_commit()}, load {os.getloadavg()[0]:.1f}")
+            f"commit {commit_of(HERE)}, load {os.getloadavg()[0]:.1f}")
 
 
-def _commit() -> str:
-    """Of the checkout; of a copy of one without its history, or where there is no git, "unknown"."""
+def checkout_at(text: str) -> Path:
+    """The type of an argument that names a checkout of another commit."""
+    folder = Path(text).resolve()
+    if not (folder / "decentnode").is_dir():
+        raise argparse.ArgumentTypeError(f"{folder} is no checkout: it has no decentnode/")
+    return folder
+
+
+def commit_of(folder: Path) -> str:
+    """Of a checkout; of a copy of one without its history, or where there is no git, "unknown"."""
     try:
         commit, changes = (
-            subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=HERE, check=True).stdout.strip()
+            subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, check=True).stdout.strip()
             for arguments in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno"))
         )
     except (OSError, subprocess.CalledProcessError):

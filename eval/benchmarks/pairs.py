@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from common import CONFIG, floor_seconds, machine, round_records
+from common import CONFIG, checkout_at, commit_of, floor_seconds, machine, round_records
 from rounds import CASES
 
 
@@ -104,17 +104,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", default=["lenet-16", "mlp1m-16", "mlp25m-4"],
                         help=f"any of {', '.join([*CASES, *OWN_BENCHES])}")  # fmt: skip
-    parser.add_argument("--before", type=Path, required=True, help="checkout of the other commit")
+    parser.add_argument("--before", type=checkout_at, required=True, help="checkout of the other commit")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed on to the runs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    here, before = Path(__file__).resolve().parents[2], options.before.resolve()
-    if not (before / "decentnode").is_dir():
-        parser.error(f"{before} is no checkout: it has no decentnode/")
+    here, before = Path(__file__).resolve().parents[2], options.before
     print(machine(), flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=before)
-    print(f"before: commit {commit.stdout.strip()}; {options.pairs} pairs, ratio: this / before\n")
+    print(f"before: commit {commit_of(before)}; {options.pairs} pairs, ratio: this / before\n")
     print(f"{'case':10} {'before':>10} {'this':>10} {'ratio':>6} {'95 % interval':>16} {'floor':>10}")
     first, last = interval(options.pairs)
     for name in options.cases:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from common import machine
+from common import checkout_at, commit_of, machine
 
 HERE = Path(__file__).resolve().parents[2]
 FLOOR = HERE / "eval/benchmarks/floor.py"
@@ -103,11 +103,6 @@ def floor_cost(case: Case) -> Cost:
         return cost(command, HERE, folder)
 
 
-def commit_of(checkout: Path) -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=checkout)
-    return found.stdout.strip() or checkout.name
-
-
 def told(costs: list[Cost]) -> str:
     walls = sorted(cost.wall for cost in costs)
     return (f"{statistics.median(walls):7.2f} s [{walls[0]:.2f}, {walls[-1]:.2f}]   "
@@ -117,20 +112,16 @@ def told(costs: list[Cost]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"any of {', '.join(CASES)}; by default all")
-    parser.add_argument("--before", type=Path, action="append", default=[], help="checkout of another commit")
+    parser.add_argument("--before", type=checkout_at, action="append", default=[], help="checkout of another commit")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for name in options.cases:
         if name not in CASES:
             parser.error(f"case must be one of {', '.join(CASES)}, got {name}")
-    before = [folder.resolve() for folder in options.before]
-    for folder in before:
-        if not (folder / "decentnode").is_dir():
-            parser.error(f"{folder} is no checkout: it has no decentnode/")
     if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise SystemExit("this system does not let a process adopt its descendants: their CPU time cannot be measured")
-    ways = [*before, HERE, None]
+    ways = [*options.before, HERE, None]
     print(f"{machine()}; medians of {options.turns} turns", flush=True)
     for name in options.cases or CASES:
         case = CASES[name]

@@ -27,7 +27,7 @@ class DecentDPSteps(GossipSteps):
         if faithful and (plan.delayed or plan.coding is not None):
             what = "delayed=True" if plan.delayed else "compression"
             raise ValueError(f"faithful=True takes the steps of Decent-DP, which has no {what}: leave one of the two "
-                             f"out")
+                             "out")
         super().__init__(plan, buckets, exchange, local)
         self._names, self._faithful = names, faithful
         self.per_bucket: BucketSteps | None = None

@@ -41,11 +41,11 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
         would_do = "full or push_sum" if name == "gossip_async" else "full"
         yield Problem(("node", "schedule"), f": {sharing.name} needs its neighbors' payloads of the same round, got "
                                             f"{name}, in which nodes are in different rounds; sharing: {would_do} "
-                                            f"would do, or schedule: sequential",
+                                            "would do, or schedule: sequential",
                       other=("sharing",))  # fmt: skip
     elif getattr(sharing, "compression", None) is not None and sharing.name == "push_sum":
         yield Problem(("sharing", "compression"), f": running sums must arrive unchanged, got a codec with {name}; "
-                                                  f"leave it out", other=("node", "schedule"))  # fmt: skip
+                                                  "leave it out", other=("node", "schedule"))  # fmt: skip
     if name == "ad_psgd":
         yield from _pairs(experiment)
     if experiment.parameters is not None:
@@ -105,7 +105,7 @@ def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
     enough = node.asynchronous.arrivals or 0
     if enough > most:
         message = f"is more than a node receives in a round of the graph, {most}, got {enough}: every round lasts " \
-                  f"until " \
+                  "until " \
                   "its deadline"  # fmt: skip
         yield Problem(("node", "asynchronous", "arrivals"), message, doubt=True, other=("graph",))
 
@@ -118,7 +118,7 @@ def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
     what = "the mean of the clients' changes" if serves else takes.get(name)
     if experiment.weights is not None and what is not None:
         yield Problem(("weights",), f": {name} takes {what} and ignores weights; leave the section out, or write "
-                                    f"weights: null",
+                                    "weights: null",
                                     doubt=True, other=("sharing",) if serves else ("node", "schedule"))  # fmt: skip
 
 

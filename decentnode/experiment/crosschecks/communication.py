@@ -31,7 +31,7 @@ def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
     asked, config = getattr(experiment.mapping, "nodes_per_process", 1), experiment.communication
     if asked not in (1, "auto") and config.networked and not config.steps_nodes:
         message = f": {asked} nodes cannot share a process in cliques of torch.distributed, where each node blocks " \
-                  f"its process: leave it out, or the cliques"  # fmt: skip
+                  "its process: leave it out, or the cliques"  # fmt: skip
         yield Problem(("mapping", "nodes_per_process"), message, other=("communication",))
 
 
@@ -97,11 +97,11 @@ def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
     if quorum is not None and quorum.grace_seconds >= config.timeout_seconds:
         yield Problem(("node", "quorum", "grace_seconds"), f"must be less than communication.timeout_seconds, "
                       f"{config.timeout_seconds:g}, got {quorum.grace_seconds:g}: a round waits no longer than that, "
-                      f"with or without a quorum", other=("communication", "timeout_seconds"))  # fmt: skip
+                      "with or without a quorum", other=("communication", "timeout_seconds"))  # fmt: skip
     if config.networked and config.start_timeout_seconds < config.timeout_seconds:
         yield Problem(("communication", "start_timeout_seconds"), f"is less than timeout_seconds, "
                       f"{config.timeout_seconds:g}, got {config.start_timeout_seconds:g}: the start would give up on "
-                      f"nodes for which a round would still wait; leave it out to use timeout_seconds", doubt=True,
+                      "nodes for which a round would still wait; leave it out to use timeout_seconds", doubt=True,
                       other=("communication", "timeout_seconds"))  # fmt: skip
     if experiment.node.missing != "regroup" or not config.networked:
         return
@@ -133,7 +133,7 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
     yield from _sides_can_go_on(experiment)
     if not config.has_generations:
         yield Problem(("node", "missing"), f": {config.name} does not support generations of members; use auto, "
-                                           f"zeromq, shared_memory or collective",
+                                           "zeromq, shared_memory or collective",
                                            other=("communication", "name"))  # fmt: skip
     if graph is not None and node.min_nodes is not None and node.min_nodes > graph.num_nodes:
         yield Problem(("node", "min_nodes"), f"must be at most the number of nodes, {graph.num_nodes}, "
@@ -155,7 +155,7 @@ def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
     for reason in [reason for reason, found in reasons.items() if found][:1]:
         yield Problem(("node", "repair"), f": {sharing.name} {reason}, got {node.repair}", other=("sharing",))
     if node.sampler is not None:
-        yield Problem(("node", "repair"), f": the sampler, not the graph, chooses where a node sends, got "
+        yield Problem(("node", "repair"), ": the sampler, not the graph, chooses where a node sends, got "
                       f"{node.repair}", other=("node", "sampler"))  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
         alone = next((uid for uid in range(graph.num_nodes) if not graph.neighbors(uid, 0)), None)
         if alone is not None:
             yield Problem(("node", "sampler"), f": node {alone} has no neighbor in the first round of the graph, so "
-                                               f"initially it knows no other node", other=("graph",))  # fmt: skip
+                                               "initially it knows no other node", other=("graph",))  # fmt: skip
     if kind.tells(config).of == "labels":
         try:
             without = experiment.open_data().spec.num_classes is None
@@ -43,4 +43,4 @@ def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
             return
         if without:
             yield Problem(("node", "sampler"), f": {config.name} compares nodes by their labels, but this data has "
-                                               f"none; use by: model", other=("data",))  # fmt: skip
+                                               "none; use by: model", other=("data",))  # fmt: skip

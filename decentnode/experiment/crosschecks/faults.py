@@ -32,7 +32,7 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                           "at_seconds, or every_seconds with until_seconds")  # fmt: skip
         if isinstance(fault, Restart) and (never := _never_killed(experiment.faults, fault)):
             yield Problem(("faults", index, "nodes"), f": no other fault kills node {never}, and only dead nodes are "
-                                                      f"restarted", doubt=True)  # fmt: skip
+                                                      "restarted", doubt=True)  # fmt: skip
         if graph is None:
             continue
         stop = graph.num_nodes + experiment.node.newcomers
@@ -42,7 +42,7 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                               other=("graph",))  # fmt: skip
             elif isinstance(fault, Restart) and uid >= graph.num_nodes:
                 yield Problem(("faults", index, *path), f": node {uid} is a newcomer, which only its own command "
-                                                        f"(decentnode join) can start again",
+                                                        "(decentnode join) can start again",
                                                         other=("node", "newcomers"))  # fmt: skip
         count = getattr(fault, "count", None)
         if count is not None and count > graph.num_nodes:
@@ -91,7 +91,7 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
         if not config.networked:
             if not isinstance(fault, IN_NODE):
                 message = f": {config.name} has neither processes nor connections for {fault.do} to strike; use " \
-                          f"auto, zeromq or shared_memory, or decentnode simulate, which simulates both"
+                          "auto, zeromq or shared_memory, or decentnode simulate, which simulates both"
                 yield Problem(path, message, other=("communication", "name"))
         elif isinstance(fault, ON_LINKS):
             yield from _on_links(experiment, path, fault)

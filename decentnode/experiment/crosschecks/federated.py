@@ -29,7 +29,7 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
     several = len(graph.servers) > 1
     if several and config.gossip_every is None:
         yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; set gossip_every, for "
-                                    f"example to 1", other=("graph",))  # fmt: skip
+                                    "example to 1", other=("graph",))  # fmt: skip
     if not several and config.gossip_every is not None:
         yield Problem(("sharing", "gossip_every"), f": needs several servers, got one; graph: {{name: star, nodes: "
                       f"{graph.num_nodes}, servers: {{name: ring, nodes: 2}}}} would do", other=("graph",))  # fmt: skip

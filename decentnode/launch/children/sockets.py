@@ -41,7 +41,7 @@ def base_folder() -> Path:
         base = tempfile.gettempdir()
     except FileNotFoundError as error:  # its text names the folders that were tried
         raise EnvironmentFault(f"{error.strerror}: free some space there, or set TMPDIR to a folder that can be "
-                               f"written to") from error  # fmt: skip
+                               "written to") from error  # fmt: skip
     return Path("/tmp" if len(os.fsencode(base)) + len(PREFIX) + 10 > MAX_PATH_BYTES else base)
 
 

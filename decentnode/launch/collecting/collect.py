@@ -115,8 +115,8 @@ def _run_of(share: Share, into: Path | None = None) -> str:
     if found:
         raise UsageError(f"{share.path} must hold one run, got the nodes of {', '.join(sorted(found))}")
     raise UsageError(f"no status.json in {share.path / 'nodes'} has the run's id: its nodes never joined, or an "
-                     f"earlier version or a script (decentnode.parallel) wrote it. Only you can tell then which run "
-                     f"it belongs to. If all folders are of one run, copy the files that only this folder has by hand: "
+                     "earlier version or a script (decentnode.parallel) wrote it. Only you can tell then which run "
+                     "it belongs to. If all folders are of one run, copy the files that only this folder has by hand: "
                      f"cp -rn {share.path / 'nodes'} {share.path / 'models'} {into or 'RUN'}/")  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
     if lines:
         raise UsageError("\n".join([
             f"nothing was copied into {run}: a node can have only one record, and these differ (a machine that "
-            f"rejoined the run wrote two; give the one that counts)", *lines,
+            "rejoined the run wrote two; give the one that counts)", *lines,
         ]))  # fmt: skip
 
 

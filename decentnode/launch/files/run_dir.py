@@ -75,7 +75,7 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     for folder in (given / "sweep", runs / given / "sweep", given, runs / given):
         if (folder / "points").is_dir():
             there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or use --all-runs with plot and " \
-                    f"report"  # fmt: skip
+                    "report"  # fmt: skip
             break
     if not there and not given.exists() and not (runs / given).exists():
         names = [link.parent.name for link in runs.glob("*/latest*")]

@@ -171,7 +171,7 @@ def _asked(
     if keyring is not None:
         if uid not in keyring.public:
             raise UsageError(f"public.keys in {request.keys} has no key of node {uid}; give the uid of the node at "
-                             f"--seed with --seed-uid")
+                             "--seed with --seed-uid")
         socket.curve_secretkey, socket.curve_publickey = keyring.secret, keyring.public[-1]
         socket.curve_serverkey = keyring.public[uid]
     try:
@@ -222,4 +222,4 @@ def _look(value: Any, at: str, depth: int) -> None:
             _look(each, f"{at}.{index}", depth + 1)
     elif isinstance(value, str) and re.fullmatch(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]\w*\s*", value):
         raise AssemblyError(f"the run's experiment uses its own code, {at}: {value[:80]}; for security, a newcomer "
-                            f"does not import code that the run names", [])  # fmt: skip
+                            "does not import code that the run names", [])  # fmt: skip

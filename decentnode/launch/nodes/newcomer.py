@@ -46,6 +46,6 @@ def _tell_apart(same_without: bool, changing: Sequence[str]) -> None:
     if same_without:
         which = ", ".join(changing) or "--set"
         raise UsageError(f"{which} would change the experiment, which is the same on all nodes of the run; only paths "
-                         f"(data.path), threads and devices may be set per machine")  # fmt: skip
+                         "(data.path), threads and devices may be set per machine")  # fmt: skip
     raise AssemblyError("this machine gets another experiment than the run from the same text: the file of model.init "
                         "is missing here, or the run uses another version of decentnode", [])  # fmt: skip

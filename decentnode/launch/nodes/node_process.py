@@ -221,7 +221,7 @@ def growth_of(experiment: Experiment) -> Growth | None:
     text = experiment.resolved_yaml().encode()
     if len(text) > MAX_CONFIG_BYTES:
         raise UsageError(f"node.newcomers: the experiment has {len(text)} bytes, at most {MAX_CONFIG_BYTES} can be "
-                         f"sent to newcomers")  # fmt: skip
+                         "sent to newcomers")  # fmt: skip
     control = {place.uid: endpoint(place.host, place.port) for place in places if place.port is not None}
     token, seats = (b"", b"") if newcomer is None else (newcomer.token, newcomer.seats)
     return Growth(mapping.num_nodes, text, control, token, seats)

@@ -73,5 +73,5 @@ def told(checked: dict[str, Any]) -> str:
     more = ""
     if elsewhere := checked.get("unseen"):
         more = f"; {sum(elsewhere.values()):,} more came from node {names(sorted(map(int, elsewhere)))}, whose " \
-               f"records are on its machine: use decentnode collect, then decentnode replay --check"  # fmt: skip
+               "records are on its machine: use decentnode collect, then decentnode replay --check"  # fmt: skip
     return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them{more}"

@@ -111,7 +111,7 @@ def exposure(experiment: Experiment) -> str:
         return ""
     return (
         f"nodes listen on {', '.join(open_[:4])}{', ...' if len(open_) > 4 else ''} without security: anyone who can "
-        f"reach these ports can read the models and disturb the run; create keys with decentnode keygen and set "
+        "reach these ports can read the models and disturb the run; create keys with decentnode keygen and set "
         f"communication: {{security: required, keys: ...}}"
     )
 
@@ -125,7 +125,7 @@ def short_timeout(experiment: Experiment) -> str:
     return (
         f"communication.timeout_seconds is {config.timeout_seconds:g}: on a busy machine, healthy nodes can be silent "
         f"for that long, and with missing: return_weight, rounds then continue without them; use {LEAST_SECONDS:g} or "
-        f"more"
+        "more"
     )
 
 

@@ -104,7 +104,7 @@ def resumed_notice(record: Mapping[str, Any]) -> str:
     if not without:
         return what
     return f"{what}; node {names(without)} has no checkpoint and starts from the mean of the others' models; the " \
-           f"sharing rule starts anew"  # fmt: skip
+           "sharing rule starts anew"  # fmt: skip
 
 
 def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> str:
@@ -120,7 +120,7 @@ def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> st
     told.add(problem)
     if lacking:
         return f"checkpoints lack {lacking}, because the rule has no state_dict: state that it keeps between rounds " \
-               f"is lost on resume"  # fmt: skip
+               "is lost on resume"  # fmt: skip
     return f"node {uid}: the checkpoint after round {record.get('round')} could not be written: {problem}; " \
            "training continues"  # fmt: skip
 

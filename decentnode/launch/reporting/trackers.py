@@ -148,5 +148,5 @@ class Trackers:
                 each.failed = True
                 self._listen()
                 self._notice(f"tracker {each.name} did not end within {CLOSE_SECONDS:.0f} s and was killed; send the "
-                             f"figures again with decentnode track")  # fmt: skip
+                             "figures again with decentnode track")  # fmt: skip
         self._trackers.clear()

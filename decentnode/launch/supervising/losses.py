@@ -85,7 +85,7 @@ class Losses:
         for uid in [uid for uid in again if lost[uid].gave_up and not self._others_go_on_without(uid)]:
             again.remove(uid)
             self._observer.notice(f"node {uid} is not started again: no other node here is known to be running, so it "
-                                  f"would time out again, and without its model")  # fmt: skip
+                                  "would time out again, and without its model")  # fmt: skip
         if not again:
             return None
         if self.nobody_is_left and not any(worker.alive for worker in self._nodes.workers):

@@ -104,7 +104,7 @@ def _check_request(experiment: Experiment, request: Request, struck: bool) -> No
     """Raises UsageError for what an experiment cannot do. struck: its faults or newcomers are simulated."""
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, with which the run must have been "
-                         f"started")
+                         "started")
     if struck and (why := refused(experiment, request.resume is not None)):
         raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]' --set "
                          "'simulate.newcomers=[]'")  # fmt: skip

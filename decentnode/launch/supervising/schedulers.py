@@ -52,7 +52,7 @@ def machine_of(hint: Hint, num_machines: int) -> int:
     if hint.machines is not None and hint.machines != num_machines:
         raise UsageError(
             f"{hint.source} started {hint.machines} machines, but the mapping has {num_machines}; start that many, or "
-            f"give this machine's number with --machine N"
+            "give this machine's number with --machine N"
         )
     if not 0 <= hint.machine < num_machines:
         raise UsageError(f"{hint.source} says machine {hint.machine}, but the mapping has only {num_machines}")

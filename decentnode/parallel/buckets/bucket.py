@@ -139,7 +139,7 @@ class Bucket:
             if p.data_ptr() != home.data_ptr() or p.stride() != home.stride():
                 if (p.shape, p.dtype, p.device) != (home.shape, home.dtype, home.device):
                     raise ValueError(f"parameters must stay as they were when wrapped, got {p.dtype} {tuple(p.shape)} "
-                                     f"on "
+                                     "on "
                                      f"{p.device} in place of {home.dtype} {tuple(home.shape)} on {home.device}: wrap "
                                      "the model after converting it")  # fmt: skip
                 home.copy_(p.data)

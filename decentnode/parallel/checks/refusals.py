@@ -116,7 +116,7 @@ def check_apart(named: Sequence[tuple[str, Tensor]]) -> None:
     pair = overlaps(named, [])
     if pair is not None:
         raise ValueError(f"parameters must not share memory with others, {pair[0]} shares memory with {pair[1]}, "
-                         f"which would be pulled twice: use one Parameter in both places")  # fmt: skip
+                         "which would be pulled twice: use one Parameter in both places")  # fmt: skip
 
 
 def _kind(tensor: Tensor) -> str:
@@ -168,8 +168,8 @@ def check_not_wrapped(params: Iterable[Tensor]) -> None:
 def refuse_unfrozen(name: str) -> None:
     """Raises RuntimeError for a parameter that is trained now and cannot be exchanged. name: of it."""
     raise RuntimeError(f"parameter {name} was frozen when the model was wrapped, so ranks would train it without "
-                       f"exchanging it: wrap the model while all parameters that will be trained require gradients, "
-                       f"and freeze them afterwards")
+                       "exchanging it: wrap the model while all parameters that will be trained require gradients, "
+                       "and freeze them afterwards")
 
 
 def refuse_averaged_gradients(wrapper: Module) -> None:

@@ -73,7 +73,7 @@ class Access:
         if not self.closed and not self.told_off and not (known is not None and known.is_loopback):
             raise UsageError(f"ranks listen on {host} only with keys, since anyone who can reach the port could join, "
                              f"read the model and change it: {HOW}; on a safe network, 'off' instead of the file "
-                             f"allows ranks without keys")  # fmt: skip
+                             "allows ranks without keys")  # fmt: skip
 
     def log_in(self, socket: zmq.Socket[bytes]) -> None:
         """Prove this process to whom the socket connects to, and have that one prove itself."""

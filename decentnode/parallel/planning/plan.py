@@ -61,7 +61,7 @@ class Plan:
         alone = unheard(rule, graph) if graph.num_nodes <= CHECKED_RANKS else None
         if alone is not None:
             raise ValueError(f"topology must connect all ranks over the steps in which {type(rule).__name__} "
-                             f"exchanges, "
+                             "exchanges, "
                              f"rank {alone[0]} never hears of rank {alone[1]}; use topology='complete'")
         if self.delayed and (needs.sequential or all(map(self.exchanges_after, range(2)))):
             raise ValueError('delayed=True needs a rule that does not exchange in every step, such as {"name": '

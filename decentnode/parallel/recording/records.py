@@ -103,7 +103,7 @@ def hold(folder: Path) -> FileIO:
             if clock.now() > until:
                 file.close()
                 raise EnvironmentFault(f"another process still writes to {folder} (its status.json has the pid): end "
-                                       f"that process, or move the run away") from None  # fmt: skip
+                                       "that process, or move the run away") from None  # fmt: skip
         else:
             return file
         clock.sleep(AGAIN_SECONDS)

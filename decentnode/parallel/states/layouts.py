@@ -54,7 +54,7 @@ def _rebuilt(values: list[Any], saved: Layout, bucket: list[tuple[str, int]], wh
         wrong = [name for name, size in bucket if name not in pieces or pieces[name].numel() != size]
         if wrong:
             raise ValueError(f"{where} must have the elements of parameter {wrong[0]}, got a different parameter in "
-                             f"the file")
+                             "the file")
         return torch.cat([pieces[name] for name, _ in bucket])
     if all(type(value) is type(first) and not isinstance(value, Tensor) and value == first for value in values):
         return first

@@ -157,7 +157,7 @@ class GossipSteps:
         """Around the part of a step that is taken whole or not at all: ranks would else mix what is not of one step."""
         if self._broken is not None:
             raise RuntimeError(f"a step was interrupted by {self._broken}, and the exchange cannot continue: create "
-                               f"the wrapper anew, on all ranks")  # fmt: skip
+                               "the wrapper anew, on all ranks")  # fmt: skip
         try:
             yield
         except BaseException as error:

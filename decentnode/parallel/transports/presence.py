@@ -79,7 +79,7 @@ class Presence:
                            f"steps: {error}")  # fmt: skip
         does = "has ended its training" if self._words[rank][_ENDED] else "waits in an average over all ranks"
         return Absence(rank, f"rank {rank} {does} after {steps} steps, this one has taken {own[_STEP]}: all ranks "
-                             f"must take the same number of steps between averages and in total")  # fmt: skip
+                             "must take the same number of steps between averages and in total")  # fmt: skip
 
 
 def _say_goodbye(process: int, own: memoryview, segments: list[Segment]) -> None:

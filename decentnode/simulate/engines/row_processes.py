@@ -110,7 +110,7 @@ class RowProcesses:
 
     def _ended(self, part: int) -> str:
         return (f"the process {self._pids[part - 1]}, which computes part {part} of the nodes, ended; unless someone "
-                f"stopped it, memory may have run out")  # fmt: skip
+                "stopped it, memory may have run out")  # fmt: skip
 
     def close(self) -> None:
         """End the forks. Blocking for END_SECONDS at most; those that do not end by themselves are killed.

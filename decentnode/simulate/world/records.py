@@ -162,8 +162,8 @@ def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> Lives:
         lives[uid] = _read(path, uid)
         if not lives[uid]:
             raise UsageError(f"{path} does not record what the node did with models: a run is recorded with "
-                             f"run.record: true, or with auto if node.missing is not fail and models are in host "
-                             f"memory; older versions do not record runs")
+                             "run.record: true, or with auto if node.missing is not fail and models are in host "
+                             "memory; older versions do not record runs")
     return lives
 
 

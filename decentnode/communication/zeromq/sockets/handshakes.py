@@ -45,7 +45,7 @@ class Handshakes:
         else:
             known = False
             why = f", or an unknown process, broke off a handshake with {own}: do public.keys or " \
-                  f"communication.security differ?"
+                  "communication.security differ?"
         self._note(missing[0], who + why, known)
 
     def _may_be(self, uid: int, where: str) -> bool:
