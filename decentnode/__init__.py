@@ -13,7 +13,8 @@ __all__ = ["Experiment", "Run", "RunInterrupted", "Sweep", "__version__", "open_
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what programs use when they first ask for it: commands that do not need it stay quick."""
+    """Imports the public names from `decentnode.api` on first use, so that commands that do not need them start
+    fast."""
     if name in __all__:
         from decentnode import api
 

@@ -1,4 +1,4 @@
-"""The command `decentnode`, as `python -m decentnode` too: Ctrl-C ends it in one line from its first moment on."""
+"""The command `decentnode`, also run as `python -m decentnode`. Ctrl-C ends it with one line, even during imports."""
 
 import os
 import signal
@@ -11,18 +11,18 @@ def _end(_: int, __: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the command line. While it is imported, nothing is under way that an end would have to tidy up."""
+    """Runs the command line. Ctrl-C during the imports exits at once, because there is nothing to clean up yet."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # `compare` starts its runs with it blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # `compare` starts its runs with SIGINT blocked
     from decentnode.cli import main as command
 
     signal.signal(signal.SIGINT, before)
     try:
         command(prog_name="decentnode")
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python tidies up now; a second Ctrl-C there showed a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C during Python's shutdown would show a traceback
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""From an experiment to the node of one uid: the one place where all rooms meet."""
+"""Builds the node of one uid, or all nodes in one process, from an experiment: the one place where all packages
+meet."""
 
 from __future__ import annotations
 
@@ -42,10 +43,10 @@ MakeCommunication = Callable[[tuple[Schema, ...]], Communication]
 
 
 NODES_PER_CORE = 4
-"""`mapping.nodes_per_process: auto`: with more nodes per core than this a machine has a process per core."""
+"""With `mapping.nodes_per_process: auto`, a machine with more nodes per core than this runs one process per core."""
 SMALL_MODEL_BYTES = 16 << 20
-"""And with no larger model than this: those that are larger spend their time in computing, and each node then has the
-memory of its process to itself."""
+"""`auto` puts several nodes into one process only for models up to this size. Larger models spend their time in
+computation, and with a process per node each node has the memory of its process to itself."""
 
 
 def _cores() -> int:
@@ -53,7 +54,8 @@ def _cores() -> int:
 
 
 def processes_of(experiment: Experiment, machine: int) -> list[tuple[int, ...]]:
-    """The nodes of one machine by the process that runs them, ascending: as `mapping.nodes_per_process` says."""
+    """Returns the nodes of one machine, ascending, grouped by the process that runs them
+    (`mapping.nodes_per_process`)."""
     local = experiment.make_mapping().local(machine)
     asked = getattr(experiment.mapping, "nodes_per_process", 1)
     each = _nodes_per_process(experiment, local) if asked == "auto" else asked
@@ -61,7 +63,7 @@ def processes_of(experiment: Experiment, machine: int) -> list[tuple[int, ...]]:
 
 
 def _nodes_per_process(experiment: Experiment, local: Sequence[int]) -> int:
-    """What `auto` is on this machine."""
+    """Returns how many nodes each process of this machine runs when `mapping.nodes_per_process` is `auto`."""
     mapping, cores = experiment.make_mapping(), _cores()
     if len(local) <= NODES_PER_CORE * cores or not experiment.communication.steps_nodes:
         return 1
@@ -73,7 +75,8 @@ def _nodes_per_process(experiment: Experiment, local: Sequence[int]) -> int:
 
 
 def threads_of(experiment: Experiment, uid: int) -> int:
-    """Threads of a node's process: what the mapping says, or its part of this machine's cores."""
+    """Returns the number of threads of a node's process: the mapping's value, or its fraction of this machine's
+    cores."""
     mapping = experiment.make_mapping()
     place = mapping.place(uid)
     if place.threads is not None:
@@ -82,9 +85,10 @@ def threads_of(experiment: Experiment, uid: int) -> int:
 
 
 def device_of(wanted: str, rank: int = 0, key: str = "mapping.device") -> torch.device:
-    """The torch device behind auto, cpu, cuda or cuda:N for the rank-th node of a machine; a GPU with its number.
+    """Returns the torch device that auto, cpu, cuda or cuda:N means for the node of this rank on its machine.
 
-    key: what named it, for errors. Raises UsageError for another word, EnvironmentFault when the device is not there.
+    A GPU is returned with its index. key: the configuration key to name in errors. Raises UsageError for any other
+    word, and EnvironmentFault when the device does not exist here.
     """
     try:
         checked_device(wanted)
@@ -109,16 +113,20 @@ def device_of(wanted: str, rank: int = 0, key: str = "mapping.device") -> torch.
 
 
 def devices_of(mapping: Mapping, uids: Sequence[int]) -> list[torch.device]:
-    """The devices of some nodes of this machine, in their order. Raises EnvironmentFault where one is not there."""
+    """Returns the devices of these nodes of this machine, in the same order. Raises EnvironmentFault if one is
+    missing."""
     return [device_of(place.device, place.rank) for place in map(mapping.place, uids)]
 
 
 def schemas_of(
     rules: Rules, model: FlatModel, fragments: Sequence[Fragment] = (), schedule: str = "sequential"
 ) -> tuple[Schema, ...]:
-    """What every exchange of a round looks like: of all fragments in the first phase of their rules, then of all in the
-    next one; then of float buffers where the model has any. Without fragments the model is one. schedule: a value of
-    `node.schedule`."""
+    """Returns the payload schemas of all exchanges of one round, in the order in which they happen.
+
+    The order is: all fragments in the first phase of their rules, then all fragments in the next phase, and so on; then
+    the floating-point buffers, if the model has any. Without fragments the whole model counts as one. schedule: a value
+    of `node.schedule`.
+    """
     each = [rules] if isinstance(rules, Sharing) else rules
     sizes = [fragment.elements for fragment in fragments] or [model.num_parameters]
     schemas = []
@@ -133,7 +141,7 @@ def schemas_of(
 
 
 def place_model(experiment: Experiment, data: DataSpec, device: torch.device) -> torch.nn.Module:
-    """Makes the initial model on the device where it is to compute; the log says what copies that costs there."""
+    """Makes the initial model on the device where it will run, and logs the copies that recurrent layers make there."""
     module = make_model(experiment, data).to(device)
     expect_copies(module, device)
     return module
@@ -141,18 +149,20 @@ def place_model(experiment: Experiment, data: DataSpec, device: torch.device) ->
 
 @dataclass(frozen=True)
 class SharedModel:
-    """A node's model, and in which parts and by which rules it is exchanged."""
+    """A node's flat model with the fragments and the sharing rules by which it is exchanged."""
 
     model: FlatModel
     fragments: tuple[Fragment, ...]
-    """Empty where the model is exchanged as a whole, in every round over the run's graph."""
+    """Empty if the whole model is exchanged in every round over the run's graph."""
     make_rules: Callable[[], list[Sharing]]
-    """Makes a rule per fragment as it is before its first round; one for the whole model."""
+    """Makes new rules, in the state before the first round: one per fragment, or one for the whole model."""
 
 
 def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Graph | None = None) -> SharedModel:
-    """Lays the parameters of `module` out in one flat model, by the section `parameters` of the experiment, and by
-    `training.channels_last`. run_graph: `Experiment.make_run_graph`, where nodes come of it."""
+    """Lays out the parameters of `module` in one flat model, following `parameters` and `training.channels_last`.
+
+    run_graph: the result of `Experiment.make_run_graph`; by default, the experiment's graph.
+    """
     if getattr(experiment.training, "channels_last", False):
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     machines = experiment.make_mapping().nodes_by_machine()
@@ -186,7 +196,7 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
 
 
 def partners_of(uid: int, graphs: Sequence[Graph]) -> frozenset[int] | None:
-    """Everybody that a node ever exchanges with in one of these graphs; None where it would take long to find out."""
+    """Returns all nodes that this node ever exchanges with in these graphs, or None if that is too slow to find out."""
     found = [graph.partners(uid) for graph in {id(graph): graph for graph in graphs}.values()]
     known = [each for each in found if each is not None]
     return frozenset().union(*known) if len(known) == len(found) else None
@@ -196,9 +206,9 @@ def build(
     experiment: Experiment, uid: int, make_communication: MakeCommunication, record: Record = lambda _: None,
     device: str | None = None,
 ) -> Node:
-    """The node `uid` with its own share of the data, ready to start. Raises what its parts raise.
+    """Returns the node `uid` with its own share of the data, ready to start. Raises what its components raise.
 
-    device: overrides the mapping's.
+    device: used instead of the mapping's.
     """
     graph, mapping = experiment.make_run_graph(), experiment.make_mapping()
     place = device_of(device or mapping.place(uid).device, mapping.place(uid).rank)
@@ -222,8 +232,11 @@ def build(
 
 
 def sampler_of(experiment: Experiment, uid: int) -> Sampler | None:
-    """The peer sampler of a node, which knows the node's neighbors in the first round of the graph; None where the
-    graph says whom it sends to. Raises DataError where nodes are to tell of labels that they do not have."""
+    """Returns the peer sampler of a node, which starts with the node's neighbors in the graph's first round.
+
+    Returns None if the graph alone determines whom the node sends to. Raises DataError if the sampler compares nodes by
+    labels and the data has none.
+    """
     config = experiment.node.sampler
     if config is None:
         return None
@@ -243,8 +256,11 @@ def sampler_of(experiment: Experiment, uid: int) -> Sampler | None:
 
 
 def _profile(sampler: Sampler, model: FlatModel) -> Callable[[int], np.ndarray | None]:
-    """What a node tells of its model as of a round; None where it has nothing new to tell. Whoever comes to a run in
-    the middle tells it at once."""
+    """Returns a function of the round that computes the node's profile of its model, a sketch of the parameters.
+
+    The function returns None in rounds in which no new profile is due. A node that joins a running experiment has no
+    profile yet and therefore computes one at once.
+    """
     told = sampler.tells(sampler.config)
     if told.of != "model":
         return lambda _round: None
@@ -256,10 +272,10 @@ def build_in_process(
     experiment: Experiment, record: Callable[[int, dict[str, Any]], None] = lambda _uid, _record: None,
     hub: Hub | None = None,
 ) -> list[Node]:
-    """Returns all nodes of a run, made in this process, in the order of their uids.
+    """Returns all nodes of a run, in the order of their uids, all made in this process.
 
-    record: called with the uid and every record of a node. hub: what their transports (inproc) exchange payloads
-    through; one of their own when not given. Reads the data; raises UsageError, DataError.
+    record: called with the uid and every record of a node. hub: the in-process hub through which the nodes exchange
+    payloads; a new one by default. Reads the data; raises UsageError, DataError.
     """
     hub = hub or Hub(experiment.make_graph().num_nodes)
     config = experiment.communication
@@ -279,10 +295,9 @@ def build_in_process(
 
 
 def step_all(nodes: list[Node], rounds: int | None = None) -> None:
-    """Run nodes of `build_in_process` to their end, each until its next yield, in the order of their uids. Blocking.
-    Raises what a node raises.
+    """Runs the nodes of `build_in_process` until all have finished, one step of each in turn by uid. Blocking.
 
-    rounds: ask for a stop after so many rounds.
+    rounds: ask the nodes to stop after this many rounds. Raises what a node raises.
     """
     runs = [node.steps() for node in nodes]
     while runs:
@@ -295,7 +310,7 @@ _END = object()
 
 
 def limits_of(experiment: Experiment) -> Limits:
-    """Returns when a node counts as gone, and which and how many nodes it takes to go on without it."""
+    """Returns when a node counts as lost, and which and how many nodes must remain for the run to continue."""
     config, node = experiment.communication, experiment.node
     merges = node.on_partition == "both"
     least = node.min_nodes or (1 if merges else experiment.make_mapping().num_nodes // 2 + 1)

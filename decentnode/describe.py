@@ -1,7 +1,7 @@
-"""What the experiment's components and keys are, read from the code: `decentnode list`, `explain` and the reference.
+"""Describes components and keys for `decentnode list`, `decentnode explain` and the reference pages.
 
-A component's text is its class's docstring, a key's text the docstring under the field of its Config; nothing here is
-written twice.
+All texts are read from the code: a component's text is the docstring of its class, and a key's text is the docstring
+under the field of its Config.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ TABLES: dict[str, Mapping[str, str]] = {
     "communication": COMMUNICATIONS, "fragments": FRAGMENTS, "faults": FAULTS, "sampler": SAMPLERS,
     "tracker": TRACKERS,
 }  # fmt: skip
-"""Kinds whose components a YAML section names."""
+"""The kinds whose components a YAML section can name, with the table of each."""
 GROUPS: dict[str, type[Settings]] = {
     "experiment": Experiment, "parameters": ParametersConfig, "node": NodeConfig, "simulate": SimulateConfig,
     "run": RunConfig,
 }  # fmt: skip
-"""Kinds that are one group of keys."""
+"""The kinds that are one fixed group of keys."""
 KINDS: dict[str, str] = {
     "experiment": "The sections of a YAML file.",
     "graph": "Which nodes exchange with which, in each round.",
@@ -84,9 +84,9 @@ KINDS: dict[str, str] = {
     "run": "Where the results go.",
     "tracker": "Where a run sends its figures while it is running: the entries of the list `run.trackers`.",
 }
-"""Every kind with one sentence."""
+"""Every kind with a one-sentence description."""
 MOST_MEANT = 4
-"""Paths of one name that a message suggests; `fraction` is a key of a dozen components."""
+"""How many paths a message suggests at most for one name; a dozen components have a key `fraction`, for example."""
 OTHER_NAMES: dict[tuple[str, str], str] = {
     ("communication", "auto"): "The same as hybrid: every edge takes the fastest path that works for its two nodes.",
     ("communication", "shared_memory"): "As zeromq, but payloads between nodes of one machine go through shared "
@@ -94,7 +94,7 @@ OTHER_NAMES: dict[tuple[str, str], str] = {
     ("sharing", "exact_diffusion"): "The same rule as d2.",
     ("weights", "max_degree"): "The same as laplacian.",
 }
-"""What is to be said first of names that share a class with others."""
+"""The first paragraph of the description of names that share a class with another name, by (kind, name)."""
 UNITS = {"seconds": "s", "bytes": "bytes", "mb": "MB", "ms": "ms"}
 
 
@@ -103,43 +103,44 @@ class ConfigKey:
     """One key of a section."""
 
     name: str
-    """With dots below nested sections."""
+    """The path of the key inside the section, with dots for nested sections."""
     type: str
     default: str | None
-    """As in YAML; None for a key that must be given."""
+    """The default as YAML; None if the key is required."""
     range: str
-    """Bounds, empty without any."""
+    """The bounds; empty if there are none."""
     unit: str
-    """Empty for numbers without one."""
+    """The unit; empty if the key has none."""
     text: str
 
     @property
     def facts(self) -> str:
-        """Type, unit, range and default in one line."""
+        """Returns type, unit, range and default in one line."""
         default = "must be given" if self.default is None else f"default {self.default}"
         return ", ".join(filter(None, [self.type + (f" ({self.unit})" if self.unit else ""), self.range, default]))
 
 
 @dataclass(frozen=True)
 class ComponentInfo:
-    """A kind's component, or a group of keys."""
+    """A component of a kind, or a group of keys."""
 
     kind: str
     name: str
     summary: str
-    """The first paragraph of the docstring in one line."""
+    """The first paragraph of the docstring, in one line."""
     text: str
     """The whole docstring without its indentation."""
     keys: tuple[ConfigKey, ...]
 
     @property
     def path(self) -> str:
-        """What `decentnode explain` takes."""
+        """The argument that `decentnode explain` takes for this component."""
         return self.kind if self.kind in GROUPS else f"{self.kind}.{self.name}"
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """Names of a kind's components; of a group of keys its own name. Raises UsageError for an unknown kind."""
+    """Returns the names of a kind's components, or the kind itself for a group of keys. Raises UsageError if
+    unknown."""
     _check_kind(kind, kind)
     if kind not in TABLES:
         return (kind,)
@@ -153,7 +154,7 @@ def _check_kind(kind: str, path: str) -> None:
 
 
 def describe(kind: str, name: str) -> ComponentInfo:
-    """One component, also an outsider's "package.module:Class". Raises UsageError for an unknown one."""
+    """Returns one component, which may be the user's own "package.module:Class". Raises UsageError if it is unknown."""
     if kind in GROUPS:
         found, config = GROUPS[kind], GROUPS[kind]
         text = inspect.cleandoc(found.__doc__ or KINDS[kind])
@@ -163,7 +164,7 @@ def describe(kind: str, name: str) -> ComponentInfo:
     text = inspect.cleandoc(owner.__doc__ or "")
     module = inspect.cleandoc(inspect.getdoc(inspect.getmodule(owner)) or "")
     modules = [target.partition(":")[0] for target in dict.fromkeys(TABLES[kind].values())]
-    if module and modules.count(owner.__module__) == 1:  # a file of one component: its first words are the summary
+    if module and modules.count(owner.__module__) == 1:  # a file with one component: its docstring is the summary
         text = module if not text else f"{module}\n\n{text}"
     if (kind, name) in OTHER_NAMES:
         text = f"{OTHER_NAMES[kind, name]}\n\n{text}"
@@ -175,13 +176,16 @@ def describe(kind: str, name: str) -> ComponentInfo:
 
 
 def config_class(component: type[Any]) -> type[pydantic.BaseModel]:
-    """Returns the class whose fields are the keys of a component; a fault is one itself."""
+    """Returns the class whose fields are the keys of a component; a fault class is its own Config."""
     found: type[pydantic.BaseModel] = component if issubclass(component, Fault) else component.Config
     return found
 
 
 def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
-    """What "sharing.choco", "node" or, with a key behind, "sharing.choco.fraction" names. Raises UsageError."""
+    """Returns the component at a path such as "sharing.choco" or "node", and the key too for "sharing.choco.fraction".
+
+    Raises UsageError if there is none.
+    """
     if path in RENAMED:
         raise UsageError(f"{path} is called {path.partition('.')[0]}.{RENAMED[path]} now")
     kind, _, rest = path.partition(".")
@@ -208,8 +212,11 @@ def find(path: str) -> ComponentInfo | tuple[ComponentInfo, ConfigKey]:
 
 
 def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
-    """`did_you_mean` for the first word of "topk" or "topk.fraction": what stands elsewhere under that very word comes
-    before a word of `known` that is near it, and that before what is near it elsewhere."""
+    """Returns the hint "; did you mean ...?" for an unknown path such as "topk" or "topk.fraction", or "".
+
+    Components or keys elsewhere with exactly the path's first word come first, then similar words of `known`, then
+    similar component names elsewhere.
+    """
     word, dot, rest = path.partition(".")
     exact = _elsewhere(word, dot + rest)
     if not exact and (near := did_you_mean(word, known)):
@@ -220,8 +227,10 @@ def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
 
 
 def _elsewhere(word: str, rest: str) -> list[str]:
-    """Paths of the components of every kind that have this name, `rest` behind it; of a word that none has, those of
-    the keys that have it, in groups and in components."""
+    """Returns the paths of the components of every kind with the name `word`, followed by `rest` if that exists too.
+
+    If no component has that name, returns the paths of all keys with that name instead.
+    """
     components = [f"{kind}.{word}" for kind, table in TABLES.items() if word in table]
     if components or rest:
         return [path + rest if rest and _is_found(path + rest) else path for path in components]
@@ -238,7 +247,7 @@ def _is_found(path: str) -> bool:
 
 
 def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[ConfigKey]:
-    """The keys of a group in the order of its fields; those of nested groups behind their own."""
+    """Yields the keys of a group in the order of its fields; the keys of a nested group follow the group's own key."""
     for name, field in config.model_fields.items():
         named = issubclass(config, Config) and not prefix
         if (named and name == "name") or (name == "do" and issubclass(config, Fault)):
@@ -253,17 +262,17 @@ def _keys(config: type[pydantic.BaseModel], prefix: str = "") -> Iterator[Config
 
 
 def _group(annotation: Any) -> type[pydantic.BaseModel] | None:
-    """The group of keys that a key holds, by itself or as the entries of a list."""
+    """Returns the group of keys that a key holds, directly or as the entries of a list."""
     if inspect.isclass(annotation) and issubclass(annotation, pydantic.BaseModel) and annotation is not Config:
         return annotation
     return next((found for each in typing.get_args(annotation) if (found := _group(each)) is not None), None)
 
 
 def _section(annotation: Any, metadata: list[Any]) -> Section | None:
-    """The table of a key that names a component, in the annotation itself or below `| None`."""
+    """Returns the `Section` of a key that names a component, also if it is part of `... | None`; else None."""
     found = [each for each in metadata if isinstance(each, Section)]
     inside = [each for each in typing.get_args(annotation) if each is not type(None)]
-    for each in inside if len(inside) == 1 else ():  # of several forms none stands for the key
+    for each in inside if len(inside) == 1 else ():  # with several alternatives, no single one describes the key
         found += [part for part in getattr(each, "__metadata__", ()) if isinstance(part, Section)]
     return found[0] if found else None
 
@@ -296,7 +305,7 @@ def _default(field: FieldInfo) -> str | None:
 
 
 def _value(value: Any) -> str:
-    """As YAML writes it."""
+    """Returns a value as YAML text."""
     if isinstance(value, pydantic.BaseModel):
         value = value.model_dump(mode="json")
     if value is None or isinstance(value, bool):
@@ -309,7 +318,7 @@ def _value(value: Any) -> str:
 
 
 def _range(field: FieldInfo) -> str:
-    """Bounds in one line: "> 0, <= 1"."""
+    """Returns the bounds in one line, such as "> 0, <= 1"."""
     found = []
     for each in field.metadata:
         for kind, sign in ((annotated_types.Gt, ">"), (annotated_types.Ge, ">="), (annotated_types.Lt, "<"),

@@ -1,19 +1,19 @@
-"""Every error that decentnode raises, and the exit code each one ends a process with.
+"""Every error that decentnode raises, with the exit code of a process that ends with it.
 
 DecentnodeError                 exit code
   UsageError                    2    the user's input: config, graph, mapping, data
     ConfigError                      all problems of one experiment file at once
     GraphError  MappingError  DataError
-      SampleFailed              8    a sample could not be made by the user's Dataset, or read; others may be whole
+      SampleFailed              8    one sample could not be made by the user's Dataset or read; others may be intact
   EnvironmentFault              3    the machine: port in use, file limit, missing extra
   AssemblyError                 4    nodes that did not join before the deadline
   PeerLost                      5    a neighbor that stopped answering during the run
-    Regrouping                       the generation of members ended; a node then takes part in the next one
-    NoGeneration                     none followed it in time, and the node gave up
+    Regrouping                       the current generation of members ended; the node joins the next generation
+    NoGeneration                     no next generation formed in time, and the node gave up
   Diverged                      6    NaN or infinity in a model
   CheckpointError               7    a checkpoint that cannot be used
   NodeFailed                    8    a node's own code raised
-  Interrupted                   130  asked to stop; what was finished is written
+  Interrupted                   130  the run was asked to stop; finished work has been written
 PeerFault                            bytes from a peer that break the protocol: counted, never fatal
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 
 
 class DecentnodeError(Exception):
-    """Base of all errors meant for the user; `str()` is the whole message."""
+    """Base of all errors meant for the user; `str()` of it is the whole message."""
 
     exit_code = 8
 
@@ -36,7 +36,7 @@ class UsageError(DecentnodeError):
 
 
 class ConfigError(UsageError):
-    """All problems found in one experiment, each already rendered with its place."""
+    """All problems found in one experiment, each already rendered with its location."""
 
     def __init__(self, problems: Sequence[str], source: str = "config") -> None:
         self.problems = tuple(problems)
@@ -45,7 +45,7 @@ class ConfigError(UsageError):
         super().__init__("\n".join([f"{source}: {count}", "", *self.problems]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...], str]]:
-        """A pool of processes hands its worker's errors back as bytes."""
+        """Makes the error picklable: a process pool returns its workers' errors as bytes."""
         return type(self), (self.problems, self.source)
 
 
@@ -70,7 +70,7 @@ class EnvironmentFault(DecentnodeError):
 
 
 class AssemblyError(DecentnodeError):
-    """Nodes did not join in time; `missing` holds their uids as far as this node knows."""
+    """Nodes did not join in time; `missing` holds their uids as far as this node knows them."""
 
     exit_code = 4
 
@@ -114,7 +114,7 @@ class Interrupted(DecentnodeError):
 
 
 class PeerFault(Exception):
-    """A peer's bytes break the protocol. `reason` is a counter's name, such as "malformed_header"."""
+    """A peer's bytes break the protocol. `reason` is the name of a counter, such as "malformed_header"."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -123,7 +123,7 @@ class PeerFault(Exception):
 
 _OTHERS = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
            sysconfig.get_path("stdlib"))  # fmt: skip
-"""Folders of code that is not the user's own."""
+"""Folders with code that is not the user's own."""
 
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -133,8 +133,8 @@ def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 
 def told(error: BaseException) -> str:
-    """Returns the type and text of an exception out of the user's own code, and the line of that code: "ValueError: no
-    such file (net.py:12)". On one line."""
+    """Returns the type and text of an exception in one line, followed by the innermost line of the user's own code that
+    is in its traceback, if any: "ValueError: no such file (net.py:12)"."""
     text = " ".join(traceback.format_exception_only(error)[-1].split())
     own = own_frames(error)
     return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text

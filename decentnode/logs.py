@@ -1,4 +1,4 @@
-"""One set-up function for the log of a process; the uid stands in every line."""
+"""Sets up the log of a process; every line names its node."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ FORMAT = "%(asctime)s %(levelname)-7s {who} %(name)s: %(message)s"
 
 
 class _Formatter(logging.Formatter):
-    """Takes the time of a line from the project's clock; logging itself reads the machine's."""
+    """Formats a line's time from the project's clock (`decentnode.clock`) instead of the machine's."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002
         return datetime.fromtimestamp(clock.wall(), UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
 
 
 _node: ContextVar[int | None] = ContextVar("node", default=None)
-"""The node that the running code belongs to, in a process of several."""
+"""The node that the running code belongs to, in a process with several nodes."""
 
 
 @contextlib.contextmanager
 def of_node(uid: int) -> Iterator[None]:
-    """In this block, on this thread, lines are those of node `uid` (`set_up_nodes`)."""
+    """Attributes log lines of this thread to node `uid` within the block (see `set_up_nodes`)."""
     token = _node.set(uid)
     try:
         yield
@@ -37,7 +37,7 @@ def of_node(uid: int) -> Iterator[None]:
 
 
 class _ByNode(logging.Handler):
-    """Gives each line to the handler of its node; one that belongs to no node in particular goes to the first."""
+    """Passes each line to the handler of its node; lines that belong to no node go to the first handler."""
 
     def __init__(self, handlers: Mapping[int, logging.Handler]) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ Level = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def set_level(level: Level) -> None:
-    """From now on lines below this level are left out."""
+    """Leaves out lines below this level from now on."""
     logging.getLogger("decentnode").setLevel(level.upper())
 
 
 @contextlib.contextmanager
 def into(path: Path, who: str) -> Iterator[None]:
-    """Send the log of the `decentnode` tree to `path` alone in this block; what the program had set up holds again
+    """Sends the log of the `decentnode` tree only to `path` within the block; restores the previous set-up
     afterwards."""
     root, handler = logging.getLogger("decentnode"), logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_Formatter(FORMAT.format(who=who)))
@@ -79,15 +79,17 @@ def into(path: Path, who: str) -> Iterator[None]:
 
 
 def set_up(who: str, path: Path) -> None:
-    """Send the log of the `decentnode` tree to `path` (appended, line by line), in UTC."""
+    """Sends the log of the `decentnode` tree to `path` (appended, line by line), with times in UTC."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(_Formatter(FORMAT.format(who=who)))
     _take(handler)
 
 
 def set_up_nodes(paths: Mapping[int, Path]) -> None:
-    """Send the log of a process of several nodes to a file for each, by uid, in ascending order; `of_node` says which
-    node a line belongs to."""
+    """Sends the log of a process with several nodes to one file per node. `of_node` attributes lines to nodes.
+
+    paths: the log file of each uid, in ascending order.
+    """
     handlers: dict[int, logging.Handler] = {}
     for uid, path in paths.items():
         handlers[uid] = logging.FileHandler(path, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Plain Python objects as components: modules, datasets, functions, and classes that no other process could import.
 
-While `bound` holds objects, an experiment names them as `decentnode.objects:model`. A process that has not been forked
-from the one that bound them is told so, with what to do.
+Within a `bound` block, an experiment names such an object as `decentnode.objects:model`, for example. A process that
+was not forked from the one that bound the objects gets a UsageError that says what to do instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _bound: ContextVar[Mapping[str, type[Any]]] = ContextVar("objects", default={}) 
 
 @contextlib.contextmanager
 def bound(objects: Mapping[str, type[Any]]) -> Iterator[None]:
-    """In this block, and in processes that are forked in it, experiments find these classes by their names here."""
+    """Makes these classes available to experiments under their names, in this block and in processes forked in it."""
     token = _bound.set(objects)
     try:
         yield
@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
 
 class GivenModelConfig(ModelConfig):
     what: str = ""
-    """What the object is. A run is resumed with the same one only."""
+    """A description of the object. A run can be resumed only with the same description."""
 
 
 class GivenModel(Model):
@@ -65,7 +65,7 @@ class GivenModel(Model):
 
     Config: ClassVar[type[component.Config]] = GivenModelConfig
     given: ClassVar[tuple[Any]]
-    """The module or the function; in a tuple, as a function would become a method."""
+    """The module or the function; in a tuple, because a plain function would become a method of the class."""
     _seen: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
     def __init__(self, config: component.Config) -> None:
@@ -79,14 +79,14 @@ class GivenModel(Model):
         made = given(**{name: known[name] for name in _parameters(given) & FACTS if name in known})
         if not isinstance(made, nn.Module):
             raise UsageError(f"model must be a function that makes a torch.nn.Module, got {type(made).__name__}")
-        if made in self._seen:  # one module for all nodes
+        if made in self._seen:  # the function returns the same module for every node
             return copy.deepcopy(made)
         self._seen.add(made)
         return made
 
 
 def make_model(given: Any) -> tuple[type[Any], dict[str, Any]]:
-    """(the component, the keys of its section) for a module or a function that makes one. Raises UsageError."""
+    """Returns (the component, the keys of its section) for a module or a function that makes one. Raises UsageError."""
     if isinstance(given, nn.Module):
         what = f"{type(given).__name__} with {sum(p.numel() for p in given.parameters()):,} parameters"
     elif callable(given):
@@ -101,7 +101,7 @@ def make_model(given: Any) -> tuple[type[Any], dict[str, Any]]:
 
 class GivenDataConfig(TorchDataConfig):
     what: str = ""
-    """What the objects are. A run is resumed with the same ones only."""
+    """A description of the objects. A run can be resumed only with the same description."""
 
 
 class GivenData(TorchData):
@@ -109,7 +109,7 @@ class GivenData(TorchData):
 
     Config: ClassVar[type[component.Config]] = GivenDataConfig
     splits: ClassVar[Mapping[str, LazySamples]]
-    """Samples to train and to test on; of "whole" some are set aside."""
+    """The samples of "train" and "test"; or of "whole", from which the test samples are split off."""
 
     def __init__(self, config: GivenDataConfig, base_dir: Path) -> None:  # noqa: ARG002
         self.config = config
@@ -121,7 +121,7 @@ class GivenData(TorchData):
 
 
 def make_data(train: Any, test: Any = None) -> tuple[type[Any], dict[str, Any]]:
-    """(the component, the keys of its section) for one or two datasets; see `samples_of`. Raises DataError."""
+    """Returns (the component, the keys of its section) for one or two datasets (see `samples_of`). Raises DataError."""
     splits = {"train": samples_of(train, "train"), "test": samples_of(test, "test")} if test is not None else {
         "whole": samples_of(train, "train")}  # fmt: skip
     for name, samples in splits.items():
@@ -133,8 +133,11 @@ def make_data(train: Any, test: Any = None) -> tuple[type[Any], dict[str, Any]]:
 
 
 def samples_of(given: Any, where: str) -> LazySamples:
-    """A map-style Dataset as it is; an iterable of batches, read to its end; or (inputs, targets) as arrays or tensors,
-    also in a TensorDataset. Raises DataError."""
+    """Returns samples as `LazySamples`. Raises DataError.
+
+    given: a map-style Dataset, used as it is; an iterable of batches, read to its end; or (inputs, targets) as arrays
+    or tensors, also in a TensorDataset.
+    """
     tensors = getattr(given, "tensors", None) if isinstance(given, torch.utils.data.TensorDataset) else None
     pair = tensors if tensors is not None else given if isinstance(given, tuple) else ()
     if len(pair) == 2 and all(isinstance(each, np.ndarray | torch.Tensor) for each in pair):
@@ -153,8 +156,8 @@ def samples_of(given: Any, where: str) -> LazySamples:
 
 
 def make_loss(given: Any) -> tuple[type[Any], dict[str, Any]]:
-    """The class whose instances call a function of outputs and targets, or are copies of a module of them. Raises
-    UsageError."""
+    """Returns a class whose instances call the function `given` with outputs and targets, or are copies of the module
+    `given`. Raises UsageError."""
     if not callable(given):
         raise UsageError(f"loss must be a function of outputs and targets, got {type(given).__name__}")
     if isinstance(given, nn.Module):
@@ -173,7 +176,7 @@ def make_loss(given: Any) -> tuple[type[Any], dict[str, Any]]:
 
 
 def make_optimizer(given: Any) -> tuple[type[Any], dict[str, Any]]:
-    """The class that makes what a function of parameters makes. Raises UsageError of an optimizer."""
+    """Returns a class that makes what `given`, a function of parameters, makes. Raises UsageError for an optimizer."""
     if isinstance(given, torch.optim.Optimizer):
         name = type(given).__name__
         raise UsageError(
@@ -202,7 +205,7 @@ class EdgesConfig(NodesConfig):
 
 
 class Edges(StaticTopology):
-    """A graph whose edges stand in the experiment itself."""
+    """A graph whose edges are written in the experiment itself."""
 
     Config: ClassVar[type[component.Config]] = EdgesConfig
     config: EdgesConfig
@@ -212,8 +215,10 @@ class Edges(StaticTopology):
 
 
 def edges_of(graph: Any) -> dict[str, Any]:
-    """The section for a networkx graph whose nodes are numbered in their order; what edges and nodes carry is not
-    read. Raises UsageError where it is directed or not connected."""
+    """Returns the section for a networkx graph, whose nodes are numbered in their order unless they are 0..N-1 already.
+
+    Attributes of edges and nodes are ignored. Raises UsageError if the graph is directed or not connected.
+    """
     import networkx
 
     if graph.is_directed():
@@ -229,7 +234,7 @@ def edges_of(graph: Any) -> dict[str, Any]:
 
 
 def make_graph(given: Graph) -> tuple[type[Any], dict[str, Any]]:
-    """The class that makes this very graph, with its weights."""
+    """Returns a class that makes exactly this graph, with its weights, and the keys of its section."""
 
     class GivenGraph:
         Config = component.Config

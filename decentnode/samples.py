@@ -1,4 +1,4 @@
-"""What samples look like: what readers, partitions, tasks, models and training agree on."""
+"""The format of samples and datasets that readers, partitions, tasks, models and training agree on."""
 
 from __future__ import annotations
 
@@ -10,68 +10,68 @@ from typing import Any, Literal
 import numpy as np
 
 PADDING = -100
-"""The target of places in a row that are not there; no loss counts it (torch's `ignore_index`)."""
+"""The target of positions past the end of a row; losses ignore it (torch's `ignore_index`)."""
 UNKNOWN, BEGIN, END = 1, 2, 3
-"""Tokens of pairs of sequences: what is not in the vocabulary, before the target, behind it."""
+"""Tokens of sequence pairs: a word outside the vocabulary, the start of the target, and its end."""
 FIRST_WORD = 4
-"""The first token of pairs that is part of a text."""
+"""The first token of sequence pairs that is part of a text."""
 
 
 FACTS = frozenset({"input_shape", "num_classes", "vocabulary", "users", "items"})
-"""What constructors of modules of one's own may take by name."""
+"""The fields of `DataSpec` that the constructor of a user's own module may take as parameters of these names."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What a model and a task must know of a dataset. It is known before any sample is read, and the same on all
+    """What a model and a task must know about a dataset. It is known before any sample is read, and the same on all
     nodes."""
 
     input_shape: tuple[int, ...]
-    """Of one sample; of rows of unequal length, that of the longest."""
+    """The shape of one sample's input; for rows of unequal length, of the longest."""
     inputs: Literal["values", "ids"] = "values"
     """values: float32 numbers, such as pixels. ids: int64 numbers of things, such as tokens or users."""
     task: str = "classification"
-    """The task that the data is for, when the experiment names none."""
+    """The task that is used if the experiment names none."""
     num_classes: int | None = None
-    """Of a classification."""
+    """The number of classes of a classification."""
     vocabulary: int | None = None
-    """How many different tokens there are; ids are less than it."""
+    """The number of different tokens; all ids are smaller."""
     users: int | None = None
-    """Of ratings; the first id of an input is less than it."""
+    """The number of users in ratings; the first id of every input is smaller."""
     items: int | None = None
-    """Of ratings; the second id of an input is less than it."""
+    """The number of items in ratings; the second id of every input is smaller."""
     target_shape: tuple[int, ...] = ()
-    """Of the target of one sample: () for a class or a number, (T,) for a token behind each of T."""
+    """The shape of one sample's target: () for a class or a number, (T,) for a next token at each of T positions."""
     padding: int | None = None
-    """Of rows of unequal length: the token behind the end of shorter ones, which no other place has; models that know
-    of it do not look there."""
+    """For rows of unequal length, the token that fills the end of shorter rows and occurs nowhere else; models that
+    support it mask those positions."""
     pairs: bool = False
-    """Whether inputs [T, 2] are the tokens of a source, and of a target from BEGIN on; targets [T] are then the tokens
-    that follow in the target, END behind the last."""
+    """Whether inputs [T, 2] are the tokens of a source sequence and of a target sequence that starts with BEGIN; the
+    targets [T] are then the next tokens of the target sequence, which END follows."""
     pieces: int = 0
-    """Of pairs: so many tokens from FIRST_WORD on are pieces that the token behind them goes on, as parts of a word."""
+    """For pairs, how many tokens from FIRST_WORD on are word pieces that the following token continues."""
 
     def facts(self) -> dict[str, Any]:
-        """Returns what is known of `FACTS`, by name."""
+        """Returns the fields in `FACTS` that are known, by name."""
         return {name: value for name in FACTS if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a long sequence: token sequences of unequal length, or windows that overlap. No row is copied before a
+    """Rows of one long sequence: token sequences of unequal length, or overlapping windows. A row is copied only when a
     batch is taken, so that the sequence may be a memory-mapped file that all nodes of a machine share."""
 
-    values: np.ndarray  # [V, *shape of one place]
-    starts: np.ndarray  # [N] int64, of each row
-    lengths: np.ndarray | int  # [N] int64, or the same for all rows
+    values: np.ndarray  # [V, *shape of one position]
+    starts: np.ndarray  # [N] int64, the position in `values` where each row starts
+    lengths: np.ndarray | int  # [N] int64, or one number for all rows
     padding: float = 0
-    """Behind the end of rows that are shorter than the longest of their batch."""
+    """The value that fills rows that are shorter than the longest of their batch."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def __getitem__(self, indices: Any) -> Rows:
-        """The rows at `indices`, without copying any."""
+        """Returns the rows at `indices` without copying any."""
         lengths = self.lengths if isinstance(self.lengths, int) else self.lengths[indices]
         return replace(self, starts=self.starts[indices], lengths=lengths)
 
@@ -85,11 +85,11 @@ class Rows:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of the array in which all rows are as long as the longest."""
+        """The shape of the array in which all rows are padded to the longest."""
         return (len(self), self.longest, *self.values.shape[1:])
 
     def padded(self) -> np.ndarray:
-        """All rows as one array [N, longest, ...], a copy."""
+        """Returns all rows as one array [N, longest, ...], a copy."""
         places = self.starts[:, None] + np.arange(self.longest)
         if isinstance(self.lengths, int):
             return self.values[places]
@@ -102,60 +102,61 @@ class Rows:
 
 @dataclass(frozen=True)
 class Samples:
-    """Arrays or rows of equal number; the model gets `inputs * scale + offset` as float32, or ids as they are.
+    """Inputs and targets in equal number; the model gets `inputs * scale + offset` as float32, or unchanged ids.
 
-    8-bit images stay uint8 (a quarter of the memory; a share is converted batch by batch), and may be views of a
-    memory-mapped file, which all nodes of a machine then share.
+    8-bit images stay uint8, which takes a quarter of the memory; they are converted batch by batch. The arrays may be
+    views of a memory-mapped file, which all nodes of a machine then share.
     """
 
-    inputs: np.ndarray | Rows  # [N, *input_shape] uint8 or float32; whole numbers where they are ids
-    targets: np.ndarray | Rows  # [N, *target_shape] whole numbers or floats: int64 or float32 for the task
+    inputs: np.ndarray | Rows  # [N, *input_shape] uint8 or float32; integers if they are ids
+    targets: np.ndarray | Rows  # [N, *target_shape] integers or floats, which the task gets as int64 or float32
     scale: float | tuple[float, ...] = 1.0
     offset: float | tuple[float, ...] = 0.0
-    """Of all numbers, or of each channel."""
+    """One number for all values, or one per channel; likewise `scale`."""
     ids: bool = False
-    """Whether inputs are numbers of things (tokens, users), which the model gets as int64."""
+    """Whether inputs are ids (of tokens, users), which the model gets as int64."""
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def take(self, indices: np.ndarray) -> Samples:
-        """A copy of the samples at `indices` [M], in that order; of rows, which are never copied, their places."""
+        """Returns the samples at `indices` [M], in that order: a copy of arrays; of `Rows` only the positions."""
         return replace(self, inputs=self.inputs[indices], targets=self.targets[indices])
 
 
 class LazySamples(abc.ABC):
-    """Samples that are made when a batch is taken, every time anew: what a torch Dataset gives, whose transforms may
-    draw at random."""
+    """Samples that are made anew every time a batch is taken, such as those of a torch Dataset, whose transforms may be
+    random."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def take(self, indices: np.ndarray) -> LazySamples:
-        """The samples at `indices` [M], none of them made yet."""
+        """Returns the samples at `indices` [M] without making any of them yet."""
 
     @abc.abstractmethod
     def fetch(self, indices: np.ndarray) -> Samples:
-        """Makes the samples at `indices` [M], in that order."""
+        """Makes and returns the samples at `indices` [M], in that order. Blocking."""
 
 
 Box = tuple[int, int, int, int]
-"""A part of an image: left, upper, right and lower, in pixels; the last two are the first ones behind it."""
+"""A part of an image: left, upper, right and lower in pixels; right and lower are exclusive."""
 Crop = Callable[[int, int, int], Box]
-"""Called with the place of an image in its batch, its width and its height; returns the part to take."""
+"""A function of an image's index in its batch, its width and its height that returns the part to take."""
 
 
 class Reading(abc.ABC):
-    """A batch that is being read."""
+    """A batch that is being read in the background."""
 
     @abc.abstractmethod
     def result(self) -> Samples:
-        """Waits for the batch (blocking). Raises SampleFailed for the first sample in it that cannot be read."""
+        """Blocks until the batch is read, and returns it. Raises SampleFailed for its first sample that is
+        unreadable."""
 
     @abc.abstractmethod
     def cancel(self) -> None:
-        """Nobody waits for the batch: what is not begun of it is not read."""
+        """Drops the parts of the batch whose reading has not begun; nobody will ask for the result."""
 
 
 class ImageFiles(LazySamples):
@@ -164,15 +165,15 @@ class ImageFiles(LazySamples):
     input_shape: tuple[int, int, int]
     scale: tuple[float, ...]
     offset: tuple[float, ...]
-    """Of each channel, as `Samples` has them."""
+    """One per channel, as in `Samples`."""
     threads: int
-    """How many images of a process are read at the same time."""
+    """How many images one process reads at the same time."""
 
     @abc.abstractmethod
     def begin(self, indices: np.ndarray, crop: Crop | None = None) -> Reading:
-        """Begins to read the images at `indices` [M] on threads, in that order; not blocking.
+        """Starts reading the images at `indices` [M] on threads and returns at once. The batch keeps their order.
 
-        crop: the part of each that is scaled to `input_shape`. None: as `fetch`, the middle.
+        crop: chooses the part of each image that is scaled to `input_shape`. None: the center, as in `fetch`.
         """
 
 
@@ -181,20 +182,21 @@ AnySamples = Samples | LazySamples
 
 @dataclass(frozen=True)
 class NodeSamples:
-    """What one node trains and is tested on."""
+    """The samples that one node trains and is tested on."""
 
     train: AnySamples
     test: AnySamples
     own: AnySamples | None = None
-    """Test samples that are distributed as the node's own, beside those of `test`."""
+    """Test samples with the node's own distribution, in addition to `test`."""
     shared_test: bool = True
-    """Whether all nodes have the same test samples; then each evaluates the merged model on its part of them."""
+    """Whether all nodes have the same test samples; then each node evaluates the merged model on a part of them."""
     deal_again: Callable[[int], AnySamples] | None = None
-    """Gives the node's training samples when all are dealt anew for the epoch of a number; 0 gives `train`."""
+    """Returns the node's training samples for an epoch in which all samples are dealt again; epoch 0 gives `train`."""
     deal_among: Callable[[tuple[int, ...]], tuple[AnySamples, int]] | None = None
-    """Gives the node's training samples and its part of those of all that are not these members, and how many samples
-    that part has. None where a node cannot read the samples of others."""
+    """Takes the members that remain, and returns the node's training samples together with its part of the samples of
+    all other nodes, and the size of that part. None if a node cannot read the samples of others."""
     trains: bool = True
-    """Whether the node trains at all; `train` is empty where it does not."""
+    """Whether the node trains at all; if not, `train` is empty."""
     pooled: bool = False
-    """Whether figures over the nodes are those of all their test samples together, of which each has a part."""
+    """Whether metrics over the nodes are computed on the test samples of all nodes together, each of which has a
+    part."""

@@ -1,5 +1,5 @@
-"""What the operating system offers: files that are replaced at once, which boot of the host this is, and an environment
-in which nothing is downloaded."""
+"""Operating-system helpers: atomic file replacement, the identity of boots and processes, and a block in which the
+Hugging Face hub is offline."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from typing import Any
 from decentnode import entropy
 
 full_disks: list[Callable[[], bool]] = []
-"""Each tells whether a fault says that the disk is full now (node/faults.py)."""
+"""Functions that return whether an injected fault says that the disk is full now (node/faults.py)."""
 
 
 def check_disk() -> None:
-    """Before a file is written: raises OSError (ENOSPC) where a fault says that the disk is full."""
+    """Raises OSError (ENOSPC) if an injected fault says that the disk is full. Called before a file is written."""
     if full_disks and any(is_full() for is_full in full_disks):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a name beside `path` for a new file or link, which replaces the one at `path` at the end of the block;
-    where the block raises, the new one is removed and the old one stays. Raises OSError, with the name of `path` where
-    the system tells none, as of a write on a full disk."""
+    """Yields a temporary path beside `path` for a new file or link, which replaces `path` at the end of the block.
+
+    If the block raises, the new file is removed and the old one stays. Raises OSError, to which it adds the name of
+    `path` if the system gives none, as for a write on a full disk.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{entropy.word(3)}")
     try:
         check_disk()
@@ -44,7 +46,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_temporaries(folder: Path, pids: Collection[int]) -> None:
-    """Remove what `replacing` has left below `folder` of processes that were killed. Raises nothing."""
+    """Removes temporary files that `replacing` left below `folder` in processes that were killed. Raises nothing."""
     killed = {*map(str, pids)}
     with contextlib.suppress(OSError):
         for each in list(folder.rglob(".*.*.??????")) if killed else ():
@@ -53,11 +55,11 @@ def remove_temporaries(folder: Path, pids: Collection[int]) -> None:
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace the file `path` atomically: readers see the old or the new text, never a part. A link stays, and the file
-    that it leads to is replaced; what is no file, as /dev/stdout, is written to. Raises OSError.
+    """Replaces the file `path` atomically: readers see the old or the new text, never a part of it. Raises OSError.
 
-    text: names of files in it may be as Python has them where their bytes are no text in the locale. durable: this
-    holds after a power cut too; blocking until the disk has the file.
+    A symbolic link stays, and the file that it points to is replaced; what is not a regular file, such as /dev/stdout,
+    is written to directly. text: may contain file names with surrogate escapes for bytes that the locale cannot decode.
+    durable: also survive a power failure; blocks until the file is on disk.
     """
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8", errors="surrogateescape")
@@ -77,32 +79,35 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def boot_id() -> str:
-    """Names the boot of this host: process ids and the monotonic clock mean something within one boot alone. Raises
-    OSError where the system does not tell."""
+    """Returns the id of this host's boot; process ids and the monotonic clock are comparable only within one boot.
+
+    Raises OSError if the system does not provide it.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def process_began(pid: int) -> str:
-    """When a process of this host began, in the system's clock ticks since the host did, which tells it from another
-    one of its number; "" where it has ended, or where the system does not tell."""
+    """Returns the start time of a process of this host, in clock ticks since boot; it identifies the process even if
+    the
+    system reuses its pid. Returns "" if the process has ended or the system does not provide the time."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]  # of one that nobody has waited for, only its number is left
+        return "" if state in "ZX" else fields[18]  # a zombie has ended; only its pid is left
     except (OSError, ValueError, IndexError):
         return ""
 
 
 @contextlib.contextmanager
 def hub_offline() -> Iterator[None]:
-    """In this block huggingface_hub, from which other libraries load weights and datasets, looks into its local cache
-    alone."""
+    """Makes huggingface_hub, from which other libraries load weights and datasets, use only its local cache within the
+    block."""
     before, name = os.environ.get("HF_HUB_OFFLINE"), "huggingface_hub.constants"
     was = getattr(sys.modules.get(name), "HF_HUB_OFFLINE", before not in (None, "", "0"))
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants: Any = None
     with contextlib.suppress(ImportError):
         constants = importlib.import_module(name)
-        constants.HF_HUB_OFFLINE = True  # it is read once, when the library is imported
+        constants.HF_HUB_OFFLINE = True  # the library reads the variable only once, on import
     try:
         yield
     finally:

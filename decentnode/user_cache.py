@@ -1,4 +1,4 @@
-"""Files that are kept between runs: in $XDG_CACHE_HOME/decentnode, else ~/.cache/decentnode. All may be deleted."""
+"""Small files kept between runs in $XDG_CACHE_HOME/decentnode, else ~/.cache/decentnode. All of them may be deleted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """Returns the folder of kept files, which is made if need be. Raises OSError where others could write into it."""
+    """Returns the folder of the files, and creates it if needed. Raises OSError if other users could write into it."""
     found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentnode"
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not ours(found):
@@ -18,7 +18,7 @@ def folder() -> Path:
 
 
 def ours(path: Path) -> bool:
-    """Whether a path is this user's own, no link, and can be written by no other user."""
+    """Returns whether a path belongs to this user, is not a link, and cannot be written by any other user."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def ours(path: Path) -> bool:
 
 
 def read(name: str) -> str | None:
-    """Returns the text of a kept file; None where there is none that only this user can have written."""
+    """Returns the text of a kept file, or None if there is no such file that only this user can have written."""
     try:
         path = folder() / name
         return path.read_text() if ours(path) else None
@@ -36,7 +36,7 @@ def read(name: str) -> str | None:
 
 
 def keep(name: str, text: str) -> None:
-    """Keep a text; other processes see all of it or nothing. Where nothing can be kept, nothing happens."""
+    """Keeps a text under a name, atomically for other processes. Does nothing if the text cannot be written."""
     try:
         handle, new = tempfile.mkstemp(dir=folder(), suffix=".new")  # mode 600
     except (OSError, RuntimeError):

@@ -1,3 +1,3 @@
-"""The version of this package, where its own files read it: its face (`__init__.py`) is above all of them."""
+"""The version of the package, in a file of its own so that modules below `__init__.py` can import it."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Numbers as texts for people."""
+"""Formats numbers, durations and uids for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def size(count: float) -> str:
-    """Returns bytes with a unit, in powers of 1000."""
+    """Returns a number of bytes with a unit, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -17,7 +17,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """"212 ms", "14.2 s", "3 min 20 s", "2 h 5 min"."""
+    """Returns seconds as "212 ms", "14.2 s", "3 min 20 s" or "2 h 5 min"."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
@@ -36,12 +36,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def number(value: Any, digits: str) -> str:
-    """Returns a figure as text, or a placeholder where it is missing."""
+    """Returns a value as text, or "-" if it is missing."""
     return format(value, digits) if isinstance(value, int | float) else "-"
 
 
 def names(uids: Sequence[int]) -> str:
-    """"0-7, 9" for ascending uids."""
+    """Returns ascending uids as ranges, such as "0-7, 9"."""
     ranges: list[list[int]] = []
     for uid in uids:
         if ranges and uid == ranges[-1][1] + 1:

@@ -1,1 +1,1 @@
-"""From YAML text to typed Configs, with the place of every value and all problems at once."""
+"""Turns YAML text into typed Configs; every problem is reported with its location, all at once."""

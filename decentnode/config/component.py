@@ -1,7 +1,7 @@
-"""From a YAML section to a component: the name in a table, or "package.module:Class", and its typed Config.
+"""Turns a YAML section into a component: its `name`, in a table or as "package.module:Class", and its typed Config.
 
-A room's table maps a name to "module:Class" text, so that reading a table imports nothing heavy. The class
-carries its `Config`: a frozen pydantic model with a docstring under every field.
+The table of a package maps a name to the text "module:Class", so that importing a table imports nothing heavy. The
+class has an attribute `Config`: a frozen pydantic model with a docstring under every field.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from decentnode.errors import UsageError
 from decentnode.likeness import did_you_mean
 
 FLOAT32 = 3.4028234663852886e38
-"""The largest number of float32."""
+"""The largest finite float32."""
 
 
 class Settings(pydantic.BaseModel):
@@ -41,7 +41,7 @@ class Settings(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _untyped_numbers(cls, value: Any) -> Any:
-        """Where a Config takes keys it does not know, nothing turns YAML's text 1e-3 into the number it is."""
+        """Converts text such as 1e-3 to a number in keys unknown to the Config, which have no type to do so by."""
         if cls.model_config.get("extra") != "allow" or not isinstance(value, dict):
             return value
         return {key: each if key in cls.model_fields else number(each) for key, each in value.items()}
@@ -49,7 +49,7 @@ class Settings(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="before")
     @classmethod
     def _no_boolean_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        """pydantic takes true for 1; in a YAML file it is a slip of the pen."""
+        """Rejects booleans for numbers: pydantic takes true for 1, but in a YAML file it is a mistake."""
         if _holds_boolean(value) and not _allows_boolean(cls, str(info.field_name)):
             raise PydanticCustomError("boolean", "must not be true or false")
         return value
@@ -57,8 +57,7 @@ class Settings(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="after")
     @classmethod
     def _no_endless_numbers(cls, value: Any) -> Any:
-        """Whole numbers of 64 bits and numbers of float32 are what torch, messages and files take; Python alone has
-        larger ones."""
+        """Rejects integers beyond 64 bits and numbers beyond float32: torch, messages and files cannot hold them."""
         if _holds(value, lambda each: isinstance(each, int) and not -(1 << 63) <= each < 1 << 63):
             raise PydanticCustomError("bits", "must be within 64 bits, from -2^63 to 2^63 - 1")
         if _holds(value, lambda each: isinstance(each, float) and abs(each) > FLOAT32):
@@ -68,15 +67,18 @@ class Settings(pydantic.BaseModel):
 
 @dataclass(frozen=True)
 class Added:
-    """Marks a key that came to its section later, as `Annotated[int, ADDED]`: at its default it is left out of digests,
-    and of what checkpoints say of an experiment. Both then stay what they were before the key was there."""
+    """Marks a key that was added to its section in a later version, as `Annotated[int, ADDED]`.
+
+    While such a key has its default, it is left out of digests and of the description of the experiment in checkpoints,
+    so that both stay what they were before the key existed.
+    """
 
 
 ADDED = Added()
 
 
 def added_defaults(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yields the path of every `ADDED` key below a section that has its default."""
+    """Yields the path of every `ADDED` key at or below `value` that has its default."""
     if isinstance(value, pydantic.BaseModel):
         fields = type(value).model_fields
         for key, child in value:
@@ -103,7 +105,7 @@ class Component:
 
 
 def number(value: Any) -> Any:
-    """Returns a value, or list, of YAML with text such as 1e-3 as the number that it is."""
+    """Returns a YAML value, or list of values, with text such as 1e-3 converted to the number."""
     if isinstance(value, list):
         return [number(each) for each in value]
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
@@ -123,7 +125,7 @@ def _holds(value: Any, wrong: Callable[[Any], bool]) -> bool:
 
 @functools.cache
 def _allows_boolean(model: type[pydantic.BaseModel], name: str) -> bool:
-    """Whether a field should see booleans: everything that is not made of numbers alone."""
+    """Returns whether a field accepts booleans: every field whose type is not made of numbers alone."""
     leaves = set(_leaves(model.model_fields[name].annotation))
     return not leaves & {int, float} or bool in leaves
 
@@ -133,13 +135,15 @@ def _leaves(annotation: Any) -> Iterable[Any]:
     if typing.get_origin(annotation) is typing.Literal:
         return [type(a) for a in arguments]
     if typing.get_origin(annotation) is typing.Annotated:
-        arguments = arguments[:1]  # what is noted beside the type is none
+        arguments = arguments[:1]  # the rest are metadata, not types
     return [leaf for a in arguments for leaf in _leaves(a)] if arguments else [annotation]
 
 
 def told_apart(key: str, known: Iterable[str]) -> pydantic.Discriminator:
-    """Annotation of a union of Settings that one key tells apart: `Annotated[A | B, told_apart("do", known)]`,
-    where A and B have that value as their `Tag`. A section with another value, or none, is an error that names `known`.
+    """Returns the discriminator of a union of Settings by the value of one key.
+
+    It is used as `Annotated[A | B, told_apart("do", known)]`, where A and B have their value of the key as their `Tag`.
+    A section with another value, or without the key, is an error that names `known`.
     """
 
     def tag(value: object) -> object:
@@ -152,9 +156,11 @@ def told_apart(key: str, known: Iterable[str]) -> pydantic.Discriminator:
 
 
 class Table(dict[str, str]):
-    """A room's table whose outsiders need not be components: `adapt` ("module:function") makes a component of a foreign
-    class, or returns None. libraries: for names such as "timm:resnet18" the component that finds what a library has
-    under the name behind the colon."""
+    """A package's table of components that also accepts the user's classes and names such as "timm:resnet18".
+
+    adapt: the "module:function" that makes a component of a class that is none, or returns None. libraries: by the text
+    before the colon, the component that looks up the name after the colon in a library.
+    """
 
     def __init__(self, names: Mapping[str, str], adapt: str, libraries: Mapping[str, str] | None = None) -> None:
         super().__init__(names)
@@ -162,7 +168,7 @@ class Table(dict[str, str]):
         self.libraries = libraries or {}
 
     def component(self, found: type[Any]) -> type[Any]:
-        """The component for a class; the class itself where it is one, or cannot be made one. Raises UsageError."""
+        """Returns the component for a class: the class itself if it is one or cannot be adapted. Raises UsageError."""
         config = getattr(found, "Config", None)
         if isinstance(config, type) and issubclass(config, Config):
             return found
@@ -172,9 +178,9 @@ class Table(dict[str, str]):
 
 
 def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
-    """The class behind a YAML `name`.
+    """Returns the class that a YAML `name` names.
 
-    Raises UsageError when the name is in no table, or the module or class cannot be found.
+    Raises UsageError if the name is not in the table, or the module or class cannot be found.
     """
     libraries = table.libraries if isinstance(table, Table) else {}
     target = table.get(name, libraries.get(name.partition(":")[0], name) if ":" in name else name)
@@ -190,7 +196,10 @@ def load_class(name: str, table: Mapping[str, str], kind: str) -> type[Any]:
 
 
 def imported(target: str, name: str, kind: str, what: str = "function or class") -> Any:
-    """What "package.module:Name" names. name: how the YAML says it. Raises UsageError."""
+    """Imports and returns what `target`, "package.module:Name", names. Raises UsageError.
+
+    name: the name as written in the YAML file; kind, what: the nouns for it in errors.
+    """
     module_name, colon, attribute = target.partition(":")
     if not colon:
         raise UsageError(f"{kind} must be of the form 'package.module:Name', got {name!r}")
@@ -199,7 +208,7 @@ def imported(target: str, name: str, kind: str, what: str = "function or class")
     except ModuleNotFoundError as error:
         where = f"; searched in {', '.join(_beside)} and on Python's path" if _beside else ""
         raise UsageError(f"{kind} {name!r}: no module named {error.name!r}{where}") from error
-    except Exception as error:  # an outsider's module may raise anything, and odd names raise ValueError, TypeError
+    except Exception as error:  # a user's module may raise anything; odd names raise ValueError or TypeError
         raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error
     found = getattr(module, attribute, None)
     if found is None:
@@ -210,18 +219,19 @@ def imported(target: str, name: str, kind: str, what: str = "function or class")
 
 
 _beside: list[str] = []
-"""Folders of experiments that modules of their components were looked for in, too."""
+"""Folders of experiments that were added to the module search path for the user's own components."""
 
 
 def looked_beside() -> list[Path]:
-    """Returns the folders that this process finds modules in, as `look_beside` was called with them."""
+    """Returns the folders that `look_beside` added to this process's module search path."""
     return [Path(each) for each in _beside]
 
 
 def look_beside(folder: Path, first: bool = False) -> None:
-    """From now on this process finds modules in this folder, too: after all other places, or `first`.
+    """Adds a folder to this process's module search path: at the end, or at the front if `first`.
 
-    A folder that everybody may write into (/tmp) is left out: others could put a module there that Python only tries.
+    A folder that every user may write to (such as /tmp) is left out: other users could put a module there whose name
+    Python merely tries to import.
     """
     try:
         if folder.stat().st_mode & stat.S_IWOTH:
@@ -240,7 +250,7 @@ def look_beside(folder: Path, first: bool = False) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The annotation that `section` makes; see there."""
+    """The annotation of a field that holds one component's section; made by `section`, which explains the fields."""
 
     table: Mapping[str, str]
     kind: str
@@ -248,13 +258,13 @@ class Section:
     implied: Mapping[str, str] = field(default_factory=dict)
 
     def name_of(self, value: Any) -> Any:
-        """The component's name that a raw value writes or implies; None when there is none."""
+        """Returns the component's name that a raw value gives or implies, or None."""
         if isinstance(value, dict):
             return value.get("name", next((n for key, n in self.implied.items() if key in value), self.default))
         return value
 
     def config_of(self, name: str) -> type[Config]:
-        """The Config of a component. Raises UsageError."""
+        """Returns the Config of a component. Raises UsageError."""
         chosen = load_class(name, self.table, self.kind)
         found = getattr(chosen, "Config", None)
         if not (isinstance(found, type) and issubclass(found, Config)):
@@ -263,7 +273,7 @@ class Section:
         return found
 
     def validate(self, value: Any) -> Config:
-        """The typed Config of a raw section: a dict, or a bare name."""
+        """Returns the typed Config of a raw section, which is a dict or a bare name."""
         if isinstance(value, Config):
             return value
         name = self.name_of(value)
@@ -298,7 +308,7 @@ class Section:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: pydantic.GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """One alternative per component of the table, told apart by the constant `name`."""
+        """Returns one alternative per component of the table, distinguished by the constant `name`."""
         alternatives: list[dict[str, Any]] = [
             {"enum": list(self.table), "description": f"A bare name: {self.kind} with the component's defaults."}
         ]
@@ -329,10 +339,11 @@ def _summary(owner: type[Any]) -> str:
 def section(
     table: Mapping[str, str], kind: str, default: str | None = None, implied: Mapping[str, str] | None = None
 ) -> Section:
-    """Annotation of a Config field that holds one component's section: `Annotated[Config, section(TABLE, "graph")]`.
+    """Returns the annotation of a Config field that holds a component's section: `Annotated[Config, section(TABLE,
+    "graph")]`.
 
-    The field's value becomes the Config of the class that `name` (or `default` when there is none) names. A bare
-    string stands for `{name: string}`. implied: key -> name for sections that are known by one of their keys, such
-    as `{file: ...}`. Dumps and the JSON Schema hold every key of the chosen Config.
+    The field's value becomes the Config of the class that `name` names, or `default` if there is no name. A bare string
+    stands for `{name: string}`. implied: maps a key to the name that it implies, for sections that can be recognized by
+    one of their keys, such as `{file: ...}`. Dumps and the JSON Schema hold every key of the chosen Config.
     """
     return Section(table, kind, default, implied or {})

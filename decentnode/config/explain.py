@@ -1,4 +1,4 @@
-"""From pydantic's errors to sentences with a place: "X must be ..., got ...", and a hint."""
+"""Renders pydantic's errors as sentences with a location, "X must be ..., got ...", and a hint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RULES = {
 
 
 def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.BaseModel], source: str) -> list[str]:
-    """Every error rendered, in the order of the file; several rules of one union are joined by "or"."""
+    """Returns every error rendered, in the order of the file. The rules of a union at one path are joined by "or"."""
     grouped: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
     for details in map(_placed, error.errors(include_url=False)):
         grouped.setdefault(_written_path(tree, details), []).append(details)
@@ -53,16 +53,18 @@ def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.Ba
 def _another_choice_goes_deeper(
     path: tuple[str | int, ...], group: Sequence[ErrorDetails], paths: Iterable[tuple[str | int, ...]]
 ) -> bool:
-    """A section that should have been text, or a section with a wrong key: the wrong key is what matters. A list of
-    which no entry is right counts as too short, too."""
+    """Returns whether only the errors below `path` matter: a section with a wrong key also fails as "must be text" in a
+    union, and a list without a valid entry also fails as too short."""
     deeper = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
     return deeper and all(details["type"].endswith("_type") or details["type"] in ("literal_error", "too_short")
                           for details in group)  # fmt: skip
 
 
 def _placed(details: ErrorDetails) -> ErrorDetails:
-    """A section's own error as one of the key that it is about. Which of several a section is, is said by one of its
-    keys (`component.told_apart`)."""
+    """Returns an error of a whole section as an error of the key that it is about, if there is one.
+
+    This includes the key by which a union of sections is discriminated (`component.told_apart`).
+    """
     if details["type"] == "value_error":
         return _at_its_key(details)
     if details["type"] != "kind":
@@ -78,7 +80,7 @@ def _placed(details: ErrorDetails) -> ErrorDetails:
 
 
 def _at_its_key(details: ErrorDetails) -> ErrorDetails:
-    """A section's own error that begins with one of its keys, as one of that key."""
+    """Returns a section's error whose message begins with the name of one of its keys as an error of that key."""
     found, given = re.match(r"Value error, (\w+) ((?:must|needs) .*)", details["msg"], re.DOTALL), details["input"]
     if found is None or not isinstance(given, dict) or found[1] not in given:
         return details
@@ -86,7 +88,7 @@ def _at_its_key(details: ErrorDetails) -> ErrorDetails:
 
 
 def _written_path(tree: Item, details: ErrorDetails) -> tuple[str | int, ...]:
-    """pydantic's loc without the tags of unions, which are no keys."""
+    """Returns pydantic's `loc` without the tags of unions, which are not keys."""
     path: list[str | int] = []
     item: Item | None = tree
     loc = details["loc"]
@@ -96,7 +98,7 @@ def _written_path(tree: Item, details: ErrorDetails) -> tuple[str | int, ...]:
             path.append(part)
             item = found
         elif depth == 0:
-            path.append(part)  # a default
+            path.append(part)  # the value is a default
             item = None
     return tuple(path)
 
@@ -130,8 +132,10 @@ def _explain_one(
 
 
 def _rules(group: Sequence[ErrorDetails]) -> list[str]:
-    """The different rules of errors at one place; words that are allowed there are one rule, the last. A value of the
-    right type has one, that of its type."""
+    """Returns the different rules of the errors at one path. All allowed words make up one rule, the last.
+
+    If the value has the right type for one alternative, only the rules of that alternative are returned.
+    """
     group = [details for details in group if details["type"] == "value_error"] or group
     rules = dict.fromkeys(_rule(details) for details in group if details["type"] != "literal_error")
     options = [option for details in group if details["type"] == "literal_error" for option in allowed(details)]
@@ -160,7 +164,7 @@ def _rule(details: ErrorDetails) -> str:
 
 
 def _shown(item: Item | None, details: ErrorDetails) -> str:
-    """The offending value, as written when it is short text."""
+    """Returns the offending value as text; booleans as they are written in the file."""
     value = details["input"]
     if value is None:
         return "nothing"
@@ -171,7 +175,7 @@ def _shown(item: Item | None, details: ErrorDetails) -> str:
 
 
 def _flow(value: Any, budget: int = 8) -> str:
-    """A short flow-style picture of a section or list."""
+    """Returns a section or list in YAML's flow style, shortened."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_flow(v, 3)}" for k, v in list(value.items())[:budget]) + "}"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What stands for the content of a file: two files with the same one are the same, whatever their names."""
+"""Digests of file contents: files with the same digest have the same content, whatever their names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def content_digest(path: Path) -> str:
-    """Returns 16 hex digits of a file's content; "" where it cannot be read. Blocking: 1 GB takes about a second, once
-    per process and version of the file."""
+    """Returns a 64-bit digest of a file's content as 16 hex digits, or "" if it cannot be read.
+
+    Blocking: 1 GB takes about a second, once per process and version of the file.
+    """
     try:
         found = path.stat()
         return _digest(path, found.st_size, found.st_mtime_ns)

@@ -1,4 +1,4 @@
-"""What a user probably meant by a value or a key that is wrong: the nearest alternative, or how to write it."""
+"""Hints for wrong values and keys: the nearest alternative, or how to write the value."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from decentnode.likeness import LIKENESS_ELSEWHERE, LIKENESS_SAME, nearest
 
 LISTS = ("list_type", "tuple_type")
 MOST_WRITTEN = 1e15
-"""Larger numbers are not written out for whom writes them as 1e3."""
+"""Larger integers are not written out in hints for values such as 1e3."""
 
 
 def value_hint(
     item: Item | None, group: Sequence[ErrorDetails], path: Sequence[str | int], tree: Item
 ) -> str:
-    """Returns what was probably meant by a value that breaks rules; "" where that is not known.
+    """Returns a hint for a value that breaks a rule, or "".
 
-    item: the value as written; None for a default. group: the errors of the value, at `path` in `tree`.
+    item: the value as written; None for a default. group: the errors of the value, which is at `path` in `tree`.
     """
     details = group[0]
     value = details["input"]
@@ -59,13 +59,13 @@ def value_hint(
 
 
 def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseModel]) -> str:
-    """Returns which key was probably meant by one that the section around it does not know, or the keys it knows."""
+    """Returns a hint for an unknown key: the key that was probably meant, or the known keys of its section."""
     owner = model_at(path[:-1], tree, model)
     if owner is None:
         return ""
     known, places = list(owner.model_fields), dict(_places(tree, model))
     if any(isinstance(part, int) for part in path) and (near := nearest(str(path[-1]), known)):
-        return f"did you mean '{near}'?"  # an entry of a list has nothing to do with other sections
+            return f"did you mean '{near}'?"  # keys of other sections are no candidates for a list entry
     if near := nearest(str(path[-1]), known, LIKENESS_SAME):
         return f"did you mean '{near}'?"
     elsewhere = [place for place, key in places.items() if key == path[-1] and place != dotted(path)]
@@ -84,8 +84,8 @@ def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseM
 
 
 def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
-    """(name, advice) where --set or the environment gave the section around `path` another name, and the file has
-    written keys for the old one. None for a key that is itself written there."""
+    """Returns (name, advice) if --set or the environment changed the name of the section around `path` while the file
+    has keys for the old name. Returns None if the key itself comes from --set or the environment."""
     item: Item | None = tree
     found: tuple[str, str] | None = None
     for depth, part in enumerate(path[:-1], 1):
@@ -99,7 +99,7 @@ def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
 
 
 def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """("a.b.c", "c") of every key that the chosen components know, and of every argument that is written."""
+    """Yields ("a.b.c", "c") for every key that the chosen components have and every constructor argument written."""
     owner = model_at(above, tree, model)
     section, depth = descend(tree, above)
     free = owner is not None and owner.model_config.get("extra") == "allow" and depth == len(above)
@@ -113,7 +113,7 @@ def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] 
 
 
 def description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | int, ...]) -> str:
-    """Returns what a key means, from the docstring of its field; "" where it has none."""
+    """Returns the first paragraph of the docstring of a key's field, or ""."""
     owner = model_at(path[:-1], tree, model)
     if owner is None or str(path[-1]) not in owner.model_fields:
         return ""
@@ -121,6 +121,6 @@ def description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | i
 
 
 def allowed(details: ErrorDetails) -> list[str]:
-    """The values that a Literal allows, from pydantic's "'a', 'b' or 3"."""
+    """Returns the values that a Literal allows, read from pydantic's "'a', 'b' or 3"."""
     expected = details.get("ctx", {}).get("expected", "")
     return [quoted or bare for quoted, bare in re.findall(r"'([^']*)'|([\w.+-]+)(?=,| or |$)", expected)]

@@ -1,6 +1,7 @@
-"""What the keys of a config mean: the docstrings under its fields, read from the source when somebody asks.
+"""Reads the docstrings under the fields of Configs from the source, on demand.
 
-pydantic would read them as each class is made, which took a seventh of what a fork server computes before it has nodes.
+pydantic would read them as each class is made, which took a seventh of the computing time of a fork server before it
+has nodes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from pydantic_core import core_schema
 
 
 def key_doc(config: type[pydantic.BaseModel], name: str) -> str:
-    """Returns what a field of a config means, "" where neither `Field(description=...)` nor a docstring tells."""
+    """Returns the `Field(description=...)` or else the docstring of a field, or "" if it has neither."""
     return config.model_fields[name].description or _docstrings(config).get(name, "")
 
 
 class DocumentedSchema(GenerateJsonSchema):
-    """JSON schemas that have the docstrings of keys as their descriptions."""
+    """Generates JSON schemas whose key descriptions are the docstrings of the fields."""
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
         made = super().model_schema(schema)
@@ -39,7 +40,7 @@ class DocumentedSchema(GenerateJsonSchema):
 
 @functools.cache
 def _docstrings(config: type[pydantic.BaseModel]) -> Mapping[str, str]:
-    """Returns the docstring under each field of a class and of those that it derives from."""
+    """Returns the docstring under each field of a class and of its base classes."""
     found: dict[str, str] = {}
     for each in reversed(config.__mro__):
         if issubclass(each, pydantic.BaseModel) and each is not pydantic.BaseModel:
@@ -50,7 +51,7 @@ def _docstrings(config: type[pydantic.BaseModel]) -> Mapping[str, str]:
 def _own_docstrings(config: type[pydantic.BaseModel]) -> dict[str, str]:
     try:
         source = inspect.getsource(config)
-    except (OSError, TypeError):  # made at a prompt, or its file is gone
+    except (OSError, TypeError):  # the class was made at a prompt, or its file was deleted
         return {}
     body = ast.parse(textwrap.dedent(source)).body[0]
     assert isinstance(body, ast.ClassDef)

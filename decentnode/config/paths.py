@@ -1,4 +1,4 @@
-"""Paths of keys and positions to a value of a config: as text, and where the value stands."""
+"""Paths to values of a config, made of keys and list indices: their text, and the location of the value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decentnode.config.yaml_source import Item, Location
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """ "a.b[2].c"."""
+    """Returns a path as text: "a.b[2].c"."""
     text = ""
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -16,9 +16,9 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def place_of(tree: Item, path: Sequence[str | int]) -> Location | None:
-    """Where the value at `path` stands, or the nearest section around it; None when nothing of it was written.
+    """Returns the location of the value at `path`, or of the nearest section around it; None if neither was written.
 
-    A section stands where its key is.
+    The location of a section is that of its key.
     """
     item, depth = descend(tree, path)
     if not depth and path:
@@ -27,7 +27,7 @@ def place_of(tree: Item, path: Sequence[str | int]) -> Location | None:
 
 
 def descend(tree: Item, path: Sequence[str | int]) -> tuple[Item, int]:
-    """Returns the item at `path`, or the nearest one around it, and how many parts of the path lead to it."""
+    """Returns the item at `path`, or the nearest one around it, and how many parts of the path lead to that item."""
     for depth, part in enumerate(path):
         found = tree.get(part)
         if found is None:

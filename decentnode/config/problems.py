@@ -1,4 +1,4 @@
-"""What is wrong with a value of a config, in a sentence with its place: "X must be ..., got ..."."""
+"""Problems with values of a config, each rendered as a sentence with its location: "X must be ..., got ..."."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from decentnode.config.yaml_source import Item, Location, problem
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with the value at `path`; `other` is the path of a second value it disagrees with."""
+    """A problem with the value at `path`; `other` is the path of a second value that it conflicts with."""
 
     path: tuple[str | int, ...]
     message: str
     hint: str = ""
     other: tuple[str | int, ...] | None = None
     doubt: bool = False
-    """Whether it is a warning: what is written may be meant."""
+    """Whether it is only a warning, because the value may be intended."""
 
     def render(self, tree: Item, source: str) -> str:
-        """The problem with its place in the tree it was found in."""
+        """Returns the problem with its location in `tree`, the tree it was found in, and the line of the file."""
         return problem(*self._told(tree, source))
 
     def line(self, tree: Item, source: str) -> str:
-        """`render` in one line, without a picture of the place."""
+        """Returns the problem in one line, without the line of the file."""
         place, text, hint = self._told(tree, source)
         return f"{place}: {text}" + (f" ({hint})" if hint else "")
 
     def _told(self, tree: Item, source: str) -> tuple[Location | str, str, str]:
-        """(place, text, hint)."""
+        """Returns (location, text, hint)."""
         place = place_of(tree, self.path) or source
         hint = self.hint
         if self.other is not None:
@@ -48,10 +48,10 @@ def _short(place: Location, beside: Location | str) -> str:
 
 
 def raised(section: str, error: Exception, keys: Iterable[str] = ()) -> Problem:
-    """The problem that a part's own error tells.
+    """Returns the problem that an error raised while making a component describes.
 
-    "section.key must be ...", "key must be ..." and "component: key must be ..." point at the key, the rest at the
-    section.
+    "section.key must be ...", "key must be ..." and "component: key must be ..." become problems of the key, all others
+    problems of the section.
     """
     text = str(error).removeprefix(f"{section} ")
     whole = tuple(section.split("."))

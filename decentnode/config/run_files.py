@@ -1,6 +1,6 @@
-"""Names that whoever writes a run's folder and whoever reads it have to agree on. Imports nothing."""
+"""File names and keys that the writers and the readers of run folders share. Imports nothing."""
 
 CODE = "code"
-"""Folder in a run directory for the modules of the user's own that the run imported."""
+"""Folder in a run folder with copies of the user's own modules that the run imported."""
 DERIVED = "derived"
-"""The key of resolved files that lists the values that follow from others (experiment/derived.py)."""
+"""The key of resolved files that lists the values derived from others (experiment/derived.py)."""

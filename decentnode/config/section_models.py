@@ -1,4 +1,4 @@
-"""Which class a section of a config is read into, also within lists and unions: its fields are the section's keys."""
+"""Finds the class of a config section, also within lists and unions; its fields are the keys of the section."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.errors import UsageError
 def model_at(
     path: Sequence[str | int], tree: Item, model: type[pydantic.BaseModel]
 ) -> type[pydantic.BaseModel] | None:
-    """The class whose fields are the keys of the section at `path`."""
+    """Returns the class whose fields are the keys of the section at `path`, or None."""
     item: Item | None = tree
     owner: type[pydantic.BaseModel] | None = model
     annotations: list[Any] = []
@@ -48,7 +48,7 @@ def _models(annotations: Sequence[Any], value: Any) -> Iterator[type[pydantic.Ba
 
 
 def _entry_types(annotations: Sequence[Any], value: list[Any]) -> Iterator[Any]:
-    """The annotations of the entries of a list."""
+    """Yields the annotations of the entries of a list."""
     for annotation in _chosen(annotations, value):
         if typing.get_origin(annotation) in (list, tuple):
             yield typing.get_args(annotation)[0]
@@ -61,7 +61,7 @@ def _within(annotation: Any) -> list[Any]:
 
 
 def _chosen(annotations: Sequence[Any], value: Any) -> Sequence[Any]:
-    """Of a union whose members are told apart by a tag, the one that a value is of; all there is otherwise."""
+    """Returns the member of a union with a discriminator that the value belongs to; otherwise all `annotations`."""
     by = next((each for each in annotations if isinstance(each, pydantic.Discriminator)), None)
     if by is None or not callable(by.discriminator):
         return annotations

@@ -1,4 +1,4 @@
-"""A Config for a class that has none: its keys are the arguments of its constructor, with their types and defaults."""
+"""Makes a Config for a class that has none: its keys are the arguments of the constructor, with types and defaults."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SIMPLE = (int, float, str, bool, Path, type(None))
 def config_of(
     chosen: type[Any], base: type[Config], filled: Collection[str] = (), objects: Collection[str] = ()
 ) -> type[Config]:
-    """A Config with the keys of `base` and one for each argument of `chosen`'s constructor.
+    """Returns a Config with the keys of `base` and one key for each argument of `chosen`'s constructor.
 
-    filled: arguments that the caller can give; they need not be written, and are null where they are not, whatever
-    their own default is: a run's resolved file, which has all keys, must not pass for one in which they were written.
-    So are arguments whose default YAML cannot write, such as a class. objects: arguments of which the caller makes what
-    the constructor takes. An argument without annotation has the type of
-    its default. Raises UsageError where an argument cannot be a key.
+    filled: arguments that the caller can supply. They are optional, and null if they are not written, whatever their
+    own default is: otherwise a run's resolved file, which has all keys, would look as if they had been written. The
+    same holds for arguments whose default cannot be written in YAML, such as a class. objects: arguments whose keys
+    accept any value, from which the caller makes what the constructor takes. An argument without annotation has the
+    type of its default. Raises UsageError if an argument cannot be a key.
     """
     fields: dict[str, Any] = {}
     taken = {*base.model_fields}
@@ -53,8 +53,10 @@ def config_of(
 
 
 def parameters_of(chosen: type[Any]) -> dict[str, inspect.Parameter]:
-    """The parameters of a constructor that have a name of their own, by name: all but those for arguments of any number
-    (*values) or any name (**keys). Raises UsageError for a class written in C, which does not tell them."""
+    """Returns the named parameters of a constructor, by name: all but *args and **kwargs.
+
+    Raises UsageError for a class without a signature, such as one written in C.
+    """
     found = _signature(chosen).parameters
     return {name: each for name, each in found.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
 
@@ -72,8 +74,11 @@ def _signature(chosen: type[Any]) -> inspect.Signature:
 
 
 def arguments(config: Settings, chosen: type[Any], filled: Collection[str] = ()) -> dict[str, Any]:
-    """The arguments of the constructor that were written. For those that the caller can give (`filled`), and those
-    whose default YAML cannot write, null is as good as nothing."""
+    """Returns the constructor arguments that were written, by name.
+
+    A null does not count as written for arguments that the caller can supply (`filled`), and for those whose default
+    cannot be written in YAML.
+    """
     found = {}
     for name, parameter in parameters_of(chosen).items():
         if name == "name" or name not in config.model_fields_set:
@@ -96,7 +101,7 @@ def _kind_of(default: Any) -> Any:
 
 
 def _writable(value: Any) -> bool:
-    """Whether YAML can write a default and reading it gives the same value; so it is where there is no default."""
+    """Returns whether YAML can write and read back a default unchanged; also true if there is no default."""
     if isinstance(value, list | tuple):
         return type(value) in (list, tuple) and all(map(_writable, value))
     if isinstance(value, dict):
@@ -105,7 +110,7 @@ def _writable(value: Any) -> bool:
 
 
 def _plain(kind: Any) -> Any:
-    """The same type where YAML can write it, else Any."""
+    """Returns the type if YAML can write its values, else Any."""
     arguments_of = typing.get_args(kind)
     origin = typing.get_origin(kind)
     if origin is typing.Literal or kind in SIMPLE or kind in (list, tuple, dict):

@@ -1,7 +1,7 @@
-"""YAML with a memory: every value keeps the place it came from, through merging and overriding.
+"""Reads YAML such that every value keeps the location it came from, through merging and overriding.
 
-YAML 1.1 as PyYAML reads it, with its traps closed: duplicate keys, keys that are not text, tags, aliases that
-contain themselves or grow without bound.
+YAML 1.1 as PyYAML reads it, except that these are errors: duplicate keys, keys that are not text, tags, and aliases
+that contain themselves or expand without bound.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from decentnode.errors import ConfigError
 
 MAX_BYTES = 1 << 20
 MAX_VALUES = 100_000
-"""An experiment has some hundred values; aliases can blow a short file up to any number."""
+"""The limit on values with all aliases expanded. An experiment has some hundred; aliases can expand without bound."""
 _KINDS = ("null", "bool", "int", "float", "str", "timestamp", "map", "seq")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
 
@@ -33,12 +33,12 @@ class Location:
     source: str
     """Path of the file as the user gave it, or "--set a.b=c", or "environment NAME"."""
     line: int = 0
-    """From 1; 0 when the source has no lines."""
+    """From 1; 0 if the source has no lines."""
     column: int = 0
     text: str = ""
     """The whole line."""
     origin: str = "default"
-    """"file:line", "--set", "env" or "default": what `validate --resolved` shows."""
+    """"file:line", "--set", "env" or "default", as `validate --resolved` shows it."""
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}:{self.column}" if self.line else self.source
@@ -51,14 +51,14 @@ class Item:
     value: Any
     place: Location
     key: Location | None = None
-    """Place of the key that holds the value."""
+    """The location of the key that holds the value."""
     raw: str = ""
     """The scalar as written, before YAML gave it a type."""
     size: int = 1
-    """Number of values in the tree below, aliases counted each time."""
+    """The number of values in the tree below, with aliases counted every time."""
 
     def plain(self) -> Any:
-        """The value without places."""
+        """Returns the value without locations."""
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
         if isinstance(self.value, list):
@@ -66,7 +66,7 @@ class Item:
         return self.value
 
     def get(self, part: str | int) -> Item | None:
-        """The item under a key or index, or None."""
+        """Returns the item under a key or index, or None."""
         if isinstance(self.value, dict):
             found = self.value.get(str(part))
             return found if isinstance(found, Item) else None
@@ -77,7 +77,7 @@ class Item:
 
 
 def problem(place: Location | str, message: str, hint: str = "") -> str:
-    """One problem as the user sees it: place and rule, the line, and a caret under the value."""
+    """Returns one problem as the user sees it: location and rule, then the line with a caret under the value."""
     text = place.text.split(" #")[0].rstrip() if isinstance(place, Location) else ""
     if not text or not isinstance(place, Location):
         return f"{place}: {message}" + (f"\n    {hint}" if hint else "")
@@ -91,7 +91,7 @@ def problem(place: Location | str, message: str, hint: str = "") -> str:
 
 
 class _Builder:
-    """Turns one YAML text into items; collects problems instead of stopping at the first."""
+    """Turns one YAML text into items, and collects all problems instead of stopping at the first."""
 
     def __init__(self, text: str, source: str, origin: str = "", positions: bool = True) -> None:
         self.lines = text.splitlines()
@@ -169,10 +169,12 @@ class _Builder:
         return None
 
 
-@functools.lru_cache(64)  # sweeps read one file for every point: half of the time that a load takes
+@functools.lru_cache(64)  # a sweep parses one file for every point, which was half of the time of a load
 def parse(text: str, source: str, origin: str = "", positions: bool = True) -> Item:
-    """The tree of a YAML text, not to be changed. Raises ConfigError with all problems of the text; an empty text is a
-    None item."""
+    """Returns the tree of a YAML text, which must not be changed. An empty text is an item with the value None.
+
+    Raises ConfigError with all problems of the text.
+    """
     try:
         builder = _Builder(text, source, origin, positions)
     except yaml.reader.ReaderError as error:
@@ -190,7 +192,7 @@ def parse(text: str, source: str, origin: str = "", positions: bool = True) -> I
         message = " ".join(p for p in (error.problem, error.context) if p)
         builder.complain(mark, f"not valid YAML: {message}", _syntax_hint(builder.lines, mark))
         raise ConfigError(builder.problems, source) from error
-    except (ValueError, OverflowError) as error:  # a scanner's chr() of "\UFFFFFFFF"
+    except (ValueError, OverflowError) as error:  # PyYAML's scanner calls chr() for "\UFFFFFFFF"
         raise ConfigError([f"{source}: not valid YAML: {error}"], source) from error
     except RecursionError as error:
         raise ConfigError([f"{source}: values are nested too deep"], source) from error
@@ -211,7 +213,7 @@ def _syntax_hint(lines: Sequence[str], mark: yaml.Mark | None) -> str:
 
 
 def from_plain(value: Any, place: Location) -> Item:
-    """The tree of plain data (dicts, lists, scalars), all of it at one place."""
+    """Returns the tree of plain data (dicts, lists, scalars), with one location for all of it."""
     if isinstance(value, dict):
         items = {str(key): from_plain(each, place) for key, each in value.items()}
         return Item(items, place, place, size=1 + sum(item.size for item in items.values()))
@@ -222,7 +224,7 @@ def from_plain(value: Any, place: Location) -> Item:
 
 
 def read(path: Path, shown: str) -> str:
-    """The text of a file. Raises ConfigError when it is missing, a folder, too large or not UTF-8."""
+    """Returns the text of a file. Raises ConfigError if it is missing, a folder, too large or not UTF-8."""
     try:
         with open(path, "rb") as stream:
             data = stream.read(MAX_BYTES + 1)
@@ -242,7 +244,7 @@ def read(path: Path, shown: str) -> str:
 
 
 def _near(path: Path) -> str:
-    """The experiment in the same folder whose name is nearest, as a path; "" where none is near."""
+    """Returns the path of the experiment in the same folder with the most similar name, or ""."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
     except OSError:
@@ -255,11 +257,11 @@ def merge(
     parent: Item, child: Item, defaults: Mapping[str, str], path: tuple[str, ...] = (), *,
     implied: Mapping[str, Mapping[str, str]] = {},
 ) -> Item:
-    """`child` laid over `parent`: sections merge key by key, everything else is replaced.
+    """Returns `child` laid over `parent`: sections are merged key by key, everything else is replaced.
 
-    A section whose child chooses another `name` is replaced as a whole: the keys of one component mean nothing to
-    another. defaults: the name that each top-level section has when none is written. implied: by section, the names
-    that keys stand for where none is written, such as `file`.
+    A section in which the child chooses another `name` is replaced as a whole, because the keys of one component mean
+    nothing to another. defaults: the default name of each top-level section. implied: by section, the names that keys
+    such as `file` imply if no name is written.
     """
     if isinstance(child.value, dict) and isinstance(parent.value, str):
         parent = Item({"name": parent}, parent.place, parent.key)
@@ -278,8 +280,10 @@ def merge(
 
 
 def component(item: Item, implied: Mapping[str, str]) -> Any:
-    """Returns the name of the component that a section chooses; None where it says none. implied: as in `merge`, of
-    this section."""
+    """Returns the name of the component that a section chooses, or None if it does not say.
+
+    implied: the names that keys of this section imply, as in `merge`.
+    """
     if not isinstance(item.value, dict):
         return item.value
     if "name" in item.value:
@@ -288,7 +292,7 @@ def component(item: Item, implied: Mapping[str, str]) -> Any:
 
 
 def replace(tree: Item, path: Sequence[str], item: Item) -> Item:
-    """The tree with `item` at `path`, making sections on the way; a bare name becomes {name: it}."""
+    """Returns the tree with `item` at `path`. Creates missing sections; a bare name becomes {name: it}."""
     if not path:
         return item
     head, rest = path[0], path[1:]
@@ -307,7 +311,10 @@ def replace(tree: Item, path: Sequence[str], item: Item) -> Item:
 
 
 def assignments(overrides: Iterable[str], environ: Mapping[str, str]) -> list[tuple[list[str], Item]]:
-    """(path, value) of every DECENTNODE__A__B in the environment, then of every "a.b=value". Raises ConfigError."""
+    """Returns (path, value) of every DECENTNODE__A__B in the environment, then of every override "a.b=value".
+
+    Raises ConfigError with all problems.
+    """
     given: list[tuple[list[str], str, str, str]] = []
     for variable in sorted(environ):
         if variable.startswith("DECENTNODE__"):

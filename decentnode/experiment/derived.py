@@ -1,7 +1,7 @@
-"""Values that follow from others where an experiment leaves them out: found at every load, never read back.
+"""Derives values that an experiment leaves out from its other values, at every load; they are never read back.
 
-A resolved file shows them for people and lists their keys under `derived`. Whoever loads it, with another graph, seed
-or compression perhaps, gets the values that follow from what is there now.
+A resolved file shows derived values for people and lists their keys under `derived`. Whoever loads that file, perhaps
+with another graph, seed or compression, gets values derived anew.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def _mapping(experiment: Experiment) -> Config | None:
-    """One machine with as many nodes as the graph has."""
+    """Returns the default mapping: one machine with as many nodes as the graph has."""
     if experiment.origin("mapping") != "default":
         return None
     nodes = experiment.make_graph().num_nodes
@@ -36,7 +36,7 @@ def _mapping(experiment: Experiment) -> Config | None:
 
 
 def _nodes_per_machine(experiment: Experiment) -> Config | None:
-    """As many nodes on each machine as it takes for the graph, where they can be dealt evenly."""
+    """Returns the mapping with nodes_per_machine such that the graph's nodes are divided evenly, if possible."""
     config: Any = experiment.mapping
     if getattr(config, "nodes_per_machine", 0) is not None:
         return None
@@ -48,17 +48,17 @@ def _nodes_per_machine(experiment: Experiment) -> Config | None:
 
 
 STEP_SIZE = "sharing.step_size"
-"""The key whose value takes a search of seconds; to find any other one takes milliseconds."""
+"""The key whose value takes a search of seconds; all others are derived in milliseconds."""
 
 
 def searched(experiment: Experiment) -> dict[str, float]:
-    """Derived values that were searched for, by key: `load` takes them as `found`, and searches no more."""
+    """Returns the derived values that took a search, by key. `load` takes them as `found`, to skip the search."""
     config: Any = experiment.sharing
     return {STEP_SIZE: config.step_size} if STEP_SIZE in experiment.derived else {}
 
 
 def _sharing(experiment: Experiment) -> Config | None:
-    """The rule's section with the step of an error-feedback rule."""
+    """Returns the section of an error-feedback rule with its step_size."""
     config: Any = experiment.sharing
     rule: type[Sharing] = load_class(config.name, SHARINGS, "sharing")
     if getattr(config, "step_size", 0.0) is not None:
@@ -72,8 +72,9 @@ def _sharing(experiment: Experiment) -> Config | None:
 
 
 def least_step(rule: type[Sharing], config: Any, experiment: Experiment) -> float | None:
-    """The largest step with which a rule contracts on the graphs of all fragments. Raises GraphError."""
-    from decentnode.sharing.step_size import largest_step  # with torch, which commands that explain keys do without
+    """Returns the largest step with which a rule contracts on the graphs of all fragments, or None. Raises
+    GraphError."""
+    from decentnode.sharing.step_size import largest_step  # imports torch, which commands that explain keys don't need
 
     graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}
     found = [largest_step(rule, config, graph) for graph in graphs.values()]
@@ -82,7 +83,7 @@ def least_step(rule: type[Sharing], config: Any, experiment: Experiment) -> floa
 
 
 def _task(experiment: Experiment) -> Config | None:
-    """The task that the data is for."""
+    """Returns the default task of the data."""
     if experiment.task is not None:
         return None
     return section(TASKS, "task").validate(experiment.open_data().spec.task)
@@ -91,12 +92,16 @@ def _task(experiment: Experiment) -> Config | None:
 FINDERS: Mapping[str, Callable[[Experiment], Config | None]] = {
     "mapping": _mapping, "mapping.nodes_per_machine": _nodes_per_machine, "task": _task, STEP_SIZE: _sharing,
 }  # fmt: skip
-"""Key -> what finds the section that has its value; None where it was given, or has no value to be found."""
+"""By key, the function that returns the section with the derived value, or None if the value was given or cannot be
+derived."""
 
 
 def derive(experiment: Experiment, found: Mapping[str, float]) -> tuple[Experiment, tuple[str, ...]]:
-    """(the experiment with its derived values, their keys). Without those of a graph that cannot be made, which is the
-    checks' to tell. found: what `searched` says of this experiment, where it was derived before."""
+    """Returns the experiment with its derived values, and their keys.
+
+    Values that need a graph that cannot be made are left out; the checks report the graph. found: the result of
+    `searched` for the same experiment, if it was loaded before.
+    """
     keys = []
     for key, find in FINDERS.items():
         try:
@@ -114,7 +119,7 @@ def derive(experiment: Experiment, found: Mapping[str, float]) -> tuple[Experime
 
 
 def take_out(tree: Item, shown: str) -> tuple[Item, dict[str, Any]]:
-    """(the tree of a file without `derived` and what it lists, the values that stood there). Raises ConfigError."""
+    """Returns the tree of a file without `derived` and the keys it lists, and their values. Raises ConfigError."""
     listed = tree.get(DERIVED)
     if listed is None:
         return tree, {}
@@ -130,7 +135,7 @@ def take_out(tree: Item, shown: str) -> tuple[Item, dict[str, Any]]:
 
 
 def _without(item: Item, path: list[str]) -> tuple[Item, Any]:
-    """(the item without what stands at `path`, the value of that)."""
+    """Returns the item without what is at `path`, and the value that was there."""
     head, *rest = path
     child = item.get(head)
     if child is None:
@@ -143,7 +148,7 @@ def _without(item: Item, path: list[str]) -> tuple[Item, Any]:
 
 
 def tell_changes(experiment: Experiment, seen: Mapping[str, Any]) -> None:
-    """Warn of derived values that are not those that stood in a file (`seen`): somebody may have changed them there."""
+    """Warns about derived values that differ from those in a file (`seen`), where somebody may have changed them."""
     resolved = experiment.resolved()
     for key, before in seen.items():
         now: Any = resolved

@@ -1,4 +1,4 @@
-"""What an experiment computes: the keys that a resumed run must share with the one that made its checkpoints."""
+"""The keys that determine what an experiment computes; a resumed run must share them with the run it continues."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAY_CHANGE = (
     *(f"node.{key}" for key in ("rounds", "checkpoint", "evaluate_every", "mix_in_background", "missing", "min_nodes",
                                 "on_partition", "merge_weights", "restarts", "check_finite", "early_stop")),
 )  # fmt: skip
-"""Keys, or whole sections, that say where, how long and how safely a run computes, or what goes wrong meanwhile, but
-not what."""
+"""Keys, or whole sections, that determine where, how long and how safely a run computes, or which faults occur, but not
+what it computes."""
 
 
 def identity(experiment: Experiment) -> dict[str, Any]:
-    """Returns "section.key" -> value of everything that decides what is computed, as plain data.
+    """Returns "section.key" -> value of everything that determines what is computed, as plain data.
 
-    Paths, ports and devices are left out, but the edges that the graphs came out with are in it, the content of
-    `model.init`, and the machines where the sharing rule's groups are those.
+    Paths, ports and devices are left out. The resulting edges of the graphs, the content of `model.init`, and the nodes
+    of each machine if the sharing rule has one group per machine are included.
     """
     content, *graphs = json.loads(portable_text(experiment))
     found = {key: value for key, value in _leaves(content, "") if not _may_change(key)}
@@ -36,7 +36,8 @@ def identity(experiment: Experiment) -> dict[str, Any]:
 
 
 def compared(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what of an identity counts now: one that an earlier version wrote may have keys that may change since."""
+    """Returns the keys of an identity that count now; an earlier version may have written keys that may change
+    since."""
     return {key: value for key, value in found.items() if not _may_change(key)}
 
 

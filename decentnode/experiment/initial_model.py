@@ -1,4 +1,4 @@
-"""The model that every node of an experiment starts from."""
+"""Makes the model that every node of an experiment starts from."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ from decentnode.samples import DataSpec
 
 
 def make_module(experiment: Experiment, data: DataSpec) -> nn.Module:
-    """A module of the experiment's model, on the CPU, or on the meta device where that is torch's default, with values
-    from torch's global generators. Raises UsageError, whatever the model raises."""
+    """Returns a new module of the experiment's model, with values from torch's global generators.
+
+    It is on the CPU, or on the meta device if that is torch's default device. Raises UsageError for every error that
+    the model raises.
+    """
     name = experiment.model.name
     try:
         module = load_class(name, MODELS, "model")(experiment.model).make(data)
     except UsageError:
         raise
-    except Exception as error:  # sizes that no tensor can have, and what a model of one's own raises
+    except Exception as error:  # impossible tensor sizes, and whatever a user's own model raises
         raise UsageError(f"making {name} raised {told(error)}") from error
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name} must make a torch.nn.Module, got {type(module).__name__}")
     if (lora := getattr(experiment.model, "lora", None)) is not None:
         add_adapters(module, lora)
     if any(each.device.type not in ("cpu", "meta") for each in (*module.parameters(), *module.buffers())):
-        module = module.cpu()  # where a model of one's own put itself, and `mapping.device` may say another place
+        module = module.cpu()  # a user's own model may choose a device itself, but `mapping.device` decides
     return thin_inputs(module)
 
 
 def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:
-    """The initial model: the same on every node. Torch's global generators are left as they were.
+    """Returns the initial model, which is the same on every node. Torch's global generators keep their state.
 
-    Raises UsageError where the weights to start from are not those of this model.
+    Raises UsageError if the initial weights do not fit this model.
     """
     with generators_kept():
         seed = rng.torch_seed(experiment.seed, rng.GLOBAL, "initial model")
-        # Where torch has no CUDA, its manual_seed takes a millisecond to note that for each kind of device. Whether
-        # there is a GPU is not asked: no fork of a process that has asked could use it.
+        # In a build of torch without CUDA, torch.manual_seed takes a millisecond to note the seed for each kind of
+        # device. This does not ask whether there is a GPU, because forks of a process that asked cannot use the GPU.
         (torch.manual_seed if torch.backends.cuda.is_built() else torch.default_generator.manual_seed)(seed)
         module = make_module(experiment, data)
     init = getattr(experiment.model, "init", None)
@@ -55,8 +58,9 @@ def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:
 
 
 def module_without_values(experiment: Experiment, data: DataSpec) -> nn.Module:
-    """The model on the meta device: shapes without memory; a class of one's own that cannot be made there with its
-    values. Raises UsageError."""
+    """Returns the model on the meta device (shapes without memory); a user's own class that cannot be made there is
+    made
+    with values. Raises UsageError."""
     try:
         with torch.device("meta"):
             return make_module(experiment, data)
@@ -68,6 +72,6 @@ def module_without_values(experiment: Experiment, data: DataSpec) -> nn.Module:
 
 
 def generators_kept() -> AbstractContextManager[None]:
-    """A block behind which torch's global generators are what they were before, also those of GPUs that this process
-    uses already."""
+    """Returns a context manager that restores torch's global generators at its end, including those of GPUs that this
+    process already uses."""
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())

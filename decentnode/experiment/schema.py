@@ -12,7 +12,7 @@ from decentnode.experiment.tree import Experiment
 
 
 def schema_text() -> str:
-    """The JSON Schema of experiment files."""
+    """Returns the JSON Schema of experiment files as text."""
     schema = Experiment.model_json_schema(by_alias=True, schema_generator=DocumentedSchema)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "decentnode experiment"
@@ -32,7 +32,7 @@ def schema_text() -> str:
 
 
 def _with_repeats_shared(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, where large choices that stand in several places stand once under $defs."""
+    """Returns the same schema, in which large alternatives that occur several times are moved to $defs."""
     found: dict[str, list[str]] = {}
 
     def walk(value: Any, name: str, change: bool) -> Any:

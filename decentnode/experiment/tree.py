@@ -1,4 +1,4 @@
-"""The whole experiment as one frozen tree: the rooms' Configs are its sections. `loading.load` makes it."""
+"""The whole experiment as one frozen tree whose sections are the packages' Configs. `loading.load` makes it."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from decentnode.training.base import Training
 
 IMPLIED_NAMES = {"graph": {"file": "file"}}
-"""By section: the names that keys stand for where none is written."""
+"""By section, the component names that keys imply if no name is written."""
 DEFAULT_NAMES = {"mapping": "linear", "training": "supervised", "sharing": "full", "communication": "auto"}
-"""The component of a section that is not written, or written without a name."""
+"""The component of a section that is missing or has no name."""
 
 NOT_IN_DIGEST = frozenset(
     (
@@ -59,7 +59,7 @@ NOT_IN_DIGEST = frozenset(
         *("device", "devices", "threads", "threads_per_node", "nodes_per_process", "log_level", "logging", "record"),
     )
 )
-"""Keys that may differ from machine to machine of one run, as may every path."""
+"""Keys that may differ between the machines of one run, as may every path."""
 
 
 def _file_safe(name: str) -> str:
@@ -127,62 +127,62 @@ class Experiment(Settings):
 
     @property
     def source(self) -> str:
-        """Path of the file as it was given to `load`."""
+        """The path of the file as it was given to `load`."""
         return self._source
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of the file and of those that it extends."""
+        """The paths of the file and of the files that it extends."""
         return self._files
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """Keys, or sections, whose values nobody gave: `load` found them from the others."""
+        """Keys, or sections, whose values `load` derived from others because they were not given."""
         return self._derived
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Warnings of `load`: what is written and may be meant, each with its place."""
+        """Warnings of `load` about values that may be intended, each with its location."""
         return self._doubts
 
     def take_doubts(self, checked: Experiment) -> None:
-        """Have the doubts of another experiment, which was checked in this one's place."""
+        """Takes over the warnings of another experiment, which was checked in place of this one."""
         self._doubts = checked.doubts
 
     @property
     def base_dir(self) -> Path:
-        """Folder of the file, absolute: relative paths of the sections refer to it."""
+        """The folder of the file, absolute; relative paths in the sections are relative to it."""
         return self._base_dir
 
     @property
     def run_dir(self) -> Path:
-        """Folder of all runs, absolute."""
+        """The folder that contains all run folders, absolute."""
         written = self.origin("run.dir") not in ("default", "--set", "env", "keyword")
         return ((self._base_dir if written else Path.cwd()) / self.run.dir).resolve()
 
     def make_graph(self) -> Graph:
-        """The graph, made once. Raises GraphError."""
+        """Returns the graph; the first call makes it. Raises GraphError."""
         if self._graph is None:
             self._graph = build_graph(self.graph, self.weights, self.seed, self._base_dir)
         return self._graph
 
     def graph_of_size(self, count: int) -> Graph:
-        """The same family with another number of nodes, made anew. Raises GraphError where there is none, or where the
-        graph's nodes are listed."""
+        """Makes a graph of the same family with another number of nodes. Raises GraphError if there is none, or if the
+        nodes of the graph are listed."""
         fields = type(self.graph).model_fields
         if "nodes" not in fields or (self.weights is not None and any(paths_of(self.weights, ()))):
             raise GraphError(f"graph {self.graph.name} cannot grow: its nodes are listed one by one")
         return build_graph(self.graph.model_copy(update={"nodes": count}), self.weights, self.seed, self._base_dir)
 
     def make_run_graph(self) -> Graph:
-        """The graph that nodes run with, made anew: with `node.newcomers` it grows with them, and with `node.repair`
-        its members are joined whoever is absent. Raises GraphError."""
+        """Makes the graph that nodes run with: it grows with newcomers (`node.newcomers`), and its remaining members
+        stay connected whoever is absent (`node.repair`). Raises GraphError."""
         return self.repaired(
             Growing(self.make_graph(), self.graph_of_size) if self.node.newcomers else self.make_graph()
         )
 
     def repaired(self, graph: Graph) -> Graph:
-        """A graph of the run, or of a fragment, as `node.repair` has it."""
+        """Returns a graph of the run, or of a fragment, with the repair that `node.repair` selects."""
         if self.node.repair == "none":
             return graph
         needs = getattr(load_class(self.sharing.name, SHARINGS, "sharing"), "requirements", None)
@@ -190,8 +190,11 @@ class Experiment(Settings):
         return Repaired(graph, self.node.repair, self.seed, keeps_eigenvalues=bound)
 
     def make_fragment_graphs(self) -> tuple[Graph, ...]:
-        """The graph of every fragment of the parameters, made once: the run's where a fragment names none. The first
-        fragment's is drawn with the run's seed, each further one with a seed of its own. Raises GraphError."""
+        """Returns the graph of every fragment of the parameters; the first call makes them. Raises GraphError.
+
+        A fragment that names no graph has the run's. The first fragment's graph is drawn with the run's seed, and each
+        further one with its own.
+        """
         if self._fragment_graphs is None:
             run = self.make_graph()
             parts = (self.parameters or ParametersConfig()).parts(run.num_nodes)
@@ -199,37 +202,38 @@ class Experiment(Settings):
         return self._fragment_graphs
 
     def make_fragment_graph(self, index: int, config: Config | None) -> Graph:
-        """One of `make_fragment_graphs`, made anew. Raises GraphError."""
+        """Makes one of the graphs of `make_fragment_graphs`. Raises GraphError."""
         if config is None:
             return self.make_graph()
         seed = torch_seed(self.seed, GLOBAL, f"graph of fragment {index}") if index else self.seed
         return build_graph(config, self.weights, seed, self._base_dir)
 
     def make_faults(self) -> Plan:
-        """What the section `faults` comes to: whom each fault strikes, and when. Raises UsageError."""
+        """Resolves the section `faults` to a plan: which nodes each fault hits, and when. Raises UsageError."""
         if not self.faults:
             return ()
         return resolve(self.faults, self.seed, self.make_graph().num_nodes, self.node.rounds, self.node.newcomers)
 
     def make_mapping(self) -> NodeMapping:
-        """The mapping, made once. Raises MappingError."""
+        """Returns the mapping; the first call makes it. Raises MappingError."""
         if self._mapping is None:
             chosen = load_class(self.mapping.name, MAPPINGS, "mapping")
             self._mapping = chosen(self.mapping, base_dir=self._base_dir)
         return self._mapping
 
     def seat(self, newcomer: Newcomer) -> None:
-        """This process is a node that is in no mapping; before the mapping and the data are asked for."""
+        """Makes this process a node that is not in the mapping. Must be called before the mapping and the data are
+        used."""
         self._newcomer, self._data = newcomer, None
         self._mapping = WithNewcomer(self.make_mapping(), newcomer.place)
 
     @property
     def newcomer(self) -> Newcomer | None:
-        """What `seat` was told."""
+        """The argument of `seat`, or None."""
         return self._newcomer
 
     def open_data(self) -> OpenedData:
-        """The data, whose files are opened once, when they are first needed. Raises MappingError."""
+        """Returns the data, whose files are opened once, when they are first needed. Raises MappingError."""
         if self._data is None:
             mapping = self.make_mapping()
             machines = [mapping.place(uid).machine for uid in range(mapping.num_nodes)]
@@ -239,8 +243,7 @@ class Experiment(Settings):
         return self._data
 
     def servers(self) -> tuple[int, ...]:
-        """Returns the nodes that serve the others, ascending; none where the rule is one among equals, or the graph
-        cannot be made."""
+        """Returns the servers, ascending; () if the sharing rule has none, or the graph cannot be made."""
         with contextlib.suppress(UsageError):
             needs = getattr(load_class(self.sharing.name, SHARINGS, "sharing"), "requirements", None)
             if getattr(needs, "star", False):
@@ -248,33 +251,34 @@ class Experiment(Settings):
         return ()
 
     def forget_data(self) -> None:
-        """Let go of the opened files: labels of large data take memory that a node which trains can use."""
+        """Releases the opened files, because labels of large data take memory that a training node can use."""
         self._data = None
 
     def make_task(self) -> Task:
-        """The task for this data. Raises UsageError where the data is not for it."""
+        """Makes the task for this data. Raises UsageError if the data does not suit the task."""
         data = self.open_data().spec
         section_of_task = self.task or section(TASKS, "task").validate(data.task)
         made: Task = load_class(section_of_task.name, TASKS, "task")(section_of_task, data)
         return made
 
     def measured(self) -> TaskMetrics:
-        """What the run measures. Raises as `make_task` does."""
+        """Returns the metrics that the run measures. Raises as `make_task` does."""
         data = self.open_data()
         training: type[Training] = load_class(self.training.name, TRAININGS, "training")
         variants = training.variants(self.training)
         return self.make_task().measured(data.sharded, [*([OWN] if data.test == "both" else []), *variants])
 
     def resolved(self) -> dict[str, Any]:
-        """Every value of the run as plain data, in the order of the keys above; without `parameters` where the model
-        is exchanged as a whole."""
+        """Returns every value of the run as plain data, in the order of the keys above; without `parameters` if the
+        model is exchanged as a whole."""
         plain: dict[str, Any] = _without_empty_names(self.model_dump(mode="json"))
         if self.parameters is None:
             del plain["parameters"]
         return plain
 
     def origin(self, key: str) -> str:
-        """Where the value of "a.b.c" comes from: "default", "derived", "file:line", "--set" or "env"."""
+        """Returns where the value of "a.b.c" comes from: "default", "derived", "file:line", "--set", "env" or
+        "keyword"."""
         if any(key == each or key.startswith(f"{each}.") for each in self._derived):
             return DERIVED
         item: Item | None = self._tree
@@ -285,14 +289,14 @@ class Experiment(Settings):
         return item.place.origin if item is not None else "default"
 
     def paths(self) -> dict[str, Path]:
-        """Every path of the experiment by its key, absolute: "graph.file", "run.dir" ..."""
+        """Returns every path of the experiment, absolute, by its key: "graph.file", "run.dir" ..."""
         found = {".".join(path): self._base_dir / value for path, value in paths_of(self, ())}
         return {**found, "run.dir": self.run_dir}
 
     def resolved_yaml(self, places: Mapping[str, str] | None = None) -> str:
-        """`resolved` as YAML that `load` reads back from any folder, each value with its origin as a comment.
+        """Returns `resolved` as YAML that `load` can read from any folder, with the origin of each value as a comment.
 
-        places: what to write for the paths of `paths`; as they are, absolute, when not given.
+        places: the text to write for each of `paths`; by default the absolute paths.
         """
         places = places if places is not None else {key: str(path) for key, path in self.paths().items()}
         lines = [*self._resolved_lines(_with_places(self.resolved(), places), ())]
@@ -302,7 +306,7 @@ class Experiment(Settings):
         return "".join(f"{line}\n" for line in lines)
 
     def written_yaml(self, places: Mapping[str, str]) -> str:
-        """The same with those keys alone that a file, the command line or the environment set, and `run.dir`."""
+        """Returns as YAML only the keys that a file, the command line or the environment set, and `run.dir`."""
         plain = self._tree.plain()
         written = {**plain, "run": {**(plain.get("run") or {}), "dir": str(self.run_dir)}}
         return "".join(f"{line}\n" for line in self._resolved_lines(_with_places(written, places), ()))
@@ -317,12 +321,12 @@ class Experiment(Settings):
                 yield f"{label} {flow(value)}  # {self.origin('.'.join((*path, key)))}"
 
     def digest(self) -> str:
-        """16 hex digits that all machines of a run must share: the resolved values, the graph's edges and the content
-        of `model.init`."""
+        """Returns 16 hex digits that all machines of a run must share: a digest of the resolved values, the graph's
+        edges and the content of `model.init`."""
         return _digest(portable_text(self))
 
     def digests(self) -> Digests:
-        """The same with digests of the sections, by which machines whose digests differ find out why."""
+        """Returns `digest` with digests of the sections, which tell machines whose digests differ where they differ."""
         whole = portable_text(self)
         content, *graphs = json.loads(whole)
         parts = {name: content.get(name) for name in type(self).model_fields} | {EDGES: graphs}
@@ -330,16 +334,16 @@ class Experiment(Settings):
 
 
 EDGES = "graph (edges)"
-"""What the edges that the graph came out with are called among an experiment's sections."""
+"""The name of the resulting edges of the graphs, which count as a section in digests."""
 
 
 @dataclass(frozen=True)
 class Digests:
-    """What the machines of a run must share, each as 16 hex digits."""
+    """What all machines of a run must share, each as 16 hex digits."""
 
     whole: str
     sections: Mapping[str, str]
-    """By name, the same names for every experiment."""
+    """By name; every experiment has the same names."""
 
 
 def _digest(text: str) -> str:
@@ -347,12 +351,13 @@ def _digest(text: str) -> str:
 
 
 def portable_text(experiment: Experiment) -> str:
-    """What the digest covers: no paths, ports, hosts or devices, but the edges that the graph came out with, and the
-    content of the weights that the model starts from. How a run is simulated is not in it: a simulated run and one with
-    processes have one digest.
+    """Returns the text that the digest covers.
 
-    Edges of the first rounds stand for a graph that changes; weights stand for themselves only when a file holds
-    them, because computed ones may differ in their last bits.
+    It has no paths, ports, hosts or devices, but the resulting edges of the graphs and the content of the initial
+    weights. How a run is simulated is left out, so that a simulated run and one with processes have the same digest.
+
+    A changing graph is represented by the edges of its first rounds. Weights are included only if a file holds them,
+    because computed weights may differ in their last bits.
     """
     graph = experiment.make_graph()
     edges = _first_edges(graph)
@@ -373,7 +378,7 @@ def _first_edges(graph: Graph) -> list[list[tuple[int, ...]]]:
 
 
 def _with_places(value: Any, places: Mapping[str, str], at: str = "") -> Any:
-    """The same plain data with the values of some keys replaced by text."""
+    """Returns the same plain data with the values of some keys replaced by text."""
     if at in places and isinstance(value, str):
         return places[at]
     if isinstance(value, dict):
@@ -390,7 +395,7 @@ def _without_empty_names(value: Any) -> Any:
 
 
 def _without(value: Any, keys: Collection[tuple[str, ...]], at: tuple[str, ...]) -> Any:
-    """The same plain data without these keys."""
+    """Returns the same plain data without these keys."""
     if isinstance(value, dict):
         return {key: _without(v, keys, (*at, key)) for key, v in value.items() if (*at, key) not in keys}
     if isinstance(value, list):
@@ -399,7 +404,7 @@ def _without(value: Any, keys: Collection[tuple[str, ...]], at: tuple[str, ...])
 
 
 def _portable(value: Any, paths: Collection[tuple[str, ...]], at: tuple[str, ...]) -> Any:
-    """The part of a value that all machines share."""
+    """Returns the part of a value that all machines share."""
     if at in paths:
         return None
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""The keys of virtual time: how long local steps take on every node, and what links between nodes pass.
+"""The keys of virtual time: how long local steps take on every node, and the capacity of links between nodes.
 
-Times are of a world that is described here, not of the machine that simulates it (docs/howto/virtual_time.rst).
+The times are those of the simulated machines that these keys describe, not of the machine that simulates them
+(docs/howto/virtual_time.rst).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Numbers on disk: metrics.jsonl of every node, and the summary of a run."""
+"""Figures on disk: metrics.jsonl of every node, and the summary of a run."""

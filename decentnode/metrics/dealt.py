@@ -1,4 +1,4 @@
-"""Which samples a node trained on in each generation, as a short text in its figures and as a part of the summary."""
+"""Records which samples a node trained on in each generation: a short text in its figures, a list in the summary."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from decentnode.metrics.figures import COUNTS_TEXT
 
 @dataclass
 class Dealt:
-    """What a node trained on as a member of one generation, from one epoch's beginning on."""
+    """What a node trained on as a member of one generation, from the beginning of an epoch on."""
 
     generation: int
     first_round: int
     samples: int
-    """Of an epoch of this node."""
+    """The number of samples in an epoch of this node."""
     adopted: int
-    """Of `samples`: those of nodes that were not members."""
+    """How many of `samples` were adopted from nodes that were not members."""
     trained: int = 0
-    """Samples of all local steps: as many whole epochs as fit in it, then a part of one."""
+    """Samples of all local steps together, over all epochs; the last epoch may be incomplete."""
 
 
 def packed(dealt: Iterable[Dealt]) -> str:
-    """Returns the generations as one short text, the newest first, as many as fit in COUNTS_TEXT characters."""
+    """Returns the generations as one short text, the newest first, as many as fit into COUNTS_TEXT characters."""
     text = ""
     for each in sorted(dealt, key=lambda each: (-each.first_round, -each.generation)):
         longer = f"{text} {':'.join(map(str, astuple(each)))}".strip()
@@ -35,7 +35,7 @@ def packed(dealt: Iterable[Dealt]) -> str:
 
 
 def unpacked(text: object) -> list[Dealt]:
-    """Returns what `packed` was given, the oldest first; nothing for anything else."""
+    """Returns what `packed` encoded, the oldest first; [] for anything else."""
     found = []
     for entry in text.split() if isinstance(text, str) else ():
         numbers = [int(each) for each in entry.split(":") if each.isdecimal()]
@@ -45,8 +45,11 @@ def unpacked(text: object) -> list[Dealt]:
 
 
 def merged(earlier: object, later: object) -> str:
-    """Returns packed generations of two processes of one node. Where both know of one, as the one tells that knows of
-    more: the later may have begun from a checkpoint."""
+    """Merges the packed generations of two processes of one node.
+
+    If both know a generation, the entry with more trained samples is kept: the later process may have started from an
+    older checkpoint.
+    """
     every: dict[tuple[int, int], Dealt] = {}
     for each in (*unpacked(earlier), *unpacked(later)):
         known = every.get((each.first_round, each.generation))
@@ -56,8 +59,9 @@ def merged(earlier: object, later: object) -> str:
 
 
 def epochs(text: object) -> list[dict[str, Any]]:
-    """Returns what summary.json says of a node's samples: by generation, how many whole epochs it trained and how many
-    samples of the last one."""
+    """Returns the entries of summary.json about a node's samples: by generation, how many whole epochs it trained and
+    how
+    many samples of the last one."""
     return [
         {"generation": each.generation, "from_round": each.first_round, "samples": each.samples,
          "adopted": each.adopted, "trained": each.trained, "epochs": each.trained // max(1, each.samples),

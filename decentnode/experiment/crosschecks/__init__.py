@@ -1,7 +1,8 @@
-"""What only shows when sections are seen together: one small function per rule, in `CHECKS`.
+"""Checks that need several sections of an experiment at once: one small function per rule, listed in `CHECKS`.
 
-Each makes the parts it needs, which is cheap (files are opened, labels and two samples read, no socket), and yields a
-problem with the places of both values. A part that cannot be made is reported once, by the check of that part.
+Each check makes the components that it needs, which is cheap (it opens files and reads labels and two samples, but
+opens no socket), and yields problems with the locations of both values. A component that cannot be made is reported
+once, by the check of its own section.
 """
 
 from __future__ import annotations

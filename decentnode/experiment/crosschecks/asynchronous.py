@@ -1,4 +1,5 @@
-"""Whether a run can be had whose nodes do not wait for each other's rounds: nothing else may need them to."""
+"""Checks of asynchronous schedules, whose nodes do not wait for each other's rounds: nothing else may rely on
+rounds."""
 
 from __future__ import annotations
 
@@ -17,22 +18,22 @@ READ_BY = {
     "ad_psgd": ("patience",),
     "epidemic": ("arrivals", "deadline_seconds"),
 }
-"""Of the keys of `node.asynchronous`: which schedule looks at which."""
+"""Which schedule uses which keys of `node.asynchronous`."""
 WAITS = ("wait_seconds", "deadline_seconds")
-"""Those that are the longest wait of a round."""
+"""The keys that limit how long a node waits in a round."""
 LOOKED_AT = 8
-"""Rounds of a graph that changes which are looked at."""
+"""How many rounds of a changing graph are examined."""
 OF_COPIES = ("stale", "wait_seconds", "advance_copies")
-"""Those that are about newest models, not about running sums."""
+"""The keys that apply to the newest models of neighbors, and not to running sums."""
 REASONS = {
     ("early_stop",): "all nodes must end after the same round",
     ("checkpoint", "best"): "the best checkpoint is chosen by an evaluation of all nodes",
 }
-"""Keys of `node` that are refused, and why."""
+"""Keys of `node` that asynchronous schedules refuse, and why."""
 
 
 def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
-    """Names what needs all nodes in one round, beside a schedule in which they are in different ones."""
+    """Yields problems for everything that needs all nodes in one round, if the schedule is asynchronous."""
     node, sharing = experiment.node, experiment.sharing
     name = node.schedule
     if not SCHEDULES[name].asynchronous:
@@ -62,7 +63,7 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
 
 
 def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
-    """Names keys of `node.asynchronous` with other values than their defaults that the schedule does not look at."""
+    """Yields problems for keys of `node.asynchronous` that are not at their defaults and that the schedule ignores."""
     node, schedule = experiment.node, ("node", "schedule")
     if node.asynchronous is None:
         return
@@ -87,7 +88,8 @@ def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _is_no_longer_than_a_round(experiment: Experiment, key: str) -> Iterator[Problem]:
-    """Who waits longer is given up by those that need it for an evaluation, or at the end of the run."""
+    """Yields a problem if a node may wait so long that nodes that need it for an evaluation, or at the end of the run,
+    give up on it."""
     seconds, longest = getattr(experiment.node.asynchronous, key), experiment.communication.timeout_seconds
     if seconds >= longest:
         yield Problem(("node", "asynchronous", key), f"must be less than communication.timeout_seconds, {longest:g}, "
@@ -96,7 +98,7 @@ def _is_no_longer_than_a_round(experiment: Experiment, key: str) -> Iterator[Pro
 
 
 def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
-    """Warns where every round would last until its deadline."""
+    """Warns if a node waits for more payloads than it can receive, so that every round lasts until its deadline."""
     node, graph = experiment.node, graph_of(experiment)
     if graph is None or graph.num_nodes > MAX_CHECKED_NODES or node.sampler is not None or node.asynchronous is None:
         return
@@ -111,7 +113,7 @@ def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
 
 
 def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
-    """Warns of weights that neither the schedule nor the rule looks at: a file that this one extends may have them."""
+    """Warns about weights that neither the schedule nor the rule uses; they may come from an extended file."""
     takes = {"epidemic": "the plain mean of the received models", "ad_psgd": "the mean of two models"}
     serves = bool(experiment.servers())
     name = experiment.sharing.name if serves else experiment.node.schedule
@@ -123,7 +125,7 @@ def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _pairs(experiment: Experiment) -> Iterator[Problem]:
-    """Two nodes average their models as they are, and either may offer to the other one in any round."""
+    """Checks ad_psgd: two nodes average their unmodified models, and either may start the exchange in any round."""
     sharing, graph = experiment.sharing, graph_of(experiment)
     if sharing.name == "push_sum" or getattr(sharing, "compression", None) is not None:
         what = "push_sum" if sharing.name == "push_sum" else "a codec"
@@ -136,7 +138,7 @@ def _pairs(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _transport(experiment: Experiment) -> Iterator[Problem]:
-    """The transport has to take payloads that nobody expects."""
+    """Yields a problem if the transport cannot accept unexpected payloads."""
     config, mapping = experiment.communication, mapping_of(experiment)
     several = mapping is not None and mapping.num_nodes > 1
     has_cliques = several and bool(config.name == "collective" or getattr(config, "cliques", None))

@@ -1,4 +1,4 @@
-"""Whether the transport can do what mapping and node ask of it."""
+"""Checks that the transport supports what the mapping and the section `node` ask of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
 
 
 def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
-    """mapping.nodes_per_process needs a transport whose nodes one thread can step."""
+    """Checks that nodes share a process (mapping.nodes_per_process) only if one thread can step their transports."""
     asked, config = getattr(experiment.mapping, "nodes_per_process", 1), experiment.communication
     if asked not in (1, "auto") and config.networked and not config.steps_nodes:
         message = f": {asked} nodes cannot share a process in cliques of torch.distributed, where each node blocks " \
@@ -36,7 +36,7 @@ def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
 
 
 def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
-    """Cliques and edges of communication hybrid name nodes of the mapping, on the right machines."""
+    """Checks that cliques and edges of the transport name nodes of the mapping, on suitable machines."""
     mapping, config = mapping_of(experiment), experiment.communication
     if mapping is None or not isinstance(config, ZeroMQConfig):
         return
@@ -56,7 +56,10 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
 
 
 def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
-    """mapping.behind_nat: relays are ZeroMQ's; no communicator of torch.distributed connects through them."""
+    """Checks that nodes behind NAT (mapping.behind_nat) use only ZeroMQ between machines.
+
+    Relays are ZeroMQ's; communicators of torch.distributed cannot connect through them.
+    """
     mapping, config = mapping_of(experiment), experiment.communication
     if mapping is None:
         return
@@ -77,7 +80,8 @@ def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
 
 
 def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
-    """The folder of keys and the file of invitations. Those of several machines may lie on these alone."""
+    """Checks that the folder of keys and the file of invitations exist; with several machines, this is only a warning,
+    because the files may be only on another machine."""
     config, mapping = experiment.communication, mapping_of(experiment)
     invitations: Path | None = getattr(config, "invitations", None)
     for key, path, maker in (("keys", config.key_folder, "keygen"), ("invitations", invitations, "invite")):
@@ -91,8 +95,8 @@ def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
 
 
 def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
-    """Whoever waits for something waits longer than for what it consists of: a ping, a silent node, a round, all
-    nodes. The start of a generation takes the longest round by itself (`GenerationWait`)."""
+    """Checks that each time-out is longer than those of the steps that it includes: a ping, a silent node, a round, all
+    nodes. (The start of a generation allows for the longest round by itself; see `GenerationWait`.)"""
     config, quorum = experiment.communication, experiment.node.quorum
     if quorum is not None and quorum.grace_seconds >= config.timeout_seconds:
         yield Problem(("node", "quorum", "grace_seconds"), f"must be less than communication.timeout_seconds, "
@@ -118,7 +122,8 @@ def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
 
 
 def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
-    """node.missing: regroup needs a transport that can, and a least number of nodes that there are."""
+    """Checks that the run can have generations (node.missing: regroup): the transport supports them, and min_nodes is
+    at most the number of nodes."""
     node, graph, config = experiment.node, graph_of(experiment), experiment.communication
     if node.missing != "regroup":
         keys = {"restarts": node.restarts, "min_nodes": node.min_nodes is not None, "orphans": node.orphans != "lost",
@@ -141,7 +146,7 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
-    """node.repair: a rule that bears edges which the graph does not have."""
+    """Checks that the sharing rule accepts edges that the graph does not have, if node.repair adds some."""
     node, sharing = experiment.node, experiment.sharing
     if node.repair == "none":
         return
@@ -160,7 +165,7 @@ def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _sides_can_go_on(experiment: Experiment) -> Iterator[Problem]:
-    """node.on_partition: both asks that nothing belongs to one side of a broken network alone."""
+    """Checks that nothing is tied to one side of a partitioned network, if both sides continue (on_partition: both)."""
     node, sharing, config = experiment.node, experiment.sharing, experiment.communication
     if node.on_partition == "majority":
         if node.merge_weights != "samples":

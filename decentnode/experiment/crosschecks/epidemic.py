@@ -1,4 +1,4 @@
-"""Whether nodes can be had that expect nobody, and a sampler that finds their neighbors."""
+"""Checks of the schedule `epidemic`, in which nodes expect no particular payload, and of peer samplers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decentnode.samplers.base import Sampler
 
 
 def what_comes_can_be_averaged(experiment: Experiment) -> Iterator[Problem]:
-    """Schedule epidemic takes the plain mean of what came, which is no step of push-sum."""
+    """Checks that the rule's payloads can be averaged: schedule epidemic takes the plain mean, unlike push-sum."""
     if experiment.node.schedule == "epidemic" and experiment.sharing.name == "push_sum":
         message = (": epidemic takes the plain mean of received models, but push_sum sends shares of models; use "
                    "schedule: gossip_async, or sharing: full")  # fmt: skip
@@ -22,7 +22,8 @@ def what_comes_can_be_averaged(experiment: Experiment) -> Iterator[Problem]:
 
 
 def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
-    """A sampler is a class of samplers, begins with somebody, and compares by what the data has."""
+    """Checks that the sampler is a Sampler, that every node initially knows another node, and that the data has labels
+    if nodes are compared by them."""
     config, graph = experiment.node.sampler, graph_of(experiment)
     if config is None:
         return
@@ -39,7 +40,7 @@ def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
     if kind.tells(config).of == "labels":
         try:
             without = experiment.open_data().spec.num_classes is None
-        except UsageError:  # another check says so
+        except UsageError:  # reported by another check
             return
         if without:
             yield Problem(("node", "sampler"), f": {config.name} compares nodes by their labels, but this data has "

@@ -1,4 +1,4 @@
-"""Whether the run can be struck by the faults that the experiment asks for."""
+"""Checks that the faults of the experiment can be injected into its run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, Restart, St
 ON_LINKS, IN_NODE = OnLinks.__args__, InNode.__args__
 
 NAMING = ("nodes", "sides", "source", "to")
-"""Keys of faults that name nodes."""
+"""The keys of faults that name nodes."""
 
 
 def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
-    """Faults are of nodes and rounds that there are; of fewer rounds than the file says, where a run is but tried."""
+    """Checks that faults name nodes that exist, and warns if their round does not exist.
+
+    The latter is only a warning because a trial run may have fewer rounds than the file says.
+    """
     graph, rounds = graph_of(experiment), experiment.node.rounds
     for index, fault in enumerate(experiment.faults):
         if fault.at_round is not None and fault.at_round >= rounds:
@@ -51,7 +54,7 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _never_killed(faults: Sequence[Fault], restart: Restart) -> str:
-    """The nodes of a restart that no fault kills; "" where there are none, or all may be."""
+    """Returns the nodes of a restart that no fault kills, as text; "" if there are none, or any may be killed."""
     killed = [fault for fault in faults if isinstance(fault, Kill)]
     if any(fault.nodes == "all" for fault in killed) or (restart.nodes == "all" and killed):
         return ""
@@ -60,7 +63,7 @@ def _never_killed(faults: Sequence[Fault], restart: Restart) -> str:
 
 
 def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
-    """The place of each uid in a fault."""
+    """Yields the path and the value of each uid in a fault."""
 
     def below(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], int]]:
         if isinstance(value, tuple):
@@ -74,7 +77,7 @@ def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
 
 
 def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
-    """Faults are of a bounded number."""
+    """Checks that the faults can be made, among others that they are not too many."""
     if graph_of(experiment) is None or any(not each.doubt for each in faults_are_of_the_run(experiment)):
         return
     try:
@@ -84,7 +87,7 @@ def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
 
 
 def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
-    """Processes can be killed where there are any, messages lost where they go through sockets."""
+    """Checks that faults have something to act on: processes to kill, or sockets whose messages can be lost."""
     config = experiment.communication
     for index, fault in enumerate(experiment.faults):
         path = "faults", index, "do"
@@ -108,7 +111,7 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _on_links(experiment: Experiment, path: tuple[str | int, ...], fault: OnLinks) -> Iterator[Problem]:
-    """Models that faults strike go through sockets, but where the experiment says that they take another path."""
+    """Checks that models that a link fault acts on do go through sockets, and not through another path."""
     config, mapping = experiment.communication, mapping_of(experiment)
     if mapping is None or not isinstance(config, ZeroMQConfig):
         return

@@ -1,4 +1,4 @@
-"""Whether the rest of a run suits a rule with servers."""
+"""Checks of sharing rules with servers (federated learning) against the rest of the experiment."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from decentnode.training.supervised_config import SupervisedConfig
 
 
 def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
-    """Every server has clients, as many as the rule wants; several servers gossip, and late clients are done
-    without."""
+    """Checks that every server has as many clients as the rule needs, that several servers gossip with each other, and
+    that rounds tolerate missing clients if there is a deadline."""
     graph, config = graph_of(experiment), experiment.sharing
     if not isinstance(config, FederatedConfig) or graph is None or not graph.servers:
         return
@@ -39,7 +39,7 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _so_many_answer(config: FederatedConfig, clients: int) -> Iterator[Problem]:
-    """As many clients as a round has, and as must answer in it, are there. clients: of the server with the fewest."""
+    """Checks the numbers of clients per round and of required answers. clients: those of the smallest server."""
     if config.clients is not None and config.clients > clients:
         yield Problem(("sharing", "clients"), f"must be at most {clients}, the clients of a server, got "
                       f"{config.clients}", other=("graph",))  # fmt: skip
@@ -52,8 +52,8 @@ def _so_many_answer(config: FederatedConfig, clients: int) -> Iterator[Problem]:
 
 
 def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
-    """The server sees no samples, so that statistics of batch normalization must come from the clients; and the model
-    is exchanged as one."""
+    """Checks that the model can be trained with a server: it is exchanged as a whole, and its batch normalization
+    statistics come from the clients, because the server has no samples."""
     if not experiment.servers():
         return
     name = experiment.sharing.name
@@ -65,7 +65,7 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
         return
     try:
         module = module_without_values(experiment, spec)
-    except UsageError:  # model_can_be_trained says so
+    except UsageError:  # reported by model_can_be_trained
         return
     if any(each.dtype.is_floating_point for each in module.buffers()):
         yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), but the server of "
@@ -75,7 +75,10 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
 
 
 def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
-    """SCAFFOLD takes the mean gradient from what the local steps changed: steps of plain SGD, of one length."""
+    """Checks that local steps are plain SGD with one learning rate per round, for rules with control variates.
+
+    SCAFFOLD computes the mean gradient from the change that the local steps made.
+    """
     training, config = experiment.training, experiment.sharing
     if not isinstance(config, ScaffoldConfig) or not isinstance(training, SupervisedConfig):
         return

@@ -1,4 +1,4 @@
-"""Whether graph and mapping can be made, and fit each other."""
+"""Checks that the graph and the mapping can be made and fit each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.mapping.linear import LinearConfig
 
 
 def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
-    """When it can be made without the weights, they are at fault."""
+    """Checks that the graph can be made; the weights are blamed if the graph alone can be."""
     try:
         experiment.make_graph().weights(0, 0)
     except UsageError as error:
@@ -30,7 +30,7 @@ def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
 
 
 def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
-    """Every fragment's own graph, with as many nodes as the run's."""
+    """Checks that the graph of each fragment can be made and has as many nodes as the run's graph."""
     run, parameters = graph_of(experiment), experiment.parameters
     if run is None or parameters is None:
         return
@@ -43,14 +43,15 @@ def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
             graph.weights(0, 0)
         except UsageError as error:
             yield Problem(path, f": {error}")
-            return  # random fragments have graphs of one kind
+            return  # all random fragments have graphs of the same kind
         if graph.num_nodes != run.num_nodes:
             message = f": the fragment's graph has {graph.num_nodes} nodes but the run has {run.num_nodes}"
             yield Problem(path, message, other=("graph",))
 
 
 def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
-    """node.newcomers: a graph that grows, and members that machines outside of the mapping reach."""
+    """Checks that newcomers (node.newcomers) can join: the graph can grow, and members have ports that newcomers on
+    machines outside of the mapping can connect to."""
     most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
     if not most and getattr(experiment.communication, "invitations", None) is not None:
         yield Problem(("communication", "invitations"), ": the run admits no newcomers; set node.newcomers",
@@ -84,13 +85,14 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
-    """simulate.newcomers: come to a run that admits them, and have samples of nodes that there are."""
+    """Checks that simulate.newcomers join a run that admits them, and that their samples are those of existing
+    nodes."""
     coming, mapping, most = experiment.simulate.newcomers, mapping_of(experiment), experiment.node.newcomers
     if coming and not most:
         yield Problem(("simulate", "newcomers"), ": the run admits no newcomers; set node.newcomers",
                       other=("node",))  # fmt: skip
     elif (staying := sum(each.leaves_at_seconds is None for each in coming)) > most:
-        # A fault that ends one of them lets another one in.
+        # A fault that ends one of them makes room for another, so this may be intended.
         yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits {most}, so "
                       f"that {staying - most} would never be admitted; leaves_at_seconds frees places",
                       doubt=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
@@ -104,7 +106,7 @@ def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _without_seat(experiment: Experiment) -> int | None:
-    """The first of simulate.newcomers who asks while as many others are there as the run admits."""
+    """Returns the index of the first of simulate.newcomers who asks to join while the run is full, or None."""
     coming = experiment.simulate.newcomers
     for index, each in enumerate(coming):
         there = [other for place, other in enumerate(coming)
@@ -123,14 +125,14 @@ def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:
 
 
 def machines_have_addresses(experiment: Experiment) -> Iterator[Problem]:
-    """Of several machines; left out where nothing connects (`load`)."""
+    """Checks that several machines have addresses; `load` leaves this check out if nothing will connect."""
     config = experiment.mapping
     if isinstance(config, LinearConfig) and config.machines > 1 and config.addresses is None:
         yield Problem(("mapping", "addresses"), f"must name the hosts of the {config.machines} machines, got none")
 
 
 def mapping_holds_the_graph(experiment: Experiment) -> Iterator[Problem]:
-    """As many places as nodes."""
+    """Checks that the mapping has as many places as the graph has nodes."""
     graph, mapping = graph_of(experiment), mapping_of(experiment)
     if graph is not None and mapping is not None and graph.num_nodes != mapping.num_nodes:
         key = next((k for k in ("nodes", "file") if hasattr(experiment.graph, k)), None)

@@ -1,4 +1,4 @@
-"""Whether a node can train the model: its parameters, one batch of two samples through it, the loss and a gradient."""
+"""Checks that a node can train the model: makes it, and computes outputs, loss and gradient of a batch of two."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from decentnode.training.supervised import evaluating
 from decentnode.training.supervised_config import SupervisedConfig
 
 TRIED_ELEMENTS = 1 << 24
-"""Models of up to so many numbers are tried with values (64 MB, drawn in about .2 s), larger ones by their shapes."""
+"""Models with up to this many elements are tried with values (64 MB, initialized in about .2 s), larger ones on the
+meta device, by their shapes only."""
 MOST_BYTES = 1e12
-"""A node's parameters and their gradients take less: no machine has more for one of its nodes."""
+"""The limit on a node's parameters and gradients: no machine has more memory for one of its nodes."""
 
 Path = tuple[str | int, ...]
 
 
 class Unsuitable(Exception):
-    """What a trial has found."""
+    """Carries the problem that a trial has found."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -45,12 +46,15 @@ class Unsuitable(Exception):
 
 
 class CannotTell(Exception):
-    """The module cannot run without values."""
+    """The trial needs values, but the module is on the meta device."""
 
 
 def model_can_be_trained(experiment: Experiment) -> Iterator[Problem]:
-    """Made on the meta device first, shapes without memory; then, unless it is large, with the values that nodes start
-    from, on the first samples."""
+    """Checks that the model can be made and trained.
+
+    It is made on the meta device first (shapes without memory), and then, unless it is large, with the values that
+    nodes start from, and tried on the first samples.
+    """
     spec = spec_of(experiment)
     if spec is None:
         return
@@ -92,7 +96,7 @@ def _too_large(module: nn.Module) -> str:
 
 
 def _try(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) -> None:
-    """One step of training, without the optimizer, and one of evaluation. Raises Unsuitable, CannotTell."""
+    """Computes one training step, without the optimizer, and one evaluation. Raises Unsuitable, CannotTell."""
     values = not any(p.is_meta for p in module.parameters())
     inputs, targets = _batch(experiment, spec) if values else _shapes_of_batch(spec)
     if values and inputs.is_floating_point():
@@ -117,7 +121,7 @@ def _try(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) 
 
 
 def _batch(experiment: Experiment, spec: DataSpec) -> tuple[Tensor, Tensor]:
-    """The first two training samples, as nodes get them; one that is alone twice."""
+    """Returns the first two training samples as nodes get them; if there is only one, twice the same."""
     with _blame(("data",), "reading the first samples raised"):
         dataset = experiment.open_data().dataset()
         chosen = np.array([0, min(1, dataset.num_train() - 1)])
@@ -136,7 +140,7 @@ def _shapes_of_batch(spec: DataSpec) -> tuple[Tensor, Tensor]:
 
 
 def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, what: str) -> tuple[Tensor, Tensor]:
-    """The model's outputs and the targets as the task takes them."""
+    """Returns the model's outputs and the targets in the form in which the task uses them."""
     with _blame(("model",), f"{what} raised", "data"):
         outputs: Any = module(inputs)
     try:
@@ -155,7 +159,7 @@ def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, wha
 
 
 def _loss_of(experiment: Experiment, task: Task) -> Loss | None:
-    """None of a training of another kind, and where the loss is reported by task_suits_the_data."""
+    """Returns the loss; None if the training is not supervised, or if task_suits_the_data reports the loss."""
     config = experiment.training
     if not isinstance(config, SupervisedConfig):
         return None
@@ -170,7 +174,7 @@ def _loss_of(experiment: Experiment, task: Task) -> Loss | None:
 
 
 def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets: Tensor) -> None:
-    """The mean loss is one finite number, and has a gradient."""
+    """Checks that the mean loss is one finite number and has a gradient."""
     key = ("training", "loss")
     outputs, wanted = _unambiguous(outputs, wanted)
     with _blame(key, f"the loss of outputs {shape_of(outputs)} and targets {shape_of(wanted)} raised", "task"):
@@ -178,7 +182,7 @@ def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets
     if not isinstance(mean, Tensor) or mean.ndim:
         got = shape_of(mean) if isinstance(mean, Tensor) else type(mean).__name__
         raise Unsuitable(Problem(key, f"must give one number for a batch, got {got}"))
-    if not mean.is_meta and float(task.units(targets)):  # a batch of padding alone has no mean
+    if not mean.is_meta and float(task.units(targets)):  # a batch that is all padding has no mean
         _check_finite(mean.detach(), key, "")
     if not mean.requires_grad:
         raise Unsuitable(Problem(("model",), ": the loss must depend on the trainable parameters", other=key))
@@ -187,7 +191,8 @@ def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets
 
 
 def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
-    """Sparse gradients, as of an Embedding with sparse=True, are for an optimizer that takes them."""
+    """Checks that the optimizer accepts the model's sparse gradients, such as those of an Embedding with
+    sparse=True."""
     sparse = {name: p for name, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse}
     if not sparse or not isinstance(experiment.training, SupervisedConfig):
         return
@@ -201,8 +206,11 @@ def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
 
 
 def _unambiguous(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The batch, with samples repeated where its size is another dimension of the outputs as well: of two outputs for
-    each of two samples, a loss made for regression would take two classes as if they were the samples."""
+    """Returns the batch with samples repeated until its size differs from all other dimensions of the outputs.
+
+    Otherwise a loss made for regression could pass by accident: with two outputs for each of two samples, it would take
+    the dimension of classes for that of samples.
+    """
     if not outputs.ndim or not wanted.ndim or not len(outputs) == len(wanted) > 0:
         return outputs, wanted
     size = next(each for each in itertools.count(len(outputs)) if each not in outputs.shape[1:])
@@ -219,8 +227,8 @@ def _check_finite(values: Tensor, path: Path, what: str) -> None:
 
 @contextlib.contextmanager
 def _blame(path: Path, what: str, other: str = "") -> Iterator[None]:
-    """Raises Unsuitable at `path` for what the block raises; CannotTell where it asks a tensor without values for
-    them."""
+    """Turns errors of the block into Unsuitable at `path`, or into CannotTell if the block needs values of a tensor on
+    the meta device."""
     see = (other,) if other else None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether the numbers of nodes and machines in an experiment are of nodes and machines that there are."""
+"""Checks that the numbers of nodes and machines that an experiment names exist in its run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from decentnode.experiment.crosschecks.parts import mapping_of
 from decentnode.experiment.tree import Experiment
 
 Placed = tuple[tuple[str | int, ...], int]
-"""The place of a number in the experiment, and the number."""
+"""The path of a number in the experiment, and the number."""
 
 
 def numbers_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
-    """Each at its own place. What other checks look at is not among them: faults, dumps, the profile, groups, servers
-    and newcomers' samples."""
+    """Yields a problem at every number out of range. Faults, dumps, the profile, groups, servers and newcomers' samples
+    are left to other checks."""
     mapping = mapping_of(experiment)
     if mapping is None:
         return

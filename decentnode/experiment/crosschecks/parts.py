@@ -1,4 +1,4 @@
-"""Parts of an experiment for the checks; None where a part cannot be made, which the check of that part reports."""
+"""Components of an experiment for the checks; None if a component cannot be made, which its own check reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decentnode.mapping.base import Mapping
 from decentnode.samples import DataSpec
 
 MAX_CHECKED_NODES = 512
-"""Matrices of more nodes are not looked at: their eigenvalues take seconds."""
+"""Mixing matrices of more nodes are not checked, because computing their eigenvalues takes seconds."""
 
 Check = Callable[[Experiment], Iterator[Problem]]
 
@@ -25,7 +25,7 @@ def graph_of(experiment: Experiment) -> Graph | None:
 
 
 def _weighed(graph: Graph) -> Graph:
-    """The graph, whose weights can be made, too. Raises GraphError."""
+    """Returns the graph after trying to compute its weights. Raises GraphError."""
     graph.weights(0, 0)
     return graph
 
@@ -43,7 +43,7 @@ def spec_of(experiment: Experiment) -> DataSpec | None:
 
 
 def graphs_of(experiment: Experiment) -> list[tuple[int, Graph]]:
-    """The graphs that the rule mixes over, with the first fragment that uses each; empty where any cannot be made."""
+    """Returns the graphs that the rule mixes over, with the first fragment that uses each; [] if any cannot be made."""
     try:
         graphs = [_weighed(graph) for graph in experiment.make_fragment_graphs()]
     except UsageError:
@@ -57,7 +57,7 @@ def graphs_of(experiment: Experiment) -> list[tuple[int, Graph]]:
 
 
 def fragment_path(experiment: Experiment, index: int) -> tuple[str | int, ...]:
-    """Where the graph of a fragment is written."""
+    """Returns the path of the key that determines the graph of a fragment."""
     parameters = experiment.parameters
     if parameters is None or parameters.fragments is None:
         return ("graph",)

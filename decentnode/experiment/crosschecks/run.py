@@ -1,4 +1,4 @@
-"""Whether what is asked to be kept and told of a run fits its rounds and nodes."""
+"""Checks that what is recorded and reported about a run fits its rounds and nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from decentnode.sharing.federated.rounds import Federated
 
 
 def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
-    """The round that is profiled is one of the run, and so is the node."""
+    """Checks that the round and the node to be profiled exist in the run."""
     profile, graph = experiment.run.profile, graph_of(experiment)
     if profile is None:
         return
@@ -27,7 +27,7 @@ def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
 
 
 def trackers_are_told_apart(experiment: Experiment) -> Iterator[Problem]:
-    """Of a kind of tracker there is one: their files have its name."""
+    """Checks that there is at most one tracker of each kind, because their files are named after the kind."""
     names = [each.name for each in experiment.run.trackers]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -36,8 +36,10 @@ def trackers_are_told_apart(experiment: Experiment) -> Iterator[Problem]:
 
 
 def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
-    """Virtual seconds are those of rounds that begin with the local steps, and in which all neighbors are waited
-    for."""
+    """Checks that virtual time can be computed (simulate.compute, simulate.links).
+
+    It assumes rounds that begin with the local steps and that wait for all neighbors.
+    """
     rule: Any = load_class(experiment.sharing.name, SHARINGS, "sharing")
     serves = isinstance(rule, type) and issubclass(rule, Federated)
     for key in ("compute", "links"):

@@ -1,4 +1,4 @@
-"""Whether the sharing rule works on the graph, and in rounds that lose payloads."""
+"""Checks that the sharing rule works on the graph, and in rounds in which payloads are missing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
 
 
 def gradients_reach_the_rule(experiment: Experiment) -> Iterator[Problem]:
-    """A rule whose `direction` nobody calls would be another one without a word."""
+    """Checks that a rule that defines `direction` requires gradients; otherwise `direction` would never be called, and
+    the algorithm would silently be a different one."""
     rule = _rule_class(experiment)
     if rule is not None and rule.direction is not Hooks.direction and not _requirements(experiment).gradient:
         message = f"has a method direction, which is only called where {rule.__name__}.requirements have gradient=True"
@@ -46,8 +47,8 @@ def gradients_reach_the_rule(experiment: Experiment) -> Iterator[Problem]:
 
 
 def corrections_are_made(experiment: Experiment) -> Iterator[Problem]:
-    """A rule whose `adjust` nobody calls would be another one, too. One with an `advance` of its own is made for
-    overlapped schedules."""
+    """Checks that the schedule calls a rule's methods around steps, such as `adjust`; otherwise the algorithm would
+    silently be a different one. A rule that defines `advance` supports the schedule overlapped."""
     rule = _rule_class(experiment)
     if rule is None or experiment.node.schedule != "overlapped" or _requirements(experiment).sequential:
         return
@@ -59,7 +60,8 @@ def corrections_are_made(experiment: Experiment) -> Iterator[Problem]:
 
 
 def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
-    """Names the property of the mixing matrix that a rule needs and the graph does not give, and one that does."""
+    """Checks that the graph and its weights have the properties that the rule requires; problems suggest ones that
+    do."""
     needs, name = _requirements(experiment), experiment.sharing.name
     if needs.sequential and experiment.node.schedule != "sequential":
         message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
@@ -70,7 +72,9 @@ def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
 
 
 def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
-    """For rules with groups: of one size, with every node once, and all of a group give every other group the same."""
+    """Checks the groups of rules that have them: equal sizes, every node in one group, and a graph in which all nodes
+    of
+    a group are connected to other groups alike."""
     mapping = mapping_of(experiment)
     if not _requirements(experiment).groups or mapping is None:
         return
@@ -89,7 +93,8 @@ def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
-    """How a graph treats nodes of a group differently, and one that does not; empty where it treats them alike."""
+    """Returns how a graph treats nodes of a group differently, and a graph that does not; "" if it treats them
+    alike."""
     groups = Groups(tuple(map(tuple, members)))
     misfit = groups.misfit(graph) if graph.num_nodes <= MAX_CHECKED_NODES else groups.misfit(graph, rounds=1)
     in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
@@ -99,7 +104,7 @@ def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
 
 
 def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
-    """What the graph lacks of what a rule needs, each with a graph or weights that have it."""
+    """Yields the rule's requirements that the graph does not meet, each with a graph or weights that do."""
     if needs.star and not graph.servers:
         yield (f"needs a graph with a server, got one among equals; {{name: star, nodes: {graph.num_nodes}}} would do")
         return
@@ -138,8 +143,8 @@ def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
 
 
 def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
-    """Over the rounds in which each fragment is exchanged, if by others: nodes that never do train models of their
-    own."""
+    """Checks that information gets from every node to every other node over the rounds in which each fragment is
+    exchanged; nodes that nothing reaches would train models of their own."""
     for index, graph in graphs_of(experiment):
         rule = _rule(experiment, graph)
         if rule is None or graph.num_nodes > MAX_CHECKED_NODES:
@@ -147,7 +152,7 @@ def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
         name = experiment.sharing.name
         try:
             alone = unheard(rule, graph, experiment.seed, index)
-        except UsageError:  # weights that cannot be made: graph_can_be_made says so
+        except UsageError:  # the weights cannot be made, which graph_can_be_made reports
             continue
         if alone is not None:
             section = Ring.Config.model_validate({"name": "ring", "nodes": graph.num_nodes})
@@ -163,7 +168,7 @@ def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _warn_of_a_late_start(experiment: Experiment, rule: Sharing, num_nodes: int) -> None:
-    """Warns of fragments whose first exchange is after the run's end."""
+    """Warns about fragments whose first exchange would be after the end of the run."""
     rounds, name = experiment.node.rounds, experiment.sharing.name
     if not rounds:
         return
@@ -176,7 +181,7 @@ def _warn_of_a_late_start(experiment: Experiment, rule: Sharing, num_nodes: int)
 
 
 def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
-    """Some recursions never recover from one payload that does not come; then no run may go on without one."""
+    """Checks that no payload may go missing if the rule cannot recover from one missing payload."""
     if _requirements(experiment).tolerates_missing:
         return
     never = f"{experiment.sharing.name} cannot recover from a missing payload"
@@ -189,7 +194,9 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
 
 
 def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
-    """A uid that no node has would write nothing, without a word. The default may have more than there are."""
+    """Checks the uids whose payloads are dumped: a uid that no node has would silently write nothing. Only uids that
+    are
+    written are checked, because the default may name more nodes than there are."""
     config, graph = getattr(experiment.sharing, "dump", None), graph_of(experiment)
     if graph is None or not isinstance(config, DumpConfig) or "nodes" not in config.model_fields_set:
         return
@@ -201,7 +208,9 @@ def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
 
 
 def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Problem]:
-    """Weights by samples or tokens are other ones in every round, and their columns do not sum to one."""
+    """Checks that the rule accepts quorum weights by samples or tokens: they differ in every round, and their columns
+    do
+    not sum to one."""
     quorum = experiment.node.quorum
     if quorum is None or quorum.weights == "neighbors":
         return
@@ -212,7 +221,7 @@ def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Proble
 
 
 def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
-    """Warns of a step of an error-feedback rule with which nodes do not come together without gradients."""
+    """Warns about a step_size of an error-feedback rule with which nodes do not reach consensus without gradients."""
     config: Any = experiment.sharing
     step = getattr(config, "step_size", None)
     if step is None or STEP_SIZE in experiment.derived or graph_of(experiment) is None:
@@ -231,13 +240,13 @@ def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _rule_class(experiment: Experiment) -> type[Sharing] | None:
-    """The class that the section names; None where it is no sharing rule (`sharing_is_a_rule`)."""
+    """Returns the class that the section names, or None if it is not a sharing rule (see `sharing_is_a_rule`)."""
     rule = load_class(experiment.sharing.name, SHARINGS, "sharing")
     return rule if issubclass(rule, Sharing) else None
 
 
 def _requirements(experiment: Experiment) -> Requirements:
-    """Those of the rule as its config makes it; those of its class where it cannot be made here."""
+    """Returns the requirements of the rule with its config; those of its class if the rule cannot be made here."""
     rule = _rule_class(experiment)
     if rule is None:
         return Requirements()
@@ -248,7 +257,8 @@ def _requirements(experiment: Experiment) -> Requirements:
 
 
 def _rule(experiment: Experiment, graph: Graph) -> Sharing | None:
-    """The rule without its compression, which knows the machines; None where another check reports the problem."""
+    """Returns the rule without compression, with the machines set; None if it cannot be made, as other checks
+    report."""
     rule, mapping = _rule_class(experiment), mapping_of(experiment)
     if rule is None or mapping is None or mapping.num_nodes != graph.num_nodes:
         return None

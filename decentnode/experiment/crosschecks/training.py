@@ -1,4 +1,4 @@
-"""Whether data, task, model and training fit each other."""
+"""Checks that data, task, model and training fit each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from decentnode.training.supervised_config import SupervisedConfig
 from decentnode.wire.bounds import MAX_FIGURES, MAX_SCALAR_NAME
 
 MOST_METRICS = (MAX_FIGURES - 128) // 3
-"""Three figures each: the node's own, the mean over the nodes, that of the merged model; the others are some fifty."""
+"""Each metric has three figures: the node's own, the mean over the nodes, and that of the merged model. 128 are left
+for
+all other figures, of which there are some fifty."""
 
 
 def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
@@ -54,8 +56,11 @@ def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
 
 
 def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
-    """The partition fits the number of classes, samples and nodes. Files of each node's own are all there where all
-    nodes are on one machine; those of several are looked at once it is known which machine this is."""
+    """Checks that the partition fits the numbers of classes, samples and nodes.
+
+    If every node has files of its own, they must all exist if all nodes are on this machine; with several machines,
+    each checks its own later, when it knows which machine it is.
+    """
     graph, spec, mapping = graph_of(experiment), spec_of(experiment), mapping_of(experiment)
     if graph is None or spec is None or mapping is None:
         return
@@ -77,7 +82,7 @@ def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
 
 
 def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
-    """What validation and drop_last leave: samples to train and to test on, for every node."""
+    """Checks that every node has samples left to train and to test on after validation and drop_last."""
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or not (training.validation or training.drop_last):
         return
@@ -88,7 +93,7 @@ def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
     try:
         parts = opened.shares()
         tests = {uid: opened.num_test(uid) for uid in parts} if source == "test" else {}
-    except UsageError:  # every_node_gets_data says so
+    except UsageError:  # reported by every_node_gets_data
         return
     sizes = {uid: len(part) for uid, part in parts.items() if uid not in servers}
     for uid, size in (tests or sizes).items():
@@ -103,7 +108,7 @@ def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
 
 
 def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
-    """And the loss suits the task."""
+    """Checks that the task suits the data, and the loss the task."""
     if spec_of(experiment) is None:
         return
     try:
@@ -119,20 +124,20 @@ def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
 
 
 def patterns_match_the_model(experiment: Experiment) -> Iterator[Problem]:
-    """Every pattern of `parameters` names a parameter, and every shared parameter has a fragment."""
+    """Checks that every pattern of `parameters` matches a parameter, and that every shared parameter has a fragment."""
     spec, graph = spec_of(experiment), graph_of(experiment)
     if experiment.parameters is None or spec is None or graph is None:
         return
     try:
         module = module_without_values(experiment, spec)
-    except UsageError:  # model_can_be_trained says so
+    except UsageError:  # reported by model_can_be_trained
         return
     for path, message, hint in problems_of(experiment.parameters, named(module), graph.num_nodes):
         yield Problem(("parameters", *path), message, hint, other=("model",))
 
 
 def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
-    """Batch normalization behind a linear layer cannot be trained on one sample at a time."""
+    """Checks that no node trains on single samples if batch normalization in the model needs at least two."""
     training, graph, spec = experiment.training, graph_of(experiment), spec_of(experiment)
     if not isinstance(training, SupervisedConfig) or graph is None or spec is None:
         return
@@ -153,7 +158,7 @@ def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
-    """Seen on the meta device; of a model that cannot run there its nodes will tell."""
+    """Returns whether a model needs two samples, tried on the meta device; False if it cannot run there."""
     with contextlib.suppress(Exception), torch.device("meta"):
         kind = torch.float32 if spec.inputs == "values" else torch.int64
         return needs_two(module_without_values(experiment, spec), torch.empty(1, *spec.input_shape, dtype=kind))
@@ -161,7 +166,8 @@ def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
 
 
 def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
-    """Test samples are a node's own while its training samples are: dealt anew, these come to be all samples."""
+    """Checks that training samples are not dealt again (resample) if nodes have test samples of their own: these match
+    the training samples of the first epoch only."""
     training, spec = experiment.training, spec_of(experiment)
     if not isinstance(training, SupervisedConfig) or training.sampling != "resample" or spec is None:
         return
@@ -173,7 +179,7 @@ def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
 
 
 def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
-    """A learning-rate schedule of a fixed length (one_cycle) has a tick for every round, or step, of the run."""
+    """Checks that a learning-rate schedule of fixed length (one_cycle) covers every round, or step, of the run."""
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
         return
@@ -199,7 +205,8 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
 
 
 def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
-    """Every node can read every sample, and none is in the shares of two nodes or set aside on one of them."""
+    """Checks that nodes can adopt orphaned samples: every node can read every sample, and no sample is in the shares of
+    two nodes or in the validation set of one."""
     training, data = experiment.training, experiment.data
     if experiment.node.orphans != "adopted" or mapping_of(experiment) is None:
         return
@@ -231,7 +238,7 @@ def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
 
 
 def figures_fit_into_a_message(experiment: Experiment) -> Iterator[Problem]:
-    """Each node sends its closing figures in one message at its end: too late to learn that they do not fit."""
+    """Checks that a node's final figures fit into one message, which it sends only at the end of the run."""
     if spec_of(experiment) is None:
         return
     try:
@@ -248,7 +255,7 @@ def figures_fit_into_a_message(experiment: Experiment) -> Iterator[Problem]:
 
 
 def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:
-    """The figures by which the best checkpoint is kept, and by which the run ends early, are measured by the task."""
+    """Checks that the task measures the figures that choose the best checkpoint and that stop the run early."""
     checkpoint = experiment.node.checkpoint
     chosen: dict[tuple[str, ...], BestConfig | None] = {
         ("checkpoint", "best"): checkpoint.best if checkpoint is not None else None,
