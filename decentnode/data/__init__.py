@@ -1,4 +1,4 @@
-"""Where samples come from and who gets which: readers (`DATASETS`) and partitions (`PARTITIONS`)."""
+"""Datasets: readers of samples (`DATASETS`) and their partitions over the nodes (`PARTITIONS`)."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ STARS = 5
 TEXTS = ("data_path", "reviewText", "text")
 RATINGS = ("label_name", "overall", "rating")
 USERS = ("reviewerID", "user_id", "user")
-"""Names of columns and keys, the first that is there counts."""
+"""The accepted names of columns or keys; the first one present is used."""
 ENDINGS = (".csv", ".jsonl", ".json")
 
 Review = tuple[str, int, str, str]
-"""User, stars less one, text, and where it stands."""
+"""The user, the stars minus one, the text, and its location "path:line"."""
 
 
 class AmazonReviewsConfig(CachedConfig):
@@ -111,7 +111,7 @@ class AmazonReviews(UserDataset):
     # -- files -------------------------------------------------------------------------------------------------
 
     def _find(self, base_dir: Path) -> dict[str, list[Path]]:
-        """Paths of "train" and "test", or of "both" together."""
+        """Returns the paths of "train" and "test", or of "both" if one set of files is split."""
         config, folder = self.config, base_dir / (self.config.folder or Path())
         if config.train_folder is None and config.test_folder is None and (found := _files_in(folder)):
             return {"both": found}
@@ -126,7 +126,7 @@ class AmazonReviews(UserDataset):
         return files
 
     def _reviews(self) -> Iterator[tuple[str, Review]]:
-        """Yields (split, review) one by one."""
+        """Yields (split, review) for all reviews, one at a time in memory."""
         draw = rng.stream(self.config.split_seed, rng.GLOBAL, "split of reviews")
         for split, paths in self._files.items():
             for path in paths:
@@ -162,7 +162,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def reviews_of(path: Path) -> Iterator[Review]:
-    """Yields the reviews of a file, one at a time in memory. Raises DataError with the line."""
+    """Yields the reviews of a file, one at a time in memory. Raises DataError with the line number."""
     rows: Callable[[Path], Iterator[tuple[int, Any]]] = _csv_rows if path.suffix == ".csv" else _json_rows
     for line, row in rows(path):
         where = f"{path}:{line}"

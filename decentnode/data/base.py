@@ -1,4 +1,4 @@
-"""The contracts of a dataset (a reader) and of a partition (who gets which training samples)."""
+"""The base classes of datasets (readers) and of partitions (which node gets which training samples)."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class CachedConfig(DatasetConfig):
     """Folder of the converted samples. Default: the environment variable DECENTNODE_CACHE, or ~/.cache/decentnode."""
 
     def cache_folder(self, base_dir: Path) -> Path | None:
-        """The folder of `cache`, which may be relative to `base_dir`; None where the default one is meant."""
+        """Returns the folder `cache`, which may be relative to `base_dir`; None for the default folder."""
         return None if self.cache is None else base_dir / self.cache
 
 
 class Dataset(Component, abc.ABC):
-    """A reader. Opening is cheap; samples are read when asked for, and only those.
+    """A reader of samples. Opening it is cheap; it reads samples only when they are asked for, and only those.
 
-    A dataset of classes has the attributes `input_shape` and `num_classes`; others define `spec`, and `num_train` where
-    they have no labels.
+    A classification dataset has the attributes `input_shape` and `num_classes`; others define `spec`, and `num_train`
+    if they have no labels.
     """
 
     input_shape: tuple[int, ...]
@@ -63,57 +63,57 @@ class Dataset(Component, abc.ABC):
 
     @property
     def spec(self) -> DataSpec:
-        """What models and tasks must know of the data."""
+        """What models and tasks must know about the data."""
         return DataSpec(tuple(self.input_shape), num_classes=self.num_classes)
 
     @abc.abstractmethod
     def __init__(self, config: Config, base_dir: Path) -> None:
-        """base_dir: folder that relative paths of the config refer to. Raises DataError naming a missing file."""
+        """base_dir: the folder that relative paths of the config refer to. Raises DataError naming a missing file."""
 
     @abc.abstractmethod
     def train_targets(self) -> np.ndarray | None:
-        """[N] int64 labels of all training samples, by which partitions deal; None of data without classes."""
+        """Returns the labels [N] int64 of all training samples, for partitions by class; None without classes."""
 
     @abc.abstractmethod
     def train(self, indices: np.ndarray) -> AnySamples:
-        """The training samples at `indices` [M] int64, in that order."""
+        """Returns the training samples at `indices` [M] int64, in that order."""
 
     @abc.abstractmethod
     def test(self) -> AnySamples:
-        """All test samples."""
+        """Returns all test samples."""
 
     def num_train(self) -> int:
-        """How many training samples there are."""
+        """Returns the number of training samples."""
         labels = self.train_targets()
         if labels is None:
             raise NotImplementedError(f"{type(self).__name__} has no labels and needs num_train")
         return len(labels)
 
     def num_test(self) -> int:
-        """How many test samples there are."""
+        """Returns the number of test samples."""
         return len(self.test())
 
     def test_part(self, indices: np.ndarray) -> AnySamples:
-        """The test samples at `indices` [M] int64, in that order."""
+        """Returns the test samples at `indices` [M] int64, in that order."""
         return self.test().take(indices)
 
     def check_private(self) -> None:
-        """Raises DataError where each node reading files of its own would give nodes another `spec` than the others."""
+        """Raises DataError if nodes that each read files of their own might get different `spec`s."""
         known = getattr(getattr(self, "config", None), "num_classes", 0)
         if known is None and self.spec.num_classes is not None:
             raise DataError("data.num_classes must be given where each node has private files: those of one need not "
                             "have all classes")  # fmt: skip
 
     def train_keys(self) -> np.ndarray | None:
-        """[N] int64 natural owner of each training sample (writer, speaker, user), or None."""
+        """Returns the natural owner (writer, speaker, user) of each training sample, [N] int64, or None."""
         return None
 
     def test_keys(self) -> np.ndarray | None:
-        """[M] int64 natural owner of each test sample, or None."""
+        """Returns the natural owner of each test sample, [M] int64, or None."""
         return None
 
     def test_labels(self) -> np.ndarray | None:
-        """[M] int64 labels of all test samples; None of data without classes."""
+        """Returns the labels [M] int64 of all test samples; None without classes."""
         if self.train_targets() is None:
             return None
         test = self.test()
@@ -121,15 +121,15 @@ class Dataset(Component, abc.ABC):
 
 
 class Partition(Component, abc.ABC):
-    """How training samples are dealt to nodes."""
+    """Divides the training samples among the nodes."""
 
     needs_labels: bool = False
-    """Whether it deals by class. Others look at the number of targets alone: of data without classes all are 0."""
+    """Whether it divides by class. If not, it may only use the number of targets: without classes, all are 0."""
     needs_machines: bool = False
-    """Whether `split` must know which nodes are on one machine."""
+    """Whether `split` needs to know which nodes are on one machine (`set_machines`)."""
 
     def set_machines(self, machines: Sequence[Sequence[int]]) -> None:
-        """machines: the nodes on each, all together every node; told before `split` where `needs_machines`."""
+        """Called before `split` if `needs_machines`. machines: the nodes on each machine, together all nodes."""
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...
@@ -142,11 +142,11 @@ class Partition(Component, abc.ABC):
         generator: np.random.Generator,
         keys: np.ndarray | None = None,  # [N] int64
     ) -> Sequence[np.ndarray]:
-        """num_nodes disjoint index arrays, each sorted int64. Raises DataError when a node would get nothing."""
+        """Returns num_nodes disjoint index arrays, each sorted int64. Raises DataError if a node would get nothing."""
 
 
 def checked_targets(labels: np.ndarray, num_classes: int | None, where: str) -> tuple[np.ndarray, int]:
-    """Labels as [N] int64 and the number of classes (the highest label + 1 when None). Raises DataError."""
+    """Returns labels as [N] int64 and the number of classes (None: the highest label + 1). Raises DataError."""
     if labels.ndim != 1 or len(labels) == 0 or labels.dtype.kind not in "iub":
         raise DataError(f"{where}: labels must be a non-empty list of integers, got {labels.dtype} {labels.shape}")
     targets = labels.astype(np.int64)
@@ -161,7 +161,7 @@ def checked_targets(labels: np.ndarray, num_classes: int | None, where: str) -> 
 
 
 def checked_indices(indices: np.ndarray, count: int) -> np.ndarray:
-    """Indices of samples as [M] int64. Raises DataError unless all of them lie in 0..count - 1."""
+    """Returns indices of samples as [M] int64. Raises DataError unless all of them are in 0..count - 1."""
     found = np.asarray(indices, dtype=np.int64)
     if len(found) and (found.min() < 0 or found.max() >= count):
         raise DataError(f"indices must lie in 0..{count - 1}, got {found.min()}..{found.max()}")
@@ -169,7 +169,7 @@ def checked_indices(indices: np.ndarray, count: int) -> np.ndarray:
 
 
 def existing(path: Path, expected: str) -> Path:
-    """`path` when it is a file. Raises DataError saying what was expected there."""
+    """Returns `path` if it is a file. Raises DataError saying what was expected there."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected {expected}")
     return path

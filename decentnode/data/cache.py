@@ -1,10 +1,10 @@
-"""Samples converted once into arrays on disk, which every later run maps into memory.
+"""Converts samples once into arrays on disk, which every later run maps into memory.
 
-A node then copies its share only, and nodes of one machine share the pages. An index lies in a folder whose name is a
-digest of what it was made from: names, sizes and times of change of the files, and the options. It is written beside,
-and moved to its name when it is whole; a second process waits for the first. One that is cut short, or whose content
-is not what was written, is made anew: content is looked at where a file has another time of change than it was left
-with, and by `decentnode data prepare` in any case.
+A node then copies only its share, and the nodes of a machine share the pages. The arrays (an index) are in a folder
+whose name is a digest of what they were made from: names, sizes and modification times of the files, and the options.
+An index is written to a temporary folder and renamed when it is complete; a second process waits for the first. An
+index that is incomplete, or whose content has changed, is made again. The content is checked if a file's modification
+time differs from the recorded one, and always by `decentnode data prepare`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from decentnode.errors import DataError
 logger = logging.getLogger(__name__)
 
 VERSION = 2
-"""Of the layout; indices of another one are made anew."""
+"""The version of the layout; indices of other versions are made again."""
 WAIT_SECONDS = 3600.0
-"""How long a process waits for another one that makes the same index."""
+"""How long a process waits for another process that is making the same index."""
 META = "index.json"
 
 
 class Index:
-    """Arrays of equal or different length, mapped from disk, and notes about them."""
+    """Named arrays, mapped from disk, and notes about them."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, ValueError, KeyError, TypeError or AttributeError when the folder is not a whole index, or
-        has changed."""
+        """Opens the index. Raises OSError, ValueError, KeyError, TypeError or AttributeError if the folder is not a
+        complete, unchanged index."""
         self.folder = folder
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if meta["version"] != VERSION:
@@ -58,11 +58,11 @@ class Index:
         entry = self._arrays[name]
         if 0 in entry["shape"]:
             return np.empty(entry["shape"], entry["dtype"])
-        # Mode c maps privately: pages stay shared while nobody writes, and torch takes the array without a warning.
+        # Mode c maps privately: pages stay shared while nobody writes, and torch accepts the array without warning.
         return np.memmap(self.folder / f"{name}.bin", entry["dtype"], mode="c", shape=tuple(entry["shape"]))
 
     def _check_changed(self) -> None:
-        """Looks at the content of files that were written again since: copied to here, or damaged."""
+        """Checks the content of files with a new modification time: they may have been copied here, or damaged."""
         changed = {name: written for name, entry in self._arrays.items()
                    if (written := (self.folder / f"{name}.bin").stat().st_mtime_ns) != entry["written"]}  # fmt: skip
         if not changed:
@@ -71,20 +71,20 @@ class Index:
             raise ValueError(f"{', '.join(bad)} has changed")
         for name, written in changed.items():
             self._arrays[name]["written"] = written
-        with contextlib.suppress(OSError):  # of a folder that can only be read: looked at again next time
+        with contextlib.suppress(OSError):  # in a read-only folder, the content is checked again next time
             _write_meta(self.folder, self.notes, self._arrays)
 
     def discard(self) -> None:
-        """Let the next one who asks for this index make it anew. What is mapped stays valid."""
+        """Makes the next use of this index convert it again. Arrays that are mapped already stay valid."""
         (self.folder / META).unlink(missing_ok=True)
 
     def damaged(self) -> list[str]:
-        """Reads everything, and returns the arrays whose content is not what was written."""
+        """Reads all arrays and returns the names of those whose content is not what was written. Blocking."""
         return [name for name, entry in self._arrays.items() if _digest(self.folder / f"{name}.bin") != entry["digest"]]
 
 
 class Writer:
-    """Takes rows of named arrays; no more of them than one call brings is in memory."""
+    """Writes rows of named arrays to files; it holds only the rows of one call in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -93,7 +93,7 @@ class Writer:
         self._rows: dict[str, int] = {}
 
     def append(self, name: str, rows: np.ndarray) -> None:
-        """rows: [N, ...] of the same dtype and shape of a row as before."""
+        """Appends rows to an array. rows: [N, ...], with the dtype and row shape of earlier calls."""
         if name not in self._open:
             made = open(self.folder / f"{name}.bin", "wb")  # noqa: SIM115 - closed by `finish` or `abort`
             self._open[name] = (made, hashlib.blake2b(digest_size=16), rows.dtype, rows.shape[1:])
@@ -121,7 +121,7 @@ class Writer:
 
 
 def _write_meta(folder: Path, notes: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Writes the description of an index beside, and moves it to its name: others may read it meanwhile."""
+    """Writes the description of an index atomically, because other processes may be reading it."""
     descriptor, partial = tempfile.mkstemp(dir=folder, prefix=f".{META}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -134,7 +134,7 @@ def _write_meta(folder: Path, notes: Mapping[str, Any], arrays: Mapping[str, Any
 
 
 def root() -> Path:
-    """The folder of all indices: DECENTNODE_CACHE, or decentnode in the user's cache."""
+    """Returns the folder of all indices: DECENTNODE_CACHE, or decentnode in the user's cache."""
     if chosen := os.environ.get("DECENTNODE_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentnode"
@@ -144,10 +144,11 @@ def indexed(
     kind: str, sources: Sequence[Path], options: Mapping[str, Any], build: Callable[[Writer], None],
     folder: Path | None = None, wait_seconds: float = WAIT_SECONDS,
 ) -> Index:
-    """Returns the index of `sources`, made by `build` when there is none yet (blocking, logged).
+    """Returns the index of `sources`; if there is none yet, `build` makes it (blocking, logged).
 
-    folder: of all indices, instead of `root()`. Raises DataError when it cannot be written, or another process that
-    makes it does not come to an end within wait_seconds; whatever `build` raises passes through, and leaves nothing.
+    folder: the folder of all indices, instead of `root()`. Raises DataError if the index cannot be written, or if
+    another process that is making it does not finish within wait_seconds. Errors of `build` pass through, and leave no
+    files.
     """
     name = f"{kind}-{_key(kind, sources, options)}"
     base = folder or root()
@@ -156,7 +157,7 @@ def indexed(
     try:
         base.mkdir(parents=True, exist_ok=True)
         with _locked(base / f".{name}.lock", wait_seconds):
-            if (found := _opened(base / name)) is not None:  # another process made it meanwhile
+            if (found := _opened(base / name)) is not None:  # another process has made it in the meantime
                 return found
             logger.info("indexing %s once: %d files into %s", kind, len(sources), base / name)
             return _made(base, name, build)
@@ -166,7 +167,7 @@ def indexed(
 
 
 def _made(base: Path, name: str, build: Callable[[Writer], None]) -> Index:
-    shutil.rmtree(base / name, ignore_errors=True)  # one that is not whole
+    shutil.rmtree(base / name, ignore_errors=True)  # remove an incomplete index
     partial = Path(tempfile.mkdtemp(dir=base, prefix=f".{name}."))
     writer = Writer(partial)
     try:
@@ -184,13 +185,13 @@ def _made(base: Path, name: str, build: Callable[[Writer], None]) -> Index:
 def _opened(folder: Path) -> Index | None:
     try:
         return Index(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a description of any shape
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the description may contain anything
         return None
 
 
 @contextlib.contextmanager
 def _locked(path: Path, wait_seconds: float) -> Iterator[None]:
-    """One process at a time. The lock is the kernel's: it ends with its process."""
+    """Admits one process at a time. The kernel holds the lock and releases it if the process dies."""
     with open(path, "a+", encoding="ascii") as file:
         if not _lock(file, wait_seconds):
             file.seek(0)
@@ -205,7 +206,7 @@ def _locked(path: Path, wait_seconds: float) -> Iterator[None]:
 
 
 def _lock(file: TextIO, wait_seconds: float) -> bool:
-    """Returns whether the lock was had in time. flock has no timeout: a thread waits where somebody holds it."""
+    """Returns whether the lock was acquired in time. flock has no timeout, so a thread waits if the lock is held."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -217,7 +218,10 @@ def _lock(file: TextIO, wait_seconds: float) -> bool:
 
 
 def _wait_for_lock(descriptor: int) -> None:
-    """descriptor: one of its own, as the file may be closed by then. The lock stays while either is open."""
+    """Blocks until the lock is acquired, then closes the descriptor.
+
+    descriptor: a duplicate, because the file may be closed by then. The lock is held while either of them is open.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     finally:

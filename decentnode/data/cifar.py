@@ -38,18 +38,18 @@ class Cifar100Config(DatasetConfig):
 
 @dataclass(frozen=True)
 class _Format:
-    """Where labels and pixels stand in a file."""
+    """Where the labels and pixels of a dataset are in its files."""
 
     label_bytes: int
-    """Of a binary record, before its pixels."""
+    """How many label bytes precede the pixels of a binary record."""
     label_at: int
     label_key: str
-    """Of a file in Python's format."""
+    """The key of the labels in a file in Python's format."""
     num_classes: int
     dataset: str
 
     def count(self, path: Path) -> int:
-        """How many images a binary file has. Raises DataError."""
+        """Returns how many images a binary file has. Raises DataError."""
         size, record = path.stat().st_size, self.label_bytes + PIXELS
         if size == 0 or size % record:
             raise DataError(
@@ -78,25 +78,25 @@ class _File:
         return {"data": pixels, "labels": np.array(labels, np.int64)}
 
     def pixels(self) -> np.ndarray:
-        """[N, 3072] uint8: red, green and blue, row by row."""
+        """Returns [N, 3072] uint8: red, green and blue, each row by row."""
         if self._content is not None:
             found: np.ndarray = self._content["data"]
             return found
         return self._records()[:, self._form.label_bytes :]
 
     def labels(self) -> np.ndarray:
-        """[N] int64. Raises DataError."""
-        # The mapping of a binary file is dropped at once: reading labels alone touches most of its pages.
+        """Returns [N] int64. Raises DataError."""
+        # The mapping of a binary file is dropped at once, because reading only the labels touches most of its pages.
         found = self._records()[:, self._form.label_at].copy() if self._content is None else self._content["labels"]
         return checked_targets(found, self._form.num_classes, str(self.path))[0]
 
     def _records(self) -> np.ndarray:
-        # Mode c maps privately: pages stay shared while nobody writes, and torch takes the array without a warning.
+        # Mode c maps privately: pages stay shared while nobody writes, and torch accepts the array without warning.
         return np.memmap(self.path, np.uint8, mode="c").reshape(-1, self._form.label_bytes + PIXELS)
 
 
 class Cifar(Dataset):
-    """Pixels in [-1, 1] (mean .5, std .5). The files are memory-mapped: a node copies its share only, and the test
+    """Pixels in [-1, 1] (mean .5, std .5). The files are memory-mapped: a node copies only its share, and the test
     images stay in the page cache, which all nodes of a machine share.
     """
 

@@ -22,11 +22,11 @@ from decentnode.system import hub_offline
 
 INPUTS = ("image", "img", "text", "sentence", "content")
 TARGETS = ("label", "labels", "fine_label")
-"""Columns that are looked for where the section names none."""
+"""The columns that are tried, in this order, if the section names none."""
 MOST_TOKENS = 1 << 24
-"""Of one text that is cut into pieces."""
+"""The maximum number of tokens of one text that is split into pieces."""
 BLOCK = 256
-"""Samples that are in memory at once while they are converted."""
+"""How many samples are in memory at once during the conversion."""
 
 
 class HuggingFaceConfig(CachedConfig):
@@ -170,12 +170,14 @@ class HuggingFace(Dataset):
 
     @property
     def _named_classes(self) -> int | None:
-        """How many classes the target's type has; None where it says nothing of them."""
+        """The number of classes according to the type of the target column; None if the type does not say."""
         return getattr(self._splits["train"].features[self._target], "num_classes", None)
 
     def _parts(self, classes: int | None = None) -> Iterator[tuple[np.ndarray, list[Any], np.ndarray, np.ndarray]]:
-        """Yields which samples are tested on [n], inputs, targets [n] and owners [n], some at a time. Raises
-        DataError for a target that is none of so many classes, or no number."""
+        """Yields (which samples are for tests [n], inputs, targets [n], owners [n]), a block of samples at a time.
+
+        Raises DataError for a target that is not one of `classes` classes, or not a number.
+        """
         users: dict[Any, int] = {}
         draw = rng.stream(0, rng.GLOBAL, "test samples")
         for split, rows in self._splits.items():
@@ -201,7 +203,7 @@ class HuggingFace(Dataset):
         return checked_targets(raw, classes, where)[0]
 
     def _classes(self) -> int:
-        """As the column's type says, else the highest training label + 1."""
+        """Returns the number of classes: as the column's type says, else the highest training label + 1."""
         known = self._named_classes
         if known is None:
             known = max(int(targets[~tested].max(initial=0)) for tested, _, targets, _ in self._parts()) + 1
@@ -267,7 +269,7 @@ class HuggingFace(Dataset):
 
 
 def _load(config: HuggingFaceConfig, base_dir: Path) -> dict[str, Any]:
-    """The splits by name. Raises DataError."""
+    """Returns the splits by name. Raises DataError."""
     name = config.name.partition(":")[2]
     try:
         datasets: Any = importlib.import_module("datasets")
@@ -295,8 +297,8 @@ def _column(key: str, chosen: str | None, usual: tuple[str, ...], columns: list[
 
 
 def _array(value: Any) -> np.ndarray:
-    """An image [C, H, W] uint8, or numbers as float32."""
-    if hasattr(value, "convert") and hasattr(value, "mode"):  # of Pillow
+    """Returns an image as [C, H, W] uint8, or numbers as float32."""
+    if hasattr(value, "convert") and hasattr(value, "mode"):  # an image of Pillow
         plain = value if value.mode in ("L", "RGB") else value.convert("RGB")
         pixels = np.asarray(plain, np.uint8)
         return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)

@@ -121,7 +121,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _header(path: Path) -> _Header:
-    """Parsed and, for a plain file, checked against the file's size. Raises DataError."""
+    """Parses a header and, for an uncompressed file, checks it against the file's size. Raises DataError."""
     try:
         with _open(path) as stream:
             magic = stream.read(4)
@@ -143,7 +143,8 @@ def _header(path: Path) -> _Header:
 
 
 def _read(header: _Header, indices: np.ndarray | None) -> np.ndarray:
-    """The samples at `indices`, all when None. Raises DataError when a compressed file is corrupt or ends early."""
+    """Returns the samples at `indices`, or all when None. Raises DataError if a compressed file is corrupt or ends
+    early."""
     if header.path.suffix != ".gz":
         mapped = np.memmap(header.path, header.dtype, mode="c", offset=header.offset, shape=header.shape)
         found = mapped if indices is None else mapped[indices]

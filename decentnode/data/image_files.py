@@ -1,4 +1,4 @@
-"""Images of a folder, read by threads of the process when a batch is taken."""
+"""Images in a folder that threads of the process read when a batch is taken."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from decentnode.errors import DataError, SampleFailed
 from decentnode.samples import Crop, ImageFiles, Reading, Samples
 
 _pools: dict[int, ThreadPoolExecutor] = {}
-"""By their number of threads; the work that waits for them is bounded by those who begin it."""
-os.register_at_fork(after_in_child=_pools.clear)  # threads do not live on in a forked process
+"""Thread pools by their number of threads. Whoever submits work limits how much of it is queued."""
+os.register_at_fork(after_in_child=_pools.clear)  # threads do not survive a fork
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
@@ -28,15 +28,15 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 @dataclass(frozen=True)
 class Split:
-    """The images of a split, by arrays that may be mapped from disk."""
+    """The images of a split, described by arrays that may be mapped from disk."""
 
     folder: Path
-    """Holds a folder for each class."""
+    """The folder that contains a folder for each class."""
     classes: tuple[str, ...]
-    """Names of their folders, by label."""
+    """The names of the class folders, by label."""
     labels: np.ndarray  # [N] int64
-    names: np.ndarray  # [sum of lengths] uint8, one file name behind the other
-    ends: np.ndarray  # [N] int64, in `names`
+    names: np.ndarray  # [sum of lengths] uint8, all file names concatenated
+    ends: np.ndarray  # [N] int64, where each file name ends in `names`
 
     def path(self, index: int) -> Path:
         start = int(self.ends[index - 1]) if index else 0
@@ -46,17 +46,17 @@ class Split:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What becomes of images before a model gets them."""
+    """How images are resized, cropped and normalized for the model."""
 
     size: int
-    """Side of the square that is taken."""
+    """The side of the square that is cut out."""
     resize: int
-    """Shorter side to which whole images are scaled, before their middle is taken."""
+    """The length of the shorter side to which whole images are scaled before their center is cut out."""
     scale: tuple[float, ...]
     offset: tuple[float, ...]
 
     def middle(self, image: Any, path: Path) -> Any:
-        """The whole image scaled and its middle, as torchvision's Resize and CenterCrop make it. Raises DataError."""
+        """Returns the center of the scaled image, as torchvision's Resize and CenterCrop do. Raises DataError."""
         width, height = image.size
         shorter, longer = self.resize, self.resize * max(width, height) // min(width, height)
         if shorter * longer > MAX_PIXELS:
@@ -82,7 +82,7 @@ class FolderImages(ImageFiles):
         return FolderImages(self.split, self.indices[indices], self.preparation, self.threads)
 
     def fetch(self, indices: np.ndarray) -> Samples:
-        """Reads in the calling thread. Raises SampleFailed."""
+        """Reads the images in the calling thread. Raises SampleFailed."""
         samples = self._empty(indices)
         for place, index in enumerate(self.indices[indices].tolist()):
             self._read(index, samples.inputs, place, None)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class FolderImages(ImageFiles):
         return Samples(inputs, np.asarray(self.split.labels[self.indices[indices]]), self.scale, self.offset)
 
     def _read(self, index: int, inputs: np.ndarray, place: int, crop: Crop | None) -> None:
-        """Writes an image to its place in a batch. Raises SampleFailed."""
+        """Reads an image and writes it to its place in the batch `inputs`. Raises SampleFailed."""
         path, size = self.split.path(index), self.preparation.size
         try:
             image = rgb_image(path)
@@ -112,7 +112,7 @@ class FolderImages(ImageFiles):
 
 
 class FolderReading(Reading):
-    """A batch that threads read."""
+    """A batch that is being read by threads."""
 
     def __init__(self, samples: Samples, parts: Sequence[Future[None]]) -> None:
         self._samples, self._parts = samples, parts

@@ -1,4 +1,4 @@
-"""A folder of images for each class, too large for arrays in memory: ImageNet as it is usually stored on disk."""
+"""A folder of images for each class, for data too large for memory, such as ImageNet as it is usually stored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from decentnode.data.user_data import IndexedDataset
 from decentnode.errors import DataError
 
 SUFFIXES = (".jpeg", ".jpg", ".png")
-"""Other files in the folders of classes are no images."""
+"""Files with these endings are images; others in class folders are ignored."""
 NAMED = 5
-"""Folders that a message names at most."""
+"""How many folders a message names at most."""
 
 
 class ImageFolderConfig(CachedConfig):
@@ -53,7 +53,7 @@ class ImageFolderConfig(CachedConfig):
         return self
 
     def preparation(self) -> Preparation:
-        """What becomes of images."""
+        """Returns how images are prepared for the model."""
         scale = tuple(1 / (255 * std) for std in self.std)
         offset = tuple((0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         return Preparation(self.size, self.resize or round(self.size * 8 / 7), scale, offset)
@@ -77,7 +77,8 @@ class ImageFolder(IndexedDataset):
         self.input_shape = (3, config.size, config.size)
         self._folders = {"train": (train, self._classes), "test": (test, tested)}
         sources = [path for place, classes in self._folders.values() for path in (place, *(place / c for c in classes))]
-        # Folders change when a file is added or removed, so that a million names need not be listed each time.
+        # A folder's modification time changes when a file is added or removed, so a million names need not be listed
+        # every time.
         self.index = indexed("image_folder", sources, {}, self._build, config.cache_folder(base_dir))
 
     def train(self, indices: np.ndarray) -> FolderImages:
@@ -87,7 +88,7 @@ class ImageFolder(IndexedDataset):
         return self._images("test", np.arange(self.num_test()))
 
     def check_private(self) -> None:
-        """Raises DataError: a node with a class less would number the others differently, without noticing."""
+        """Raises DataError: a node that lacks a class would silently number the other classes differently."""
         raise DataError("data.folder must be the same for all nodes, because its folders number the classes")
 
     def _images(self, split: str, indices: np.ndarray) -> FolderImages:
@@ -114,7 +115,7 @@ class ImageFolder(IndexedDataset):
 
 
 def _classes_in(folder: Path, key: str) -> tuple[str, ...]:
-    """The sorted names of the folders in a folder. Raises DataError where there is none."""
+    """Returns the sorted names of the folders in a folder. Raises DataError if there is none."""
     expected = f"expected a folder of images for each class there (data.folder, data.{key})"
     try:
         with os.scandir(folder) as found:
@@ -128,7 +129,7 @@ def _classes_in(folder: Path, key: str) -> tuple[str, ...]:
 
 
 def _images_in(folder: Path) -> list[str]:
-    """The sorted names of the images in a folder. Raises DataError."""
+    """Returns the sorted names of the images in a folder. Raises DataError."""
     try:
         with os.scandir(folder) as found:
             return sorted(each.name for each in found if each.name.lower().endswith(SUFFIXES) and each.is_file())

@@ -1,4 +1,4 @@
-"""Image files as arrays, by Pillow (extra `images`)."""
+"""Reads image files as arrays, using Pillow (extra `images`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from decentnode.errors import DataError, EnvironmentFault
 
 MAX_PIXELS = 1 << 26
-"""Larger images are refused before they are unpacked."""
+"""The maximum number of pixels; larger images are refused before they are decoded."""
 
 
 def pillow() -> Any:
-    """Returns Pillow's Image. Raises EnvironmentFault where it is not installed."""
+    """Returns Pillow's module Image. Raises EnvironmentFault if it is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -23,10 +23,9 @@ def pillow() -> Any:
 
 
 def rgb_image(path: Path) -> Any:
-    """Returns Pillow's image with three channels, unpacked; gray images get three equal ones. Any number of threads may
-    read at once.
+    """Returns a decoded Pillow image with three channels; gray images get three equal ones. Thread-safe.
 
-    Raises DataError naming the file, EnvironmentFault without Pillow.
+    Raises DataError naming the file, and EnvironmentFault without Pillow.
     """
     opened = pillow().open
     try:
@@ -39,14 +38,14 @@ def rgb_image(path: Path) -> Any:
         raise
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such image") from error
-    except Exception as error:  # what Pillow raises depends on where the bytes are wrong: OSError, SyntaxError ...
+    except Exception as error:  # Pillow raises OSError, SyntaxError and others, depending on which bytes are wrong
         raise DataError(f"{path}: cannot be read as a JPEG or PNG image: {error}") from error
 
 
 def read_image(path: Path, side: int | None = None) -> np.ndarray:
-    """Returns [3, height, width] uint8, scaled to side x side when given; gray images get three equal channels.
+    """Returns [3, height, width] uint8, scaled to side x side if `side` is given; gray images get three equal channels.
 
-    Raises DataError naming the file, EnvironmentFault without Pillow.
+    Raises DataError naming the file, and EnvironmentFault without Pillow.
     """
     image = rgb_image(path)
     if side is not None and image.size != (side, side):

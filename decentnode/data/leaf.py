@@ -1,7 +1,7 @@
 """LEAF's files of users (Caldas et al. 2018, arXiv 1812.01097): FEMNIST and CelebA.
 
 A file is JSON: {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}. It is read as a
-stream, so that no more than one user is in memory, and converted once into arrays on disk (cache.py).
+stream, so that only one user is in memory at a time, and converted once into arrays on disk (cache.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from decentnode.errors import DataError
 
 CHUNK = 1 << 20
 MAX_CHARACTERS = 1 << 28
-"""Of one user: a million characters are about 200 images of FEMNIST."""
+"""The maximum size of one user: a million characters are about 200 images of FEMNIST."""
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SCALAR = re.compile(r"[\w.+-]+(?=[^\w.+-])")
-"""A number, true, false or null, and that something else follows it."""
+"""A number, true, false or null, which must be followed by another character to be known to be complete."""
 
 
 class LeafConfig(CachedConfig):
@@ -60,16 +60,16 @@ class Leaf(UserDataset):
                              config.cache_folder(base_dir))  # fmt: skip
 
     def sources(self) -> list[Path]:
-        """Further files that the converted samples are made of."""
+        """Returns further files that the converted samples depend on."""
         return []
 
     def options(self) -> dict[str, Any]:
-        """What the converted samples depend on beside the files."""
+        """Returns what the converted samples depend on besides the files."""
         return {}
 
     @abc.abstractmethod
     def encode(self, samples: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns inputs and targets of one user. Raises DataError that begins with `where`."""
+        """Returns inputs and targets of one user. Raises DataError with a message that begins with `where`."""
 
     def train(self, indices: np.ndarray) -> Samples:
         indices = checked_indices(indices, len(self.index["train_y"]))
@@ -79,7 +79,7 @@ class Leaf(UserDataset):
         return self.samples(self.index["test_x"], self.index["test_y"])
 
     def samples(self, inputs: np.ndarray, targets: np.ndarray) -> Samples:
-        """Samples with the normalization of the dataset."""
+        """Returns samples with the normalization of the dataset."""
         return Samples(inputs, targets)
 
     def _find(self, split: Literal["train", "test"], base_dir: Path) -> list[Path]:
@@ -114,7 +114,7 @@ class Leaf(UserDataset):
 
 
 def checked_user(found: Any, where: str) -> dict[str, Any]:
-    """What stands at a user, with lists "x" and "y" of one length. Raises DataError that begins with `where`."""
+    """Returns a user's entry, with lists "x" and "y" of equal length. Raises DataError that begins with `where`."""
     if not isinstance(found, dict) or not all(isinstance(found.get(key), list) for key in "xy"):
         raise DataError(f"{where}: must have lists 'x' and 'y'")
     if len(found["x"]) != len(found["y"]):
@@ -196,7 +196,7 @@ def _labels(values: list[Any], num_classes: int, where: str) -> np.ndarray:
 
 
 def users_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields every user of a file and what stands there, one at a time in memory. Raises DataError."""
+    """Yields (user, entry) for every user of a file, one at a time in memory. Raises DataError."""
     try:
         with open(path, encoding="utf-8") as file:
             stream = _JsonStream(file)
@@ -216,14 +216,14 @@ def users_of(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 class _JsonStream:
-    """Walks through the keys of objects; a value is read when it is asked for."""
+    """A streaming JSON reader that walks through the keys of objects and decodes a value only on request."""
 
     def __init__(self, file: TextIO) -> None:
         self._file, self._text, self._at, self._ended = file, "", 0, False
         self._decoder = json.JSONDecoder()
 
     def keys(self) -> Iterator[str]:
-        """Yields the keys of the object that begins here. The caller takes the value before it goes on."""
+        """Yields the keys of the object at this position. The caller must read each value before the next key."""
         self._expect("{")
         if self._peek() == "}":
             self._at += 1
@@ -240,7 +240,7 @@ class _JsonStream:
             self._expect(",")
 
     def value(self) -> Any:
-        """Returns the value that begins here: a text, list or object, whose end shows where it is whole."""
+        """Returns the value at this position, after reading as much of the file as it takes."""
         if self._peek() not in '"[{':
             return self._scalar()
         while True:
@@ -252,14 +252,14 @@ class _JsonStream:
                     raise ValueError(f"{error.msg}, or the file is cut short") from error
                 if len(self._text) - self._at > MAX_CHARACTERS:
                     raise ValueError(f"one user has more than {MAX_CHARACTERS} characters") from error
-                self._more(len(self._text) - self._at)  # twice as much, so that reading again stays linear
+                self._more(len(self._text) - self._at)  # double the text, so that decoding again stays linear overall
 
     def end(self) -> None:
         if self._peek(final=True):
             raise ValueError("something follows its end")
 
     def _scalar(self) -> Any:
-        """A number, true, false or null, which ends where something else begins."""
+        """Returns a number, true, false or null, whose end is known only when another character follows."""
         while not (found := _SCALAR.match(self._text, self._at)):
             if self._ended or len(self._text) - self._at > CHUNK:
                 raise ValueError("a value that is none, or the file is cut short")

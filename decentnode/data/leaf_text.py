@@ -1,4 +1,4 @@
-"""LEAF's Shakespeare by speaker: predict the character after 80 others."""
+"""LEAF's Shakespeare by speaker: predict the character that follows 80 others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 80
 CHARACTERS = sorted({*string.ascii_letters, *string.digits, *"\n\r !\"#$%&'()*,-./:;<>?@[]_{}"})
 UNKNOWN = 1
 VOCABULARY = 92
-"""Padding, unknown, and 90 characters: as many as decentralizepy's list has entries, which names two twice."""
+"""Padding, unknown, and 90 characters: as many as entries in decentralizepy's list, which names two of them twice."""
 
 
 class LeafTextConfig(LeafConfig):

@@ -1,4 +1,4 @@
-"""MovieLens: how users rated films (https://grouplens.org/datasets/movielens)."""
+"""MovieLens: ratings of films by users (https://grouplens.org/datasets/movielens)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Movielens(Dataset):
         writer.notes |= {"users": len(seen), "items": len(films)}
 
     def _ratings(self) -> Iterator[tuple[int, int, float]]:
-        """Yields (user, film, rating) line by line. Raises DataError with the line."""
+        """Yields (user, film, rating) line by line. Raises DataError with the line number."""
         with open(self._path, newline="", encoding="utf-8") as file:
             for number, row in enumerate(csv.reader(file), 1):
                 if number == 1 and row[:3] == ["userId", "movieId", "rating"]:

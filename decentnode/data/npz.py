@@ -45,7 +45,7 @@ class NpzConfig(DatasetConfig):
 
 class Npz(Dataset):
     """Arrays are read as streams, because members of a zip file cannot be mapped: a node reads the training array to
-    its end but holds its share only.
+    its end, but keeps only its share.
     """
 
     Config: ClassVar[type[Config]] = NpzConfig
@@ -64,7 +64,7 @@ class Npz(Dataset):
             )
 
     def _checked(self, name: str, classes: int | None) -> tuple[np.ndarray, int | None]:
-        """Targets and the number of classes; None where they are floats."""
+        """Returns the targets and the number of classes, which is None if the targets are floats."""
         found = self._read(name)
         if found.dtype.kind == "f" and classes is None:
             return found.astype(np.float32), None
@@ -116,7 +116,7 @@ class Npz(Dataset):
         return f"{self.path}[{array}]"
 
     def _read(self, name: str, indices: np.ndarray | None = None, expected: int | None = None) -> np.ndarray:
-        """The rows at `indices` (all when None) of one array. Raises DataError."""
+        """Returns the rows at `indices` (all when None) of one array. Raises DataError."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 members = [member.removesuffix(".npy") for member in archive.namelist()]

@@ -1,4 +1,4 @@
-"""The data section of an experiment, opened: who trains on which samples, and who is tested on which."""
+"""Opens the data section of an experiment: which node trains on which samples, and is tested on which."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from decentnode.errors import DataError
 from decentnode.samples import AnySamples, DataSpec, NodeSamples
 
 PLACES = ("{uid}", "{machine}")
-"""What paths of private data have in them."""
+"""Placeholders in paths of private data."""
 TOLD_FILES = 5
-"""Most problems of private files of which each is told."""
+"""How many problems with private files are described; further ones are only counted."""
 KEPT_DEALS = 3
-"""Epochs whose shares are kept: the first, and those that nodes at different places are in."""
+"""How many epochs' shares are kept: the first epoch's, and those of nodes that are in different epochs."""
 
 
 class OpenedData:
-    """Opens datasets when they are first asked for. Every node computes the same shares.
+    """Opens datasets on first use and computes the nodes' shares, which are the same on every node.
 
-    Where a path of the section holds {uid} or {machine}, data is private: each node reads its own files, and nodes that
-    read the same ones (those of a machine) share them by the partition. Nobody needs the files of the others.
+    If a path of the section contains {uid} or {machine}, data is private: each node reads its own files. Nodes that
+    read the same files (those of one machine) divide them by the partition. No node needs the files of others.
     """
 
     def __init__(
         self, config: Any, table: Mapping[str, str], base_dir: Path, machines: Sequence[int], seed: int,
         *, servers: Collection[int] = (), newcomer_like: int | None = None,
     ) -> None:
-        """machines: the machine of every uid, whose number is that of the nodes. servers: nodes that get no training
-        samples; the others are dealt all. newcomer_like: the node whose training samples one that is in no mapping has;
-        it has none when None."""
+        """machines: the machine of every uid; their number is the number of nodes. servers: nodes that get no training
+        samples; these are divided among the others. newcomer_like: the node whose training samples a newcomer, which is
+        not in the mapping, uses; it has none when None."""
         self.config, self._table, self._base_dir = config, table, base_dir
         self._machines, self._seed, self._servers = machines, seed, frozenset(servers)
         self._newcomer_like = newcomer_like
         self._opened: dict[tuple[str, ...], Dataset] = {}
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
-        """By group of nodes and epoch: their shares, of the epochs that were dealt last."""
+        """By group of nodes and epoch: the shares of the nodes, for the most recently dealt epochs."""
         self._among: dict[tuple[int, ...], dict[int, np.ndarray]] = {}
-        """By members: their shares with those of the others, of the sets of members that were asked for last."""
+        """By members: their shares including those of absent nodes, for the most recently used sets of members."""
         self._test: AnySamples | None = None
         self._own_parts: dict[tuple[str, ...], dict[int, np.ndarray]] = {}
         self._paths = [name for name, value in config if isinstance(value, Path) and _has_place(value)]
@@ -60,22 +60,22 @@ class OpenedData:
 
     @property
     def deals(self) -> bool:
-        """Whether some nodes read the same files, and share them by the partition."""
+        """Whether some nodes read the same files and divide them by the partition."""
         return any(len(uids) > 1 for uids in self._groups())
 
     @property
     def sharded(self) -> bool:
-        """Whether every node tests its own model on its part of the test set alone."""
+        """Whether every node tests its own model only on its part of the test set."""
         return bool(getattr(self.config, "shard_test", False)) and self.test != "own"
 
     @property
     def test(self) -> str:
-        """global, own or both."""
+        """The value of `data.test`, or its default: global, own or both."""
         chosen: str | None = getattr(self.config, "test", None)
         return chosen or ("own" if self.private else "global")
 
     def check(self) -> None:
-        """Raises DataError where keys contradict each other."""
+        """Raises DataError if keys contradict each other."""
         if self.private and self.test != "own":
             raise DataError(f"data.test must be own where each node has private files, got {self.test}")
         wanted = getattr(self.config, "sample_test", None)
@@ -87,8 +87,8 @@ class OpenedData:
             self.dataset().check_private()
 
     def private_problems(self, uids: Collection[int]) -> list[str]:
-        """What is wrong with the private files of these nodes: at most TOLD_FILES sentences, and how many more there
-        are. Those of other nodes are not opened."""
+        """Returns the problems with the private files of these nodes: at most TOLD_FILES sentences, and how many more
+        there are. Files of other nodes are not opened."""
         found = []
         for group in self._groups() if self.private else ():
             if not (mine := sorted(set(uids).intersection(group))):
@@ -102,12 +102,12 @@ class OpenedData:
         return found
 
     def check_private_files(self, uids: Collection[int]) -> None:
-        """Raises DataError with what `private_problems` tells."""
+        """Raises DataError with the `private_problems`, if there are any."""
         if found := self.private_problems(uids):
             raise DataError("data: " + "\n  ".join(found))
 
     def dataset(self, uid: int | None = None) -> Dataset:
-        """The dataset that a node reads; None: any that is readable here. Raises DataError."""
+        """Returns the dataset that a node reads; None: any dataset that is readable here. Raises DataError."""
         if uid is None:
             return self._any() if self.private else self._open(self._group(0), self.config)
         return self._open(self._group(uid), self._config_of(uid))
@@ -133,19 +133,22 @@ class OpenedData:
         return copied
 
     def _group(self, uid: int) -> tuple[str, ...]:
-        """The paths of a node's files; nodes of equal ones read the same."""
+        """Returns the paths of a node's private files; nodes with equal paths read the same files."""
         values = (str(getattr(self.config, name)) for name in self._paths)
         return tuple(each.replace("{uid}", str(uid)).replace("{machine}", str(self._machines[uid])) for each in values)
 
     @property
     def spec(self) -> DataSpec:
-        """What is known of the data; the same for all nodes."""
+        """The description of the data, which is the same for all nodes."""
         return self.dataset().spec
 
-    # -- who has what -----------------------------------------------------------------------------------------
+    # -- shares of nodes --------------------------------------------------------------------------------------
 
     def shares(self) -> dict[int, np.ndarray]:
-        """Per uid the sorted indices of its training samples, of the nodes whose files are here. Raises DataError."""
+        """Returns by uid the sorted indices of the training samples, for all nodes whose files are on this machine.
+
+        Raises DataError.
+        """
         found: dict[int, np.ndarray] = {}
         failed: DataError | None = None
         for uids in self._groups():
@@ -170,9 +173,9 @@ class OpenedData:
         return groups
 
     def _shares_of(self, uids: Sequence[int], epoch: int = 0) -> dict[int, np.ndarray]:
-        """The shares of nodes that read the same files. epoch: from 1 on, all samples are dealt anew for it.
+        """Returns the shares of nodes that read the same files. epoch: from 1 on, all samples are dealt again for it.
 
-        Those of the last KEPT_DEALS are kept: where one process holds many nodes, each asks for them.
+        The shares of the last KEPT_DEALS epochs are kept, because every node of a process asks for them.
         """
         key = self._group(uids[0]), epoch
         if key not in self._dealt:
@@ -205,10 +208,11 @@ class OpenedData:
         return dict(sorted({**nothing, **dict(zip(uids, parts, strict=True))}.items()))
 
     def shares_among(self, members: Collection[int]) -> dict[int, np.ndarray]:
-        """The shares of the members when nobody else trains: each has its own, and the partition deals those of the
-        others to all members that train. A pure function of the members. Raises DataError.
+        """Returns the members' shares when all other nodes are absent. A pure function of the members.
 
-        Where the partition cannot deal so few samples, or to so many nodes, they are dealt evenly, at random.
+        Each member keeps its own share, and the partition deals the samples of absent nodes to the members that train.
+        If the partition cannot deal so few samples, or to so many nodes, they are dealt evenly at random. Raises
+        DataError.
         """
         key = tuple(sorted(members))
         if key not in self._among:
@@ -241,14 +245,14 @@ class OpenedData:
                 for uid in members}  # fmt: skip
 
     def _by_machine(self, uids: Sequence[int]) -> list[list[int]]:
-        """Places in `uids` of the nodes on each machine."""
+        """Returns for each machine the positions in `uids` of its nodes."""
         found: dict[int, list[int]] = {}
         for place, uid in enumerate(uids):
             found.setdefault(self._machines[uid], []).append(place)
         return list(found.values())
 
     def of(self, uid: int) -> NodeSamples:
-        """What one node trains and is tested on. Raises DataError."""
+        """Returns the samples that one node trains and is tested on. Raises DataError."""
         self.check()
         if uid >= len(self._machines):
             return self._of_newcomer(uid)
@@ -276,19 +280,19 @@ class OpenedData:
                            deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
 
     def num_test(self, uid: int) -> int:
-        """How many test samples a node has. Raises DataError."""
+        """Returns how many test samples a node has. Raises DataError."""
         if self.test == "own":
             return len(self._own_test(self.dataset(uid), self._shares_of(self._by_group[self._group(uid)]), uid))
         sampled = self._tested_by(uid) if self.sharded else self.tested()
         return self.dataset().num_test() if sampled is None else len(sampled)
 
     def _tested_by(self, uid: int) -> np.ndarray:
-        """The indices of the global test samples that are a node's with `shard_test`."""
+        """Returns the indices of a node's part of the global test samples, with `shard_test`."""
         sampled = self.tested()
         return (sampled if sampled is not None else np.arange(self.dataset().num_test()))[uid :: len(self._machines)]
 
     def label_shares(self, uid: int) -> np.ndarray | None:
-        """[num_classes] float32: the shares of a node's training samples that have each label; None of data without
+        """Returns the fraction of a node's training samples with each label, [num_classes] float32; None without
         classes. Raises DataError."""
         labels, classes = self.dataset(uid).train_targets(), self.spec.num_classes
         if labels is None or classes is None:
@@ -298,10 +302,10 @@ class OpenedData:
         return found
 
     def _of_newcomer(self, uid: int) -> NodeSamples:
-        """Of a node that is in no mapping: the files of its own where data is private; else what another node has, or
-        nothing to train on."""
+        """Returns the samples of a node that is not in the mapping: those in its own files if data is private, else
+        those of another node, or nothing to train on."""
         if self.private:
-            beyond = range(len(self._machines), uid + 1)  # each on a machine of its own
+            beyond = range(len(self._machines), uid + 1)  # each newcomer counts as on a machine of its own
             machines = [*self._machines, *(max(self._machines) + 1 + each - len(self._machines) for each in beyond)]
             among = OpenedData(self.config, self._table, self._base_dir, machines, self._seed, servers=self._servers)
             return among.of(uid)
@@ -313,18 +317,18 @@ class OpenedData:
         return NodeSamples(dataset.train(nothing), test, own, shared_test=self.test != "own", trains=False)
 
     def global_test(self, dataset: Dataset) -> AnySamples:
-        """What all nodes are tested on: one object for those of a process."""
+        """Returns the samples that all nodes are tested on; all nodes of a process share the same object."""
         if self._test is None:
             sampled = self.tested()
             self._test = dataset.test() if sampled is None else dataset.test_part(sampled)
         return self._test
 
     def tested(self) -> np.ndarray | None:
-        """Sorted indices of the global test samples that nodes are tested on; None where these are all."""
+        """Returns the sorted indices of the global test samples that are used; None if all are."""
         wanted: int | None = getattr(self.config, "sample_test", None)
         if wanted is None:
             return None
-        draw = rng.stream(0, rng.GLOBAL, "sampled test")  # not by the run's seed: runs of several are comparable
+        draw = rng.stream(0, rng.GLOBAL, "sampled test")  # not the run's seed: runs with different seeds are comparable
         return np.sort(draw.choice(self.dataset().num_test(), wanted, replace=False))
 
     def _own_test(self, dataset: Dataset, shares: Mapping[int, np.ndarray], uid: int) -> Any:
@@ -341,11 +345,12 @@ def _has_place(path: Path) -> bool:
 
 
 def own_parts(dataset: Dataset, shares: Mapping[int, np.ndarray], seed: int) -> dict[int, np.ndarray]:
-    """Per node the sorted indices of the test samples that are distributed as its training samples; no sample is two
-    nodes'.
+    """Returns for each node the sorted indices of test samples with the distribution of its training samples. They are
+    disjoint if training samples with the same key are all on one node, and always without keys.
 
-    Of data whose test samples have keys, those of its own keys. Else each class is dealt in proportion to how many
-    training samples of it the nodes have; of data without classes, all samples. A node may get none.
+    If test samples have keys, a node gets those of the keys of its training samples. Otherwise each class is divided in
+    proportion to how many training samples of it the nodes have; without classes, all samples are divided like one
+    class. A node may get none.
     """
     keys, of_train = dataset.test_keys(), dataset.train_keys()
     if keys is not None and of_train is not None:

@@ -1,4 +1,4 @@
-"""Texts and their translations, line by line, as words or as word pieces that another program has made."""
+"""Texts and their translations, line by line, as words or as word pieces made by another program."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from decentnode.samples import BEGIN, END, FIRST_WORD, PADDING, UNKNOWN, DataSpe
 logger = logging.getLogger(__name__)
 
 PAD = 0
-"""Behind the end of the shorter text of a pair."""
+"""The token that fills the shorter text of a pair."""
 GOES_ON = "@@"
-"""At the end of a piece that the next one goes on, as subword-nmt writes it."""
+"""The end of a word piece that is continued by the next one, as written by subword-nmt."""
 BLOCK = 1024
-"""Pairs that are in memory at once while they are converted."""
+"""How many pairs are in memory at once during the conversion."""
 
 Pair = tuple[list[str], list[str]]
 
@@ -73,7 +73,7 @@ class ParallelText(SequenceDataset):
         sources = [path for both in self._files.values() for path in both]
         self.index = indexed("parallel_text", sources, options, self._build, config.cache_folder(base_dir))
         self._places = {split: np.array(self.index[f"{split}_length"]) for split in self._files}
-        # Mapped once: rows of one array are taken together, and lie on a device once.
+        # Mapped once: rows of the same array object are gathered together, and are copied to a device only once.
         self._mapped = {name: self.index[name] for split in self._files for name in (f"{split}_tokens", f"{split}_y")}
 
     @property
@@ -86,7 +86,7 @@ class ParallelText(SequenceDataset):
         raise DataError("data.source and data.target must be the same for all nodes, because they number the words")
 
     def vocabulary(self) -> list[str]:
-        """Returns the words, the first with number FIRST_WORD."""
+        """Returns the words; the first one has the number FIRST_WORD."""
         words: list[str] = bytes(self.index["words"]).decode().split("\n")
         return words
 
@@ -134,7 +134,7 @@ class ParallelText(SequenceDataset):
                         count + longer * (split == "train"), most, "left out" if split == "train" else "cut")
 
     def _pairs(self, split: str) -> Iterator[Pair]:
-        """Yields both texts of each line. Raises DataError where one file has more lines than the other."""
+        """Yields both texts of each line. Raises DataError if one file has more lines than the other."""
         paths = self._files[split]
         divided = words_of if self.config.words == "marked" else str.split
         source, target = map(_lines, paths)
@@ -152,7 +152,7 @@ class ParallelText(SequenceDataset):
 
 def _lines(path: Path) -> Generator[str]:
     try:
-        # utf-8-sig: the mark that some editors write before a text is no word of it.
+        # utf-8-sig: the byte order mark that some editors write before a text is not part of it.
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="\n") as file:
             yield from file
     except UnicodeDecodeError as error:
@@ -162,7 +162,7 @@ def _lines(path: Path) -> Generator[str]:
 
 
 def _row(source: list[int], target: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs [T, 2] and targets [T] of a pair."""
+    """Returns inputs [T, 2] and targets [T] of a pair."""
     places = max(len(source), len(target) + 1)
     inputs, wanted = np.full((places, 2), PAD, np.int32), np.full(places, PADDING, np.int32)
     inputs[: len(source), 0], inputs[: len(target) + 1, 1] = source, [BEGIN, *target]

@@ -1,10 +1,11 @@
-"""Reads what files of CIFAR, LEAF and FedScale hold in Python's pickle format, without a general unpickler.
+"""Reads Python pickle files of CIFAR, LEAF and FedScale without a general unpickler.
 
-A pickle is a program, and the general machine for it imports and calls whatever the file names. This one knows the few
-instructions that dicts of labels, of the numbers of words, of one array of bytes and of records with numbers are made
-of (pickletools.py of Python documents them), and as functions those with which NumPy's arrays and numbers are put
-together, which it does itself. Everything else is refused by its name and place. What it makes is bounded by the
-file's length: no length in the file is trusted, nothing is expanded, and texts and bytes are views of the mapped file.
+A pickle is a program, and Python's interpreter of it imports and calls whatever the file names. This interpreter knows
+only the few instructions (documented in Python's pickletools.py) that such files consist of: dicts of labels, of word
+numbers, of one array of bytes, and of records with numbers. The only functions it accepts are those that construct
+NumPy's arrays and numbers, which it does itself. Everything else is refused, naming the instruction and its position.
+Memory is bounded by the file's size: no length in the file is trusted, nothing is expanded, and texts and bytes are
+views of the mapped file.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ import numpy as np
 from decentnode.errors import DataError
 
 MAX_BYTES = 1 << 30
-"""Larger files are refused: CIFAR-100's training images take 155 MB."""
+"""The maximum file size; CIFAR-100's training images take 155 MB."""
 MAX_INSTRUCTIONS = 4_000_000
-"""CIFAR-100's training file takes about 300,000. This bounds what a file of one-byte instructions makes of memory."""
+"""The maximum number of instructions, which bounds how much memory a file of one-byte instructions can take.
+CIFAR-100's training file has about 300,000."""
 MAX_RECORDS = 10_000
-"""Records that are read of a file of records, which then may go on."""
+"""How many records of a file of records are read; the file may have more."""
 MAX_RECORD_INSTRUCTIONS = 40_000_000
-"""The same as MAX_INSTRUCTIONS for them: a device's availability has hundreds of times."""
+"""MAX_INSTRUCTIONS for files of records: a device's availability has hundreds of times."""
 MAX_KEY_BYTES = 1024
-"""Keys of dicts, which are the words of a vocabulary, may have so many."""
+"""The maximum length of keys of dicts, which are the words of a vocabulary."""
 MAX_DEPTH = 64
-"""Objects and marks that are under way at once, apart from the items of a list: CIFAR's files have fewer than 20."""
+"""The maximum depth of nested objects, not counting items of a list: CIFAR's files have fewer than 20."""
 
 _RECONSTRUCT = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")
 _SCALAR = ("numpy.core.multiarray scalar", "numpy._core.multiarray scalar")
 _SCALARS = {"f8": "<d", "f4": "<f", "i8": "<q", "i4": "<i"}
-"""Dtypes of NumPy's scalars that are read, and how struct reads them."""
+"""The supported dtypes of NumPy's scalars, with their formats for `struct`."""
 _CALLABLE = {*_RECONSTRUCT, *_SCALAR, "numpy dtype", "_codecs encode"}
 _KNOWN = {*_CALLABLE, "numpy ndarray"}
 
@@ -53,11 +55,11 @@ class _Global:
 
 @dataclass(frozen=True, eq=False)
 class _Bytes:
-    """A text of Python 2, or bytes: a view of the file."""
+    """A Python 2 text, or bytes: a view of the file."""
 
     view: memoryview
     unicode: bool = False
-    """Whether it is a text of Python 3."""
+    """Whether it is a Python 3 text."""
 
     def text(self) -> str:
         return bytes(self.view[:4096]).decode("utf-8" if self.unicode else "latin-1")
@@ -69,24 +71,24 @@ class _Array:
     def __init__(self, kind: str, code: str = "") -> None:
         self.kind = kind
         self.code = code
-        """Of a dtype."""
+        """The type code of a dtype."""
         self.value: np.ndarray | None = None
 
 
 def read_pickled(path: Path, what: str = "a batch of CIFAR") -> dict[str, Any]:
-    """Returns the dict of a file: lists of whole numbers, texts or bytes, whole numbers, dicts of whole numbers, and
-    [N, ...] uint8 arrays that are views of the mapped file.
+    """Returns the dict in a file: lists of integers, texts or bytes; integers; dicts of integers; and [N, ...] uint8
+    arrays that are views of the mapped file.
 
-    what: the file is expected to be. Raises DataError for whatever is not that, with the place in the file.
+    what: what the file should be, for errors. Raises DataError for anything else, with the position in the file.
     """
     return _read(path, what, records=False)
 
 
 def read_records(path: Path) -> dict[int | str, dict[str, Any]]:
-    """Returns the first MAX_RECORDS entries of a file that holds a dict of dicts, whose keys are texts and whose values
-    are numbers, texts, None or lists of numbers.
+    """Returns the first MAX_RECORDS entries of a file with a dict of dicts, whose keys are texts and whose values are
+    numbers, texts, None or lists of numbers.
 
-    Raises DataError for whatever is not that, with the place in the file.
+    Raises DataError for anything else, with the position in the file.
     """
     return _read(path, "a dict of records", records=True)
 
@@ -95,7 +97,7 @@ def _read(path: Path, what: str, records: bool) -> dict[Any, Any]:
     size = path.stat().st_size
     if not 0 < size <= MAX_BYTES:
         raise DataError(f"{path}: size must be 1 to {MAX_BYTES} bytes, got {size}")
-    # Mapped privately: pages stay shared while nobody writes, and torch takes the array without a warning.
+    # Mapped privately: pages stay shared while nobody writes, and torch accepts the array without warning.
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     machine = _Machine(memoryview(mapped), records)
@@ -110,16 +112,16 @@ class _Machine:
     def __init__(self, data: memoryview, records: bool = False) -> None:
         self.data = data
         self.records = records
-        """Whether the file holds records: keys may be whole numbers, and values dicts."""
+        """Whether the file has records, whose keys may be integers and whose values are dicts."""
         self.enough = False
         self.at = self.start = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self.copied = 0
-        """Bytes that were made of texts: at most as many as the file has."""
+        """How many bytes of text have been copied; at most as many as the file has."""
         self.names: dict[_Bytes, str] = {}
-        """Of records: the keys that were made of texts, each once however many records name it."""
+        """For records, the keys as str; each text is decoded once, however many records use it."""
 
     def run(self) -> dict[Any, Any]:
         most = MAX_RECORD_INSTRUCTIONS if self.records else MAX_INSTRUCTIONS
@@ -176,7 +178,7 @@ class _Machine:
         self.marks.append(len(self.stack))
 
     def items(self) -> list[Any]:
-        """Everything above the last mark."""
+        """Pops and returns everything above the last mark."""
         if not self.marks:
             raise _Refused("ends a list that has not begun")
         begin = self.marks.pop()
@@ -200,7 +202,7 @@ class _Machine:
     def tuple_of(self, count: int) -> None:
         self.stack.append(tuple([self.pop() for _ in range(count)][::-1]))
 
-    # -- what is made of them -------------------------------------------------------------------------------------
+    # -- objects on the stack -------------------------------------------------------------------------------------
 
     def append(self, found: list[Any]) -> None:
         self.top(list).extend(found)
@@ -219,8 +221,8 @@ class _Machine:
         self.enough = self.records and len(self.stack) == 1 and len(target) >= MAX_RECORDS
 
     def key(self, text: _Bytes) -> str:
-        """What a text is as a key. Records name the same few keys again and again, often in fewer bytes than these
-        have: their keys are made once."""
+        """Returns a text as a key. Records repeat the same few keys, often by references shorter than the text, so
+        their keys are decoded only once."""
         found = self.names.get(text)
         if found is None:
             self.count_copied(len(text.view))
@@ -248,9 +250,9 @@ class _Machine:
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, _Global) or function.name not in _CALLABLE or not isinstance(arguments, tuple):
             raise _Refused("calls something else than what makes an array")
-        if function.name == "_codecs encode":  # bytes of Python 3 in the format of Python 2: text of Latin-1 letters
+        if function.name == "_codecs encode":  # Python 3 bytes in Python 2's format: a text of Latin-1 characters
             if arguments and isinstance(arguments[0], _Bytes):
-                self.count_copied(len(arguments[0].view) // 2)  # a letter beyond ASCII takes two bytes there
+                self.count_copied(len(arguments[0].view) // 2)  # a non-ASCII character takes two bytes there
             self.stack.append(_encoded(arguments))
         elif function.name == "numpy dtype":
             kind = arguments[0].text() if arguments and isinstance(arguments[0], _Bytes) else ""
@@ -263,7 +265,7 @@ class _Machine:
             self.stack.append(_Array("array"))
 
     def count_copied(self, size: int) -> None:
-        """Bound what is copied: a file may name one of its texts as often as it has instructions."""
+        """Bounds how much text is copied: a file may refer to one of its texts in every instruction."""
         self.copied += size
         if self.copied > len(self.data):
             raise _Refused("texts that are copied again and again")
@@ -271,7 +273,7 @@ class _Machine:
     def build(self) -> None:
         state = self.pop()
         target: _Array = self.top(_Array)
-        if target.kind == "dtype":  # (version, byte order, ...) of one byte per item: nothing that matters
+        if target.kind == "dtype":  # (version, byte order, ...): the byte order does not matter for single bytes
             return
         if target.value is not None or not isinstance(state, tuple) or len(state) != 5:
             raise _Refused("an array that is not (version, shape, dtype, order, bytes)")
@@ -287,7 +289,7 @@ class _Machine:
 
 
     def record(self, key: Any, value: Any) -> dict[str, Any]:
-        """One entry of a file of records, for the caller."""
+        """Returns one entry of a file of records as plain data for the caller."""
         if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
             raise _Refused(f"entry {str(key)[:64]!r} is not a dict with texts as keys")
         return {name: each if isinstance(each, int | float | None) or
@@ -295,7 +297,7 @@ class _Machine:
                 for name, each in value.items()}  # fmt: skip
 
     def plain(self, key: str, value: Any) -> Any:
-        """What a value of the dict is for the caller."""
+        """Returns a value of the dict as plain data for the caller."""
         if isinstance(value, _Array) and value.value is not None:
             return value.value
         if isinstance(value, _Bytes):
@@ -313,7 +315,7 @@ class _Machine:
 
 
 def _scalar(arguments: tuple[Any, ...]) -> int | float:
-    """A number of NumPy's: (its dtype, its bytes)."""
+    """Returns a NumPy number, given as (its dtype, its bytes)."""
     right = len(arguments) == 2 and isinstance(arguments[0], _Array) and isinstance(arguments[1], _Bytes)
     form = _SCALARS.get(arguments[0].code) if right else None
     if form is None or struct.calcsize(form) != len(arguments[1].view):
@@ -323,7 +325,7 @@ def _scalar(arguments: tuple[Any, ...]) -> int | float:
 
 
 def _encoded(arguments: tuple[Any, ...]) -> _Bytes:
-    """The bytes that a text stands for, letter by letter."""
+    """Returns the bytes that a text represents, one per Latin-1 character."""
     right = len(arguments) == 2 and all(isinstance(each, _Bytes) for each in arguments)
     if not right or arguments[1].text() not in ("latin1", "latin-1"):
         raise _Refused("encodes something else than a text as latin1")
@@ -336,7 +338,7 @@ def _pushes(value: Any) -> Callable[[_Machine], None]:
 
 _ACTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x80: lambda m: m.number(1),  # PROTO
-    0x95: lambda m: m.number(8),  # FRAME: only a hint for readers of streams
+    0x95: lambda m: m.number(8),  # FRAME: only a hint for streaming readers
     ord("}"): lambda m: m.stack.append({}),  # EMPTY_DICT
     ord("]"): lambda m: m.stack.append([]),  # EMPTY_LIST
     ord(")"): _pushes(()),  # EMPTY_TUPLE

@@ -1,4 +1,4 @@
-"""LEAF's Reddit comments by user: predict the word after ten others."""
+"""LEAF's Reddit comments by user: predict the word that follows ten others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from decentnode.errors import DataError
 from decentnode.samples import DataSpec
 
 BESIDE = Path("../../vocab/reddit_vocab.pck")
-"""Where LEAF's scripts put the vocabulary, seen from the training files."""
+"""The location of the vocabulary that LEAF's scripts write, relative to the folder of the training files."""
 
 
 class RedditConfig(LeafTextConfig):
@@ -82,7 +82,7 @@ class Reddit(LeafText):
             for user, found in users_of(path):
                 where = f"{path}: user {user!r:.60}"
                 samples = checked_user(found, where)
-                both = (("x", samples["x"]), ("y", self._behind(samples, where)))  # the end of a comment is in y alone
+                both = (("x", samples["x"]), ("y", self._behind(samples, where)))  # only y has the end of a comment
                 yield itertools.chain.from_iterable(row for key, each in both
                                                     for row in self._sequences(each, key, where))  # fmt: skip
 
@@ -98,7 +98,7 @@ class Reddit(LeafText):
         return inputs[kept], targets[kept].astype(np.int64)
 
     def _behind(self, samples: dict[str, Any], where: str) -> list[Any]:
-        """Per comment of a user the sequences that follow. Raises DataError."""
+        """Returns for each comment of a user the sequences that follow those in x. Raises DataError."""
         found = [comment.get("target_tokens") if isinstance(comment, dict) else None for comment in samples["y"]]
         for comment, each in zip(samples["y"], found, strict=True):
             if not isinstance(each, list):
@@ -106,7 +106,7 @@ class Reddit(LeafText):
         return found
 
     def _sequences(self, comments: list[Any], key: str, where: str) -> list[list[str]]:
-        """The sequences of all comments of a user. Raises DataError."""
+        """Returns the sequences of all comments of a user. Raises DataError."""
         length, found = self.config.length, []
         for comment in comments:
             if not isinstance(comment, list):

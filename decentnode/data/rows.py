@@ -1,4 +1,4 @@
-"""Chosen rows of an array that can only be read as a stream (gzip, a compressed zip member)."""
+"""Reads selected rows of an array that can only be read as a stream (gzip, a compressed zip member)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CHUNK_BYTES = 4 << 20
 def stream_rows(
     stream: BinaryIO, dtype: np.dtype, count: int, row_shape: tuple[int, ...], indices: np.ndarray | None
 ) -> np.ndarray:
-    """[M, *row_shape] rows at `indices` [M], in that order (all when None), of `count` rows starting at the stream.
+    """Returns the rows at `indices` [M], in that order (all when None), as [M, *row_shape].
 
-    The stream is read to the array's end either way, but only the chosen rows are held.
-    Raises EOFError when it ends early, DataError when an index is out of range.
+    The stream must be at the first of `count` rows. It is read to the array's end in any case, but only the selected
+    rows are kept. Raises EOFError if it ends early, and DataError if an index is out of range.
     """
     row_bytes = math.prod(row_shape) * dtype.itemsize
     wanted = np.arange(count) if indices is None else checked_indices(indices, count)

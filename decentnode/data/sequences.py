@@ -1,4 +1,4 @@
-"""What datasets without classes share whose samples are taken alike from a part to train on and one to test on."""
+"""Base class of datasets of sequences without classes, with a part to train on and a part to test on."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Part = Literal["train", "test"]
 
 
 class SequenceDataset(Dataset):
-    """Base of datasets of sequences in two parts."""
+    """Base of datasets of sequences in two parts, from which samples are taken in the same way."""
 
     @abc.abstractmethod
     def _count(self, part: Part) -> int:
-        """How many samples a part has."""
+        """Returns the number of samples in a part."""
 
     @abc.abstractmethod
     def _samples(self, part: Part, indices: np.ndarray) -> Samples:
-        """The samples of a part at `indices` [M] int64, all of which there are."""
+        """Returns the samples of a part at `indices` [M] int64, which are in range."""
 
     def num_train(self) -> int:
         return self._count("train")

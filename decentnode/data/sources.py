@@ -1,4 +1,4 @@
-"""Where the files of datasets come from: downloads with digests, and what to say where there is none."""
+"""Sources of datasets: downloads with digests, and instructions for data that cannot be downloaded."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from decentnode.errors import DataError, EnvironmentFault
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 30.0
-"""Without a byte for so long, a connection is given up and the download resumed."""
+"""A connection that delivers no byte for this long is closed, and the download resumed."""
 ATTEMPTS = 5
-"""Connections that bring nothing, one after the other, after which a file is given up."""
+"""The number of consecutive connections without data after which a download fails."""
 BLOCK = 1 << 20
 MAX_UNPACKED = 8 << 30
-"""Archives that unpack to more bytes are refused."""
+"""The maximum number of bytes that an archive may unpack to."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with the file's name, the bytes that are there, and its size."""
+"""A function of the file's name, the number of bytes received so far, and its size."""
 
 
 @dataclass(frozen=True)
 class Remote:
-    """One file. Digests are those that its authors, or the libraries that everybody loads it with, publish."""
+    """One file to download. Its digest is the one published by its authors, or used by widespread libraries."""
 
     urls: tuple[str, ...]
     size: int
@@ -51,16 +51,16 @@ class Source:
 
     files: tuple[Remote, ...] = ()
     folder: str = "."
-    """Where the dataset's `folder` lies below the one that the files were put in."""
+    """The value of the section's `folder`, relative to the folder that the files were downloaded to."""
     unpack: bool = False
     dataset: str = ""
-    """The dataset of the YAML, where it has another name."""
+    """The name of the dataset in YAML, if it differs."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Further keys of its section."""
+    """Further keys of the section."""
     by_hand: str = ""
-    """How to come by it, where there is nothing to download as it is."""
+    """How to get the files, if they cannot simply be downloaded."""
     prepared: str = "checks and converts"
-    """What `decentnode data prepare` does with the files."""
+    """What `decentnode data prepare` does with the files, as a verb."""
 
 
 def _cifar(name: str, size: int, md5: str) -> tuple[Remote, ...]:
@@ -110,11 +110,11 @@ SOURCES: dict[str, Source] = {
     "amazon_reviews": Source(by_hand="its authors give out reviews as lines of JSON "
                                      "(https://amazon-reviews-2023.github.io), FedScale as a CSV for each user"),
 }  # fmt: skip
-"""Datasets that are not part of the package."""
+"""The sources of datasets that are not part of the package."""
 
 
 def remedy(name: str) -> str:
-    """What to do where the files of a dataset are missing."""
+    """Returns instructions for getting the files of a dataset, or ""."""
     source = SOURCES.get(name)
     if source is None:
         return ""
@@ -125,11 +125,11 @@ def remedy(name: str) -> str:
 
 
 def get(name: str, target: Path, mirror: str | None = None, progress: Progress = lambda *_: None) -> Path:
-    """Download, check and unpack a dataset (blocking). Returns the folder that its section names.
+    """Downloads, checks and unpacks a dataset (blocking). Returns the folder that its section must name.
 
-    What is there and right is not loaded again, what is there in part is resumed. mirror: the address of a folder that
-    holds the files, instead of the usual ones. Raises DataError for a wrong digest, a mirror that is no address, or a
-    name that has no download, EnvironmentFault when no address answers.
+    Complete files are not downloaded again, and partial ones are resumed. mirror: the address of a folder with the
+    files, instead of the usual addresses. Raises DataError for a wrong digest, a mirror that is not an address, or a
+    name that has no download, and EnvironmentFault if no address answers.
     """
     source = SOURCES.get(name)
     if source is None or not source.files:
@@ -149,18 +149,18 @@ def get(name: str, target: Path, mirror: str | None = None, progress: Progress =
 
 
 def _check_address(mirror: str) -> None:
-    """Raises DataError unless this is the address of a folder on a web server."""
+    """Raises DataError unless `mirror` is the address of a folder on a web server."""
     try:
         parts = urllib.parse.urlsplit(mirror)
         right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port or an IPv6 address that is none
+    except ValueError:  # an invalid port or IPv6 address
         right = False
     if not right or not re.fullmatch(r"[!-~]+", mirror):
         raise DataError(f"mirror must be the address of a folder, such as http://host/folder, got {mirror!r}")
 
 
 def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Progress = lambda *_: None) -> Path:
-    """The file in `target`, loaded and checked (blocking). Raises DataError, EnvironmentFault."""
+    """Downloads and checks the file if needed (blocking). Returns its path. Raises DataError, EnvironmentFault."""
     path, part = target / remote.name, target / f"{remote.name}.part"
     if path.is_file() and path.stat().st_size == remote.size and md5_of(path) == remote.md5:
         return path
@@ -185,7 +185,7 @@ def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Pro
 
 
 def _receive(url: str, part: Path, remote: Remote, progress: Progress) -> None:
-    """Append what follows the bytes that are there, or begin anew where the server does not take up."""
+    """Appends the bytes that are missing from `part`, or starts again if the server does not support resuming."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
@@ -199,7 +199,7 @@ def _receive(url: str, part: Path, remote: Remote, progress: Progress) -> None:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Unpack a .tar.gz or .zip below `target`. Raises DataError for members that lead elsewhere or are no files."""
+    """Unpacks a .tar.gz or .zip below `target`. Raises DataError for members outside of it, or that are no files."""
     try:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(archive) as packed:
@@ -216,7 +216,7 @@ def unpack(archive: Path, target: Path) -> None:
 
 
 def _write_member(rolled: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
-    """Writes a plain file or folder: without the owner, mode and time that the archive says."""
+    """Writes a plain file or folder, without the owner, mode and time in the archive."""
     if member.isdir():
         place.mkdir(parents=True, exist_ok=True)
         return

@@ -15,10 +15,10 @@ from decentnode.data.base import Dataset, DatasetConfig, Samples, checked_indice
 from decentnode.errors import DataError
 
 MOST_SAMPLES = 10**8
-"""More have labels of a gigabyte in every process."""
+"""The maximum number of samples; with more, the labels take a gigabyte in every process."""
 MOST_PIXELS = 1 << 31
 TEST_START = 1 << 40
-"""Number of the first test sample: far from any training sample."""
+"""The number of the first test sample, far from that of any training sample."""
 
 
 class SyntheticConfig(DatasetConfig):
@@ -40,7 +40,7 @@ class SyntheticConfig(DatasetConfig):
 class Synthetic(Dataset):
     """Pixel = (1 - noise) * mean of the class + noise * uniform noise, 8-bit, in [-1, 1] for the model.
 
-    Sample i is a pure function of (data_seed, i), so that a node makes its share only; the hash is computed for the
+    Sample i is a pure function of (data_seed, i), so that a node makes only its share; the hash is computed for the
     whole share at once (3,125 images of 3x32x32 in about 20 ms).
     """
 
@@ -81,7 +81,7 @@ class Synthetic(Dataset):
         salt = np.uint64(rng.torch_seed(self.config.data_seed, rng.GLOBAL, "pixels"))
         images = np.empty((len(numbers), pixels), np.uint8)
         share = round(256 * self.config.noise)
-        block = max(1, (1 << 17) // words)  # a block's words stay in the cache
+        block = max(1, (1 << 17) // words)  # small enough for a block's words to stay in the CPU cache
         for start in range(0, len(numbers), block):
             part = slice(start, start + block)
             first = _hash(numbers[part].astype(np.uint64) + salt)
@@ -93,7 +93,7 @@ class Synthetic(Dataset):
 
 
 def _hash(words: np.ndarray) -> np.ndarray:
-    """The mixing function of splitmix64 (Steele, Lea, Flood 2014), element by element."""
+    """Applies the mixing function of splitmix64 (Steele, Lea, Flood 2014) to each element."""
     words = words * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

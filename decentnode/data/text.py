@@ -47,7 +47,7 @@ class Text(Dataset):
             raise DataError(f"{path}: cannot be read as UTF-8: {error}") from error
         said = speeches(text) if config.speakers else {}
         self.names = list(said)
-        """Of the speakers, by their keys."""
+        """The names of the speakers, by key."""
         parts = ["".join(found) for found in said.values()] or [text]
         self.alphabet = config.alphabet if config.alphabet is not None else "".join(sorted(set("".join(parts))))
         number = {character: index for index, character in enumerate(self.alphabet)}
@@ -62,7 +62,7 @@ class Text(Dataset):
             raise DataError(f"{path}: too short for samples of {config.window} characters to train and to test on")
 
     def _cut(self, sizes: list[int]) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-        """Returns (starts, lengths, keys) of the windows to train and to test on."""
+        """Returns (starts, lengths, keys) of the windows to train on and of those to test on."""
         found: tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]] = ([], [])
         begin = 0
         for key, size in enumerate(sizes):
@@ -74,7 +74,7 @@ class Text(Dataset):
         return train, test
 
     def _windows(self, first: int, stop: int) -> list[tuple[int, int]]:
-        """(start, length) of the windows in a part of the text; behind each character is another of that part."""
+        """Returns (start, length) of the windows in a part of the text; each character's successor is in that part."""
         window, last = self.config.window, stop - 1
         starts = range(first, last, self.config.stride or window)
         if self.config.predict == "last":
@@ -122,7 +122,7 @@ class Text(Dataset):
 
 
 def speeches(text: str) -> dict[str, list[str]]:
-    """Returns speaker -> what each says, in the order of the text; paragraphs that nobody says are left out."""
+    """Returns speaker -> list of speeches, in the order of the text; paragraphs without a speaker are left out."""
     found: dict[str, list[str]] = {}
     for paragraph in text.replace("\r\n", "\n").split("\n\n"):
         name, _, said = paragraph.strip("\n").partition("\n")

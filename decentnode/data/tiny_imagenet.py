@@ -15,7 +15,7 @@ from decentnode.data.sources import remedy
 from decentnode.errors import DataError
 
 BLOCK = 500
-"""Images that are in memory at once while they are converted."""
+"""How many images are in memory at once during the conversion."""
 
 
 class TinyImagenetConfig(CachedConfig):
@@ -43,7 +43,8 @@ class TinyImagenet(Dataset):
         if missing or not self._classes:
             raise DataError(f"{folder}: no folder of images for {', '.join(missing[:5]) or 'any class'} in train")
         self.num_classes = len(self._classes)
-        # Folders change when a file is added or removed, so that the 100,000 images need not be looked at each time.
+        # A folder's modification time changes when a file is added or removed, so the 100,000 images themselves need
+        # not be checked every time.
         sources = [folder / "wnids.txt", folder / "val" / "val_annotations.txt",
                    *(folder / "train" / name / "images" for name in self._classes)]  # fmt: skip
         for path in sources:

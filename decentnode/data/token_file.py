@@ -17,7 +17,7 @@ from decentnode.errors import DataError
 from decentnode.samples import DataSpec, Rows, Samples
 
 BLOCK = 1 << 24
-"""Tokens that are looked at at once."""
+"""How many tokens are examined at once."""
 
 
 class TokenFileConfig(CachedConfig):
@@ -63,7 +63,7 @@ class TokenFile(SequenceDataset):
         return np.memmap(path, np.dtype(self.config.dtype).newbyteorder("<"), mode="c")
 
     def _build(self, writer: Writer) -> None:
-        """Notes the highest token of each file, so that it is looked for once."""
+        """Notes the highest token of each file, so that it is searched only once."""
         for split, tokens in self._tokens.items():
             blocks = [tokens[start : start + BLOCK] for start in range(0, len(tokens), BLOCK)]
             if (lowest := min(int(block.min()) for block in blocks)) < 0:
@@ -76,7 +76,7 @@ class TokenFile(SequenceDataset):
         return DataSpec((window,), "ids", "next_token", vocabulary=self.config.vocabulary, target_shape=(window,))
 
     def check_private(self) -> None:
-        """Tokens are numbered by the vocabulary, which the section tells."""
+        """Accepts private files: the section gives the size of the vocabulary, so all nodes have the same spec."""
 
     def _count(self, part: Part) -> int:
         stride = self.config.stride or self.config.window

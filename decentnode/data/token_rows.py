@@ -1,5 +1,6 @@
-"""Texts as rows of tokens in an index, each with a target and a user; or cut into windows, where behind each token the
-next is to be predicted."""
+"""Texts in an index as rows of tokens, each with a target and a user, or as windows in which the target of each token
+is
+the next one."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from decentnode.data.cache import Index, Writer
 from decentnode.samples import PADDING, Rows, Samples
 
 BLOCK = 1024
-"""Texts that are in memory at once while they are converted."""
+"""How many texts are in memory at once during the conversion."""
 
 
 class TokenRows:
-    """The texts of a split, read from the index; no row is copied before a batch is taken."""
+    """The texts of a split, read from the index; a row is copied only when a batch is taken."""
 
     def __init__(self, index: Index, split: str, padding: int) -> None:
         self._index, self._split, self._padding = index, split, padding
-        self._tokens = index[f"{split}_tokens"]  # mapped once: rows of one array lie on a device once
+        self._tokens = index[f"{split}_tokens"]  # mapped once: rows of one array object are copied to a device once
         self._lengths = index[f"{split}_length"].astype(np.int64)
         self._starts = np.cumsum(self._lengths) - self._lengths
 
@@ -27,7 +28,7 @@ class TokenRows:
 
 
 class TokenRowsWriter:
-    """The texts of a split on their way into the index, some at a time."""
+    """Writes the texts of a split to the index, a block at a time."""
 
     def __init__(self, writer: Writer, split: str) -> None:
         self._writer, self._split = writer, split
@@ -53,27 +54,27 @@ class TokenRowsWriter:
 
 
 class TokenWindows:
-    """Windows of a split's texts, read from the index; none reaches from one text into another."""
+    """Windows of a split's texts, read from the index; a window does not extend beyond its text."""
 
     def __init__(self, index: Index, split: str) -> None:
         self._tokens = index[f"{split}_tokens"]
         self._starts, self._lengths = (np.array(index[f"{split}_{what}"]) for what in ("start", "length"))
 
     def samples(self, indices: np.ndarray) -> Samples:
-        """Tokens [length], and for each the one behind it; both shorter at the end of a text."""
+        """Returns windows of tokens [length] with the next token of each; windows at the end of a text are shorter."""
         starts, lengths = self._starts[indices], self._lengths[indices]
         return Samples(Rows(self._tokens, starts, lengths), Rows(self._tokens, starts + 1, lengths, PADDING), ids=True)
 
 
 class TokenWindowsWriter:
-    """The texts of a split on their way into the index, cut into windows of `length` tokens."""
+    """Writes the texts of a split to the index, cut into windows of `length` tokens."""
 
     def __init__(self, writer: Writer, split: str, length: int) -> None:
         self._writer, self._split, self._length = writer, split, length
         self._tokens = self.count = 0
 
     def add(self, tokens: list[int], user: int) -> None:
-        """Texts of fewer than two tokens are left out: nothing follows."""
+        """Adds a text. Texts of fewer than two tokens are left out, because there is no next token to predict."""
         firsts = np.arange(0, len(tokens) - 1, self._length)
         if not len(firsts):
             return

@@ -1,4 +1,4 @@
-"""Tokens of texts: WordPiece of BERT by its vocab.txt, counted words, or a tokenizer of transformers."""
+"""Tokenizers: BERT's WordPiece with its vocab.txt, counted words, or a tokenizer of transformers."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from decentnode.data.vocabulary import count_words
 from decentnode.errors import DataError, told
 
 MOST_LETTERS = 100
-"""Longer words are unknown, as in BERT's own code."""
+"""The maximum length of a word; longer words are unknown, as in BERT's own code."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
                (0x2B820, 0x2CEAF), (0xF900, 0xFAFF), (0x2F800, 0x2FA1F))  # fmt: skip
-"""Each is a word of its own (Devlin et al. 2018, arXiv 1810.04805, of whose code these are)."""
+"""Ranges of characters that are words of their own (Devlin et al. 2018, arXiv 1810.04805, whose code has these)."""
 
 
 class Tokenizer(abc.ABC):
-    """Numbers for the words of a text, or parts of them."""
+    """Turns a text into the numbers of its words, or of parts of them."""
 
     size: int
-    """Numbers are less than this."""
+    """The number of different tokens; all numbers are smaller."""
     padding: int
-    """What stands behind the end of shorter texts, and nowhere else."""
+    """The number that fills the end of shorter texts, and occurs nowhere else."""
 
     @abc.abstractmethod
     def encode(self, text: str, most: int) -> list[int]:
-        """Returns 1 to `most` numbers, of the beginning of longer texts."""
+        """Returns 1 to `most` numbers; longer texts are cut at the end."""
 
 
 class CountedWords(Tokenizer):
-    """The most frequent words of some texts, and marks, in small letters; number 0 is padding, 1 all other words."""
+    """The most frequent words and punctuation marks of some texts, in lower case; 0 is padding, 1 any other word."""
 
     padding = 0
 
@@ -52,11 +52,11 @@ def words_of(text: str) -> list[str]:
 
 
 class WordPiece(Tokenizer):
-    """BERT's tokens of texts in small letters without accents: [CLS], the longest pieces that the vocabulary has, from
-    the left of every word on, [SEP]."""
+    """BERT's tokens of texts in lower case without accents: [CLS], then each word from left to right as the longest
+    pieces in the vocabulary, then [SEP]."""
 
     def __init__(self, path: Path) -> None:
-        """path: vocab.txt, a piece in each line. Raises DataError."""
+        """path: vocab.txt, one piece per line. Raises DataError."""
         try:
             pieces = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -99,7 +99,7 @@ class OfTransformers(Tokenizer):
     """A tokenizer of transformers from its local cache or a folder; nothing is downloaded."""
 
     def __init__(self, name: str, padded: bool = True) -> None:
-        """Raises DataError where it is not there, or has no padding and it is needed (`padded`)."""
+        """Raises DataError if the tokenizer does not exist, or if it has no padding token although `padded`."""
         try:
             transformers: Any = importlib.import_module("transformers")
         except ImportError as error:
@@ -120,7 +120,7 @@ class OfTransformers(Tokenizer):
 
 
 def _basic_words(text: str) -> Iterator[str]:
-    """Words and single marks as BERT divides texts: control characters dropped, accents taken off."""
+    """Yields words and single punctuation marks as BERT splits texts: without control characters and accents."""
     word = ""
     for letter in unicodedata.normalize("NFD", "".join(map(_spaced, text)).lower()):
         kind = unicodedata.category(letter)
@@ -139,7 +139,7 @@ def _basic_words(text: str) -> Iterator[str]:
 
 
 def _spaced(letter: str) -> str:
-    """A letter; a blank for any space, nothing for control characters, an ideograph between blanks."""
+    """Returns a blank for any space, "" for control characters, ideographs between blanks, other letters unchanged."""
     code, kind = ord(letter), unicodedata.category(letter)
     if letter in "\t\n\r" or kind == "Zs":
         return " "

@@ -1,4 +1,4 @@
-"""A torch Dataset, or an iterable of batches, as a dataset of ours: `data: {name: package.module:Class, ...}`."""
+"""Adapts a torch Dataset, or an iterable of batches: `data: {name: package.module:Class, ...}`."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from decentnode.errors import DataError, SampleFailed, told
 from decentnode.samples import AnySamples, DataSpec, LazySamples, Samples
 
 FILLED = frozenset({"train", "split"})
-"""Arguments of a class that say which part it is to give."""
+"""Constructor arguments that select the split."""
 SPLITS = {"train": {"train": True, "split": "train"}, "test": {"train": False, "split": "test"}}
-"""What a constructor gets that asks for `train` or `split`."""
+"""The values of these arguments for each split."""
 
 
 class TorchDataConfig(DatasetConfig):
     name: str = ""
     num_classes: int | None = Field(None, ge=2)
-    """Of a classification; when not given, the length of the Dataset's `classes`, else the highest training target
-    + 1."""
+    """Number of classes of a classification. Default: the length of the Dataset's `classes`, else the highest training
+    target + 1."""
     vocabulary: int | None = Field(None, ge=1)
-    """Of inputs that are whole numbers: how many different ones there are."""
+    """Number of different ids, if the inputs are integers."""
     test_fraction: float = Field(0.1, gt=0, lt=1)
-    """The part of the samples to test on, where the constructor takes neither `train` nor `split`."""
+    """Fraction of the samples to test on, if the constructor takes neither `train` nor `split`."""
 
 
 class TorchData(Dataset):
-    """What the class in `data.name` gives, as it is: `(input, target)` for a number below its length, or, where it has
-    no length, batches of them one after the other, which are read once, to their end.
+    """The samples of the class in `data.name`, unchanged: `(input, target)` for every index below its length, or, if it
+    has no length, batches of them, which are read once, to their end.
 
-    Its constructor gets the remaining keys; `train` (true, false) or `split` ("train", "test") where it takes one of
-    them. Samples of a Dataset are made anew for every batch, so that transforms may draw at random. `transform`,
-    `target_transform` and `transforms` are objects that `transforms.py` makes of what YAML can write.
+    Its constructor gets the remaining keys, and `train` (true, false) or `split` ("train", "test") if it takes one of
+    them. Samples of a Dataset are made anew for every batch, so that transforms may be random. `transform`,
+    `target_transform` and `transforms` are objects that `transforms.py` makes from what YAML can write.
     """
 
     Config: ClassVar[type[Config]] = TorchDataConfig
@@ -64,7 +64,7 @@ class TorchData(Dataset):
             raise DataError(f"data {config.name}: it has no training samples")
         self._first = train.fetch(np.zeros(1, np.int64))
 
-    # -- what the class gives ---------------------------------------------------------------------------------
+    # -- samples of the class ---------------------------------------------------------------------------------
 
     def _split(self, split: Literal["train", "test"]) -> LazySamples:
         name = type(self).of.__name__
@@ -79,13 +79,13 @@ class TorchData(Dataset):
             found: LazySamples = self._made[split]
         except DataError:
             raise
-        except Exception as error:  # a constructor of the user's own may raise anything
+        except Exception as error:  # a user's own constructor may raise anything
             raise DataError(f"data {self.config.name}: making {name} raised {told(error)}") from error
         return found
 
     @property
     def doubt(self) -> str:
-        """What the samples may be meant as, for the error that follows where they are not what they are taken for."""
+        """A hint for errors about samples that may really be batches; see `doubt_of`."""
         return doubt_of(self._any_made())
 
     def _chosen(self, split: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class TorchData(Dataset):
         found: LazySamples = self._made["whole"]
         return found
 
-    # -- the contract -----------------------------------------------------------------------------------------
+    # -- methods of Dataset -----------------------------------------------------------------------------------
 
     @functools.cached_property
     def spec(self) -> DataSpec:
@@ -142,7 +142,7 @@ class TorchData(Dataset):
         return len(self._split("test"))
 
     def train_targets(self) -> np.ndarray | None:
-        """Those that the Dataset tells as `targets` or `labels`; else all samples are made once, to see theirs."""
+        """Returns the Dataset's `targets` or `labels`; without them, makes every sample once to get its target."""
         targets = _arrays(self._first)[1]
         if targets.dtype.kind not in "iub" or targets.ndim != 1:
             return None
@@ -186,7 +186,7 @@ class Items(LazySamples):
         return batch([x for x, _ in pairs], [y for _, y in pairs], type(self.dataset).__name__)
 
     def _item(self, index: int) -> Any:
-        """One sample. Raises SampleFailed, whatever the Dataset raises."""
+        """Returns one sample. Raises SampleFailed for any error that the Dataset raises."""
         try:
             return self.dataset[index]
         except Exception as error:
@@ -197,7 +197,7 @@ class Items(LazySamples):
 
 
 class Held(LazySamples):
-    """Samples that were read from an iterable."""
+    """Samples in memory, which were read from an iterable or given as arrays."""
 
     def __init__(self, samples: Samples, dataset: Any) -> None:
         self.samples, self.dataset = samples, dataset
@@ -213,8 +213,10 @@ class Held(LazySamples):
 
 
 def batch(inputs: list[Any] | np.ndarray, targets: list[Any] | np.ndarray, where: str) -> Samples:
-    """Inputs and targets as arrays: whole numbers other than 8-bit ones are ids. Raises DataError where samples have
-    unequal shapes."""
+    """Returns inputs and targets as Samples; integer inputs of more than 8 bits are ids.
+
+    Raises DataError if samples have unequal shapes.
+    """
     try:
         x, y = (each if isinstance(each, np.ndarray) else np.stack([_array(one) for one in each])
                 for each in (inputs, targets))  # fmt: skip
@@ -229,8 +231,8 @@ def batch(inputs: list[Any] | np.ndarray, targets: list[Any] | np.ndarray, where
 
 
 def as_lazy(made: Any, where: str) -> LazySamples:
-    """The samples of a map-style Dataset, or of an iterable of batches, which is read to its end. Raises DataError."""
-    streamed = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)  # it has a __getitem__, too
+    """Returns the samples of a map-style Dataset, or of an iterable of batches, read to its end. Raises DataError."""
+    streamed = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)  # it has __getitem__, too
     if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not streamed:
         if len(shapes := _shapes_of_ends(made)) == 2 and shapes[0] != shapes[1] and (doubt := doubt_of(made)):
             raise DataError(f"{where}: samples must have one shape, got {_told(shapes[0])} first and "
@@ -250,11 +252,11 @@ def as_lazy(made: Any, where: str) -> LazySamples:
 
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Those of an input and its target."""
+"""The shape of an input and of its target."""
 
 
 def _shapes_of_ends(made: Any) -> list[Shapes]:
-    """Of the first and the last item of a plain list of pairs of arrays or tensors; empty of anything else."""
+    """Returns the shapes of the first and last item of a list of pairs of arrays or tensors; [] for anything else."""
     if not isinstance(made, list | tuple) or not made:
         return []
     ends = made[0], made[-1]
@@ -266,9 +268,11 @@ def _shapes_of_ends(made: Any) -> list[Shapes]:
 
 
 def doubt_of(made: Any) -> str:
-    """What to do where the items of a list are batches, which it is taken for the samples of; empty where they are
-    none. They look so where each has as many inputs as targets, more than one, which are not tokens that are to be
-    foretold; a sample with a target for each of its rows looks the same."""
+    """Returns a hint if the items of a list, which are taken for samples, look like batches; else "".
+
+    They look like batches if each has as many inputs as targets, more than one, and they are not sequences for next-
+    token prediction. A sample with a target for each of its rows looks the same.
+    """
     shapes = _shapes_of_ends(made)
     if not shapes or any(not x or not y or x[0] != y[0] for x, y in shapes) or shapes[0][0] == shapes[0][1]:
         return ""
@@ -288,8 +292,8 @@ def _batches(made: Iterable[Any], where: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _array(given: Any) -> np.ndarray:
-    """What a Dataset gives; a tensor may lie on a GPU, and an image of Pillow has its channels first, as torchvision's
-    ToTensor makes it."""
+    """Returns an item of a Dataset as an array. A tensor may be on a GPU; a Pillow image gets its channels first, as in
+    torchvision's ToTensor."""
     if isinstance(given, torch.Tensor):
         return given.detach().cpu().numpy()
     found = np.asarray(given)
@@ -321,7 +325,7 @@ def _targets_of(samples: LazySamples) -> np.ndarray:
 
 @functools.cache
 def adapted(chosen: type[Any]) -> type[Dataset] | None:
-    """The dataset that gives what a class gives; None of a class that is neither a Dataset nor an iterable."""
+    """Returns the dataset that adapts a class; None if the class is neither a Dataset nor an iterable."""
     if not (hasattr(chosen, "__getitem__") or hasattr(chosen, "__iter__")):
         return None
     config = config_of(chosen, TorchDataConfig, FILLED & parameters_of(chosen).keys(), ARGUMENTS)

@@ -1,4 +1,4 @@
-"""Transforms of a Dataset's samples as YAML writes them: what a constructor takes as an object."""
+"""Makes the transforms of a Dataset, which its constructor takes as objects, from what YAML can write."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from decentnode.config.component import imported, number
 from decentnode.errors import UsageError, told
 
 ARGUMENTS = ("transform", "target_transform", "transforms")
-"""The names that torchvision's datasets, and those written like them, have for arguments that are called."""
+"""The names of constructor arguments for transforms in torchvision's datasets, and in those written like them."""
 
 
 class Composed:
-    """Calls one transform after the other, as torchvision's Compose does; each gets what the one before returned."""
+    """Calls transforms in order, as torchvision's Compose does; each gets what the previous one returned."""
 
     def __init__(self, parts: Sequence[Callable[..., Any]]) -> None:
         self.parts = parts
@@ -27,11 +27,11 @@ class Composed:
 
 
 def transform_of(given: Any, key: str) -> Any:
-    """Returns what a value of YAML stands for: "module:callable", whose class is made without arguments; the same as
-    `name` of a section whose other keys are its arguments; or a list of these. Any other value stays as it is: a class
-    may have names of its own. Raises UsageError.
+    """Returns the transform that a YAML value describes. Raises UsageError.
 
-    key: in whose place `given` stands, for messages.
+    The value may be "module:callable" (a class is instantiated without arguments), a section whose `name` is of that
+    form and whose other keys are its arguments, or a list of these. Any other value is returned unchanged, because a
+    class may have names of its own. key: where `given` was written, for messages.
     """
     if isinstance(given, list) and any(map(_is_named, given)):
         for each in given:
@@ -52,7 +52,7 @@ def _is_named(given: Any) -> bool:
 
 
 def _argument(value: Any, key: str) -> Any:
-    """An argument of a transform: sections that are named so are transforms themselves, as those of RandomApply."""
+    """Returns an argument of a transform; sections with such a name are transforms, such as those of RandomApply."""
     if isinstance(value, Mapping):
         return transform_of(value, key)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What datasets share whose index (cache.py) carries the class of each sample, and maybe its user."""
+"""Base classes of datasets whose index (cache.py) contains the class of each sample, and perhaps its user."""
 
 from __future__ import annotations
 

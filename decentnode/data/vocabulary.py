@@ -1,4 +1,4 @@
-"""Vocabularies: the number of every word that a model knows."""
+"""Vocabularies: the numbers of the words that a model knows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from decentnode.errors import DataError
 
 PAD, UNKNOWN = "<PAD>", "<UNK>"
 MOST_WORDS = 1 << 22
-"""Numbers of tokens are below this: a model has a row of its embedding for each."""
+"""The limit on the size of a vocabulary: a model has an embedding row for each token."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Numbers of words; everything else is unknown."""
+    """The numbers of words; every other word is `unknown`."""
 
     numbers: dict[str, int]
     padding: int = 0
@@ -32,8 +32,10 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
-    """A file with LEAF's dict {"vocab": {word: number}, "pad_symbol": ..., "unk_symbol": ...}, as JSON or, named .pck
-    or .pkl, as a pickle, which is read without unpickling. Raises DataError."""
+    """Reads a file with LEAF's dict {"vocab": {word: number}, "pad_symbol": ..., "unk_symbol": ...}. Raises DataError.
+
+    The file is JSON or, if named .pck, .pkl or .pickle, a pickle, which is read without unpickling.
+    """
     try:
         if path.suffix in (".pck", ".pkl", ".pickle"):
             found: Any = read_pickled(path, "a vocabulary of LEAF")
@@ -51,7 +53,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
 
 
 def count_words(words: Iterable[Iterable[str]], size: int) -> Vocabulary:
-    """The most frequent words, the alphabet deciding among equals; `size` numbers with padding and unknown."""
+    """Returns the most frequent words (ties in alphabetical order): `size` numbers with padding and unknown."""
     counts: Counter[str] = Counter()
     for some in words:
         counts.update(some)

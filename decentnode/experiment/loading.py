@@ -1,4 +1,4 @@
-"""From an experiment file, what it extends, the environment and the command line to a checked `Experiment`."""
+"""Loads an experiment: the file, the files it extends, the environment and the command line become an `Experiment`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from decentnode.experiment.tree import DEFAULT_NAMES, IMPLIED_NAMES, Experiment,
 logger = logging.getLogger(__name__)
 
 RENAMED = {"communication.at_once": "use_collectives", "node.mix_behind": "mix_in_background"}
-"""Keys that had another name in the version before, and their names now: read with a hint until the next version."""
+"""Keys that were renamed in this version, and their new names; old names are accepted with a warning until the next
+version."""
 
 
 NO_FILE = "experiment"
-"""Source, and so the name, of an experiment that is no file."""
+"""The source, and so the name, of an experiment that does not come from a file."""
 KEYWORD = "keyword"
-"""Origin of values that are merged into an experiment as plain data."""
+"""The origin of values that are merged into an experiment as plain data."""
 
 
 def load(
@@ -50,14 +51,16 @@ def load(
     check: bool = True, layers: Sequence[Mapping[str, Any]] = (), connected: bool = True, *,
     found: Mapping[str, float] = MappingProxyType({}),
 ) -> Experiment:
-    """Read and check an experiment file.
+    """Reads and checks an experiment.
 
-    Precedence: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`, `layers`, "a.b=value" of
-    `overrides`. check: also make the graph and the mapping and open the data, to find what only shows together. layers:
-    sections as plain data, laid over the rest one after the other, as a file over what it extends; paths in them are
-    relative to the current directory. Without a `path` they are the whole experiment. connected: whether its machines
-    are to connect; what is simulated, planned or timed needs none of their addresses. found: `derived.searched` of
-    the same experiment, where another process has loaded it. Raises ConfigError with all problems.
+    Precedence, from lowest to highest: defaults, the `extends:` parents, the file, DECENTNODE__A__B of `environ`,
+    `layers`, "a.b=value" of `overrides`. Raises ConfigError with all problems.
+
+    check: also make the graph and the mapping and open the data, to find problems between sections. layers: sections as
+    plain data, each laid over the previous ones, as a file is laid over the file it extends; paths in them are relative
+    to the current directory. Without a `path` the layers are the whole experiment. connected: whether the machines will
+    connect to each other; without it (to simulate, plan or time a run), their addresses are not needed. found: the
+    result of `derived.searched` for the same experiment, if another process has loaded it.
     """
     source = NO_FILE if path is None else os.fspath(path)
     files: list[str] = []
@@ -81,7 +84,7 @@ def load(
     experiment._files = tuple(files)
     experiment, experiment._derived = derived.derive(experiment, found)
     if check:
-        # with torch, which commands that explain keys do without
+        # imports torch, which commands that explain keys do not need
         from decentnode.experiment.crosschecks import CHECKS
         from decentnode.experiment.crosschecks.graph import machines_have_addresses
 
@@ -95,8 +98,11 @@ def load(
 
 
 def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], seen: dict[str, Any]) -> Item:
-    """The tree of a file laid over those it extends; the path of each is appended to `files`, and the derived values
-    that they show, which are not in the tree, are noted in `seen`."""
+    """Returns the tree of a file laid over those of the files it extends.
+
+    The path of each file is appended to `files`. Derived values that the files show are left out of the tree and noted
+    in `seen`.
+    """
     tree = parse(read(path, shown), shown)
     files.append(os.fspath(path))
     if tree.value is None:
@@ -124,7 +130,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
 
 
 def _layer(values: Mapping[str, Any], source: str, seen: dict[str, Any]) -> Item:
-    """The tree of sections as plain data, without derived values; these are noted in `seen`."""
+    """Returns the tree of sections given as plain data, without derived values, which are noted in `seen`."""
     items = {key: from_plain(value, Location(f"{KEYWORD} {key}", origin=KEYWORD)) for key, value in values.items()}
     tree, found = derived.take_out(Item(items, Location(source, origin=KEYWORD)), source)
     seen.update(found)
@@ -132,7 +138,8 @@ def _layer(values: Mapping[str, Any], source: str, seen: dict[str, Any]) -> Item
 
 
 def _overridden(tree: Item, keys: list[str], item: Item) -> Item:
-    """The tree with one key set. One that stands for a name replaces a section of another name: `graph.file`."""
+    """Returns the tree with one key set. A key that implies a component (`graph.file`) replaces a section of
+    another."""
     *above, last = keys
     implied = IMPLIED_NAMES.get(".".join(above), {})
     old = tree.get(above[0]) if len(above) == 1 else None
@@ -142,11 +149,12 @@ def _overridden(tree: Item, keys: list[str], item: Item) -> Item:
 
 
 def _make_importable(tree: Item, base_dir: Path) -> None:
-    """Modules that the experiment names are found beside the file that names them, and beside the experiment's."""
+    """Makes the modules that the experiment names importable from the folder of the file that names them, and from the
+    experiment's own folder."""
     named = list(_outsiders(tree))
     modules = {str(each.value).partition(":")[0] for each in named}
     if named and (base_dir / CODE).is_dir() and (base_dir / "nodes").is_dir():
-        # A run's folder: what it imported then, not what lies elsewhere now
+        # A run's folder: use the modules that the run imported then, not versions elsewhere
         _refuse_others(base_dir / CODE, modules)
         if not modules <= sys.modules.keys():
             look_beside(base_dir / CODE, first=True)
@@ -158,8 +166,10 @@ def _make_importable(tree: Item, base_dir: Path) -> None:
 
 
 def _refuse_others(folder: Path, modules: Set[str], only: Sequence[Path] | None = None) -> None:
-    """A program that lives on, such as a notebook, imports a module once: that of another folder would be taken in
-    silence. only: folders whose modules are not taken for those of this one; all others when None. Raises UsageError.
+    """Raises UsageError if one of these modules was already imported from another folder and its file differs.
+
+    A long-lived program, such as a notebook, imports a module only once and would silently use the other one. only: the
+    folders whose modules are refused; all folders when None.
     """
     for module in sorted(modules & sys.modules.keys()):
         wanted, place = folder / f"{module.replace('.', '/')}.py", getattr(sys.modules[module], "__file__", None)
@@ -171,7 +181,7 @@ def _refuse_others(folder: Path, modules: Set[str], only: Sequence[Path] | None 
 
 
 def _outsiders(item: Item) -> Iterator[Item]:
-    """Every value "package.module:Class"."""
+    """Yields every value of the form "package.module:Class"."""
     if isinstance(item.value, dict | list):
         for below in item.value.values() if isinstance(item.value, dict) else item.value:
             yield from _outsiders(below)
@@ -180,7 +190,7 @@ def _outsiders(item: Item) -> Iterator[Item]:
 
 
 def _with_name(tree: Item, source: str) -> Item:
-    """The file's name as the experiment's when it has none."""
+    """Returns the tree with the file's name as the experiment's `name`, if it has none."""
     if "name" in tree.value:
         return tree
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).stem).lstrip("._-")[:100] or "run"
@@ -188,7 +198,7 @@ def _with_name(tree: Item, source: str) -> Item:
 
 
 def _with_present_names(tree: Item, source: str) -> Item:
-    """Keys of `RENAMED` under the names that they have now. Raises ConfigError where a section has both."""
+    """Returns the tree with the keys of `RENAMED` under their new names. Raises ConfigError if a section has both."""
     for old, new in RENAMED.items():
         section_name, key = old.split(".")
         found = tree.get(section_name)
@@ -212,7 +222,8 @@ def _validated(tree: Item, source: str) -> Experiment:
 
 
 def _rebase(tree: Item, experiment: Experiment, base_dir: Path) -> Item:
-    """Relative paths that a parent file, the command line or the environment wrote, as seen from `base_dir`.
+    """Returns the tree with relative paths from parent files, the command line or the environment made relative to
+    `base_dir`.
 
     A path in a file is relative to that file; one typed in a shell is relative to the current directory.
     """

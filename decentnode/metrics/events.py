@@ -1,6 +1,6 @@
-"""The events of a node beside its rounds, in events.jsonl: a JSON object per line, bounded whatever strangers send.
+"""Writes the events of a node to events.jsonl, a JSON object per line; their number is bounded whatever peers send.
 
-Where the run is recorded (`run.record`), the file also has what the node did with models (history.py)."""
+If the run is recorded (`run.record`), the file also has the records of what the node did with models (history.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decentnode.metrics.history_kinds import HISTORY
 from decentnode.metrics.writer import MetricsWriter
 
 PER_KIND = 50
-"""Most events of one kind that are written; later ones are only counted."""
+"""How many events of one kind are written; later ones are only counted."""
 MAX_DETAIL = 300
 
 EVENTS: dict[str, str] = {
@@ -79,14 +79,14 @@ EVENTS: dict[str, str] = {
     "suspected": "the node counts a member of its generation as gone, and why",
     **HISTORY,
 }
-"""Every kind of event, and its meaning."""
+"""Every kind of event with its meaning."""
 
 
 class EventLog:
-    """Appends events to a file: `log(kind, peer, detail)`. Any thread may call it; it never raises on a full disk."""
+    """Appends events to a file: `log(kind, peer, detail)`. Thread-safe; does not raise if the disk is full."""
 
     def __init__(self, path: Path, uid: int) -> None:
-        """Raises OSError when the file cannot be opened."""
+        """Opens the file. Raises OSError if that fails."""
         self.uid = uid
         self.counts: dict[str, int] = {}
         self._writer = MetricsWriter(path, spared=True)
@@ -94,7 +94,7 @@ class EventLog:
         self._open = True
 
     def __call__(self, kind: str, peer: int | None = None, detail: str = "") -> None:
-        """kind: a key of EVENTS. peer: the uid it concerns."""
+        """Writes or counts an event. kind: a key of EVENTS. peer: the uid that it concerns."""
         with self._lock:
             count = self.counts[kind] = self.counts.get(kind, 0) + 1
             if count > PER_KIND or not self._open:
@@ -102,8 +102,9 @@ class EventLog:
             self._write({"kind": kind, "peer": peer, "detail": detail[:MAX_DETAIL]})
 
     def record(self, kind: str, fields: dict[str, Any]) -> None:
-        """Write what the node did: a key of HISTORY, with fields of its own. However many there are, all are written: a
-        node makes a few in each of its rounds."""
+        """Writes a record of what the node did: a key of HISTORY, with its fields. The number of records is not
+        limited,
+        because a node makes only a few per round."""
         with self._lock:
             if self._open:
                 self._write({"kind": kind, **fields})
@@ -112,7 +113,7 @@ class EventLog:
         self._writer.write({"time": clock.wall(), "uid": self.uid, **record})
 
     def close(self) -> None:
-        """Write how many events of each kind were only counted, and close the file. Idempotent."""
+        """Writes how many events of each kind were only counted, and closes the file. Idempotent."""
         with self._lock:
             if not self._open:
                 return

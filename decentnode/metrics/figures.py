@@ -1,8 +1,8 @@
 """The figures of a run: the one table of their names, units and meanings.
 
-summary.json, CSV files, tables, plots and the docs use it. Values for programs are in base units (bytes, seconds,
-fractions); values for people are scaled, and their heading has the unit. What a task measures (accuracy, perplexity)
-are its `Metric`s, from which `TaskMetrics` makes the figures and curves of its runs.
+summary.json, CSV files, tables, plots and the docs are made from it. Values for programs are in base units (bytes,
+seconds, fractions); values for people are scaled, with the unit in their heading. A task describes what it measures
+(accuracy, perplexity) as `Metric`s, from which `TaskMetrics` makes the figures and curves of its runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Purpose = Literal["data", "metadata", "protocol", "evaluation", "control"]
-"""The purpose for which bytes were sent."""
+"""The purpose for which bytes are sent."""
 
 PURPOSES: dict[Purpose, str] = {
     "data": "tensors of payloads that carry values, as the sharing rule gave them to the transport",
@@ -25,17 +25,19 @@ PURPOSES: dict[Purpose, str] = {
     "evaluation": "tensors of means over all nodes that evaluations ask for",
     "control": "messages about the run: joining, barriers, generations of members, reports, and their means",
 }
-"""Data and metadata are the sharing rule's bytes, the same number on every transport."""
+"""Every purpose with its meaning. Data and metadata are the sharing rule's bytes, and equal on every transport."""
 
 assert tuple(PURPOSES) == get_args(Purpose)
 
 NodeFigures = Mapping[str, float | int | str | None]
-"""One node's closing figures, as `Node.figures` returns them."""
+"""One node's final figures, as `Node.figures` returns them."""
 
 
 def overflowed(figures: Mapping[str, Any], *, merged: bool) -> str:
-    """Returns which losses of a node's evaluation are NaN or infinity; empty where none is. merged: whether that of the
-    merged model counts, which all nodes have."""
+    """Returns which losses of a node's evaluation are NaN or infinity, as text; "" if none is.
+
+    merged: include the loss of the merged model, which all nodes have in common.
+    """
     named = {name: value for name, value in figures.items() if name == "loss" or name.endswith("_loss")
              or (merged and name.endswith("loss_merged"))}  # fmt: skip
     return ", ".join(f"{name} is {value}" for name, value in named.items() if not math.isfinite(value))
@@ -53,25 +55,25 @@ class Figure:
     where: str
     """The file that computes it."""
     title: str = ""
-    """The heading in tables and plots, with the unit shown there; empty where neither shows it."""
+    """The heading in tables and plots, with the unit shown there; empty if neither shows the figure."""
     scale: float = 1.0
-    """Factor from the value in summary.json to the shown one."""
+    """The factor from the value in summary.json to the value shown."""
     digits: int = 2
-    """Digits that are shown after the decimal point."""
+    """How many digits are shown after the decimal point."""
     of: tuple[str, ...] = ()
-    """Keys of the nodes' figures that it is computed from; empty where the supervisor gives it."""
+    """The keys of the nodes' figures that it is computed from; empty if the supervisor provides the value."""
     how: Callable[[Sequence[float]], float | int | None] = lambda values: statistics.fmean(values) if values else None
-    """Function of all these values, one after the other by node."""
+    """The function that computes the figure from all these values, ordered by node."""
     absent: str = "-"
-    """What tables show of runs that have no value."""
+    """What tables show for runs without a value."""
 
     def combined(self, nodes: Iterable[NodeFigures]) -> float | int | None:
-        """Returns the value from the nodes' figures; None where no node has any."""
+        """Returns the value computed from the nodes' figures; usually None if no node has any."""
         return self.how([float(v) for each in nodes for key in self.of if isinstance(v := each.get(key), int | float)])
 
     @property
     def common(self) -> bool:
-        """Whether it is one figure of nodes that evaluate together, which each of them has alike."""
+        """Whether all nodes that evaluate together report the same value."""
         return self.how is _first
 
     def shown(self, value: float) -> str:
@@ -91,7 +93,7 @@ def _most(values: Sequence[float]) -> float | None:
 
 
 def _deviation(values: Sequence[float]) -> float | None:
-    """That of all nodes there are, as series have it by round; None for a single one, or one server."""
+    """Returns the population standard deviation over the nodes, as series have it by round; None for a single value."""
     if not all(map(math.isfinite, values)):
         return math.nan  # pstdev raises
     return statistics.pstdev(values) if len(values) > 1 else None
@@ -168,13 +170,13 @@ FIGURES = (
            "start s", digits=1),
     Figure("wall_seconds", "s", "from the command to the end", "launch/supervising/run.py", "wall s", digits=1),
 )  # fmt: skip
-"""The figures that runs of every task have."""
+"""The figures of runs of every task."""
 BY_NAME = {figure.name: figure for figure in FIGURES}
 
 COMPARED = (
     "consensus_rms", "consensus_distance", "bytes_sent_per_node", "bytes_metadata_per_node", "round_seconds_median",
 )  # fmt: skip
-"""The columns of `decentnode compare` behind those of the task."""
+"""The columns of `decentnode compare` that follow those of the task."""
 
 
 @dataclass(frozen=True)
@@ -182,17 +184,17 @@ class Curve:
     """A figure that changes during a run, read from metrics.jsonl."""
 
     kind: str
-    """The kind of records that have it."""
+    """The kind of records that contain it."""
     key: str
     label: str
-    """The label of its axis, with the unit."""
+    """The label of the vertical axis, with the unit."""
     scale: float = 1.0
     logarithmic: bool = False
-    """Whether the axis is logarithmic where values span more than half a decade."""
+    """Whether the axis is logarithmic if the values span more than half a decade."""
     spread: bool = True
-    """Whether nodes have values of their own, so that there is a lowest and a highest."""
+    """Whether each node has its own value, so that there is a lowest and a highest."""
     merged: str = ""
-    """The key of the same figure of the merged model."""
+    """The key of the same figure for the merged model; empty if there is none."""
 
 
 CURVES = {
@@ -202,36 +204,36 @@ CURVES = {
                                 logarithmic=True, spread=False),
     "consensus_rms": Curve("evaluation", "consensus_rms", "consensus rms (absolute)", logarithmic=True, spread=False),
 }  # fmt: skip
-"""The curves that runs of every task have; `gradient_norm` where `training` asks for it."""
+"""The curves of runs of every task; `gradient_norm` exists only if `training` asks for it."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure that a task measures of a model on test samples."""
+    """One figure that a task measures for a model on test samples."""
 
     name: str
-    """The key in metrics.jsonl; with _mean, _min, _max, _deviation or _merged behind it in summary.json."""
+    """The key in metrics.jsonl; summary.json has it with _mean, _min, _max, _deviation or _merged appended."""
     unit: str
     """The unit of the value in these files."""
     meaning: str
-    """What it is, as the end of the sentence "It is ..."."""
+    """The meaning, as the end of the sentence "It is ..."."""
     better: Literal["higher", "lower"]
     word: str = ""
-    """What people read; the name with spaces when empty."""
+    """The name for people; empty: the name with spaces."""
     short: str = ""
-    """In the line per evaluation; the name when empty."""
+    """The name in the console line of each evaluation; empty: the name."""
     suffix: str = ""
-    """The unit behind scaled values in headings, such as %."""
+    """The unit of scaled values in headings, such as %."""
     scale: float = 1.0
-    """Factor from the value in the files to the one in tables and plots."""
+    """The factor from the value in the files to the value in tables and plots."""
     digits: int = 3
-    """Digits that tables show after the decimal point."""
+    """How many digits tables show after the decimal point."""
     logarithmic: bool = False
-    """Whether plots have a logarithmic axis where values span more than half a decade."""
+    """Whether plots have a logarithmic axis if the values span more than half a decade."""
     samples: str = "test"
-    """Of which samples it is, in the labels of plots; empty where `word` says it."""
+    """The samples that it is measured on, for the labels of plots; empty if `word` says so already."""
     pooled: bool = False
-    """Whether each node has a part of the test samples alone; the mean over the nodes is then that of all samples."""
+    """Whether each node has only a part of the test samples; the mean over the nodes is then that of all samples."""
 
     @property
     def text(self) -> str:
@@ -243,18 +245,20 @@ class Metric:
 
     @property
     def worst(self) -> Literal["min", "max"]:
-        """Which extreme over the nodes is the worst node's."""
+        """Whether the worst node's value is the minimum or the maximum over the nodes."""
         return "min" if self.better == "higher" else "max"
 
     def figures(self, main: bool) -> tuple[Figure, ...]:
-        """Returns the figures over the nodes of a run. main: whether it is the task's first metric, which headings need
-        not name again."""
+        """Returns the figures over the nodes of a run.
+
+        main: whether this is the task's first metric, whose name headings need not repeat.
+        """
         behind = f" {self.suffix}" if self.suffix else ""
         of = "" if main else f" {self.text}"
         kind: dict[str, Any] = {"unit": self.unit, "where": "Node.evaluate", "scale": self.scale, "digits": self.digits}
         low, high = ("worst", "best") if self.better == "higher" else ("best", "worst")
         mean: dict[str, Any] = {"of": (self.name,)}
-        if self.pooled:  # every node knows it
+        if self.pooled:  # every node reports the mean itself
             mean = {"of": (f"{self.name}_mean",), "how": _first}
         merged = f"merged{of}{behind}"
         return (
@@ -277,23 +281,23 @@ class Metric:
 
 
 LOSS = Metric("loss", "1", "the mean loss on the test samples", "lower", word="loss", digits=4, logarithmic=True)
-"""The metric that every task has."""
+"""The metric of every task."""
 ACCURACY = Metric(
     "accuracy", "fraction", "of the test samples whose likeliest class is the right one", "higher", short="acc",
     suffix="%", scale=100, digits=2,
 )  # fmt: skip
-"""The main metric of classes, and of runs that are older than tasks. It stands here for those who show runs, who need
-not load what tasks need."""
+"""The main metric of classification, and of runs from before there were tasks. It is defined here so that programs that
+show runs need not import the tasks' modules."""
 
 
 @dataclass(frozen=True)
 class TaskMetrics:
-    """What runs of one task measure, as summary.json and task.json tell it to whoever reads a run."""
+    """What runs of one task measure, as summary.json and task.json describe it to readers of a run."""
 
     task: str
-    """Name of the task, or "package.module:Class"."""
+    """The name of the task, or "package.module:Class"."""
     metrics: tuple[Metric, ...]
-    """The first is the main one, which tables, plots and console lines show."""
+    """The metrics; the first is the main one, which tables, plots and console lines show."""
 
     @property
     def main(self) -> Metric:
@@ -301,7 +305,7 @@ class TaskMetrics:
 
     @functools.cached_property
     def figures(self) -> tuple[Figure, ...]:
-        """All figures of such a run, those of the metrics first."""
+        """All figures of a run of this task, those of the metrics first."""
         own = (each.figures(each is self.main) for each in self.metrics)
         return (*(figure for figures in own for figure in figures), *FIGURES)
 
@@ -318,17 +322,17 @@ class TaskMetrics:
 
     @functools.cached_property
     def curves(self) -> dict[str, Curve]:
-        """The curves that `decentnode plot` draws: a metric's own name, `test_loss` for the loss, because `loss` is
-        that of training."""
+        """The curves that `decentnode plot` can draw, by name. A metric has its own name, except that the loss on test
+        samples is `test_loss`, because `loss` is the training loss."""
         return {**{curve_name(each): each.curve() for each in self.metrics}, **CURVES}
 
     def plain(self) -> dict[str, Any]:
-        """As plain data for JSON; `from_plain` reads it back."""
+        """Returns plain data for JSON, which `from_plain` reads back."""
         return {"name": self.task, "metrics": [dataclasses.asdict(each) for each in self.metrics]}
 
     @classmethod
     def from_plain(cls, found: Any) -> TaskMetrics:
-        """Raises ValueError where it is not what `plain` returns."""
+        """Returns the TaskMetrics that `plain` described. Raises ValueError for anything else."""
         known = {field.name for field in dataclasses.fields(Metric)}
         try:
             metrics = tuple(Metric(**{key: value for key, value in each.items() if key in known})
@@ -346,11 +350,11 @@ def curve_name(metric: Metric) -> str:
 
 
 COUNTS_TEXT = 240
-"""Most characters of counts by uid in one figure of a node."""
+"""The maximum number of characters of counts by uid in one figure of a node."""
 
 
 def packed_counts(counts: Mapping[int, int]) -> str:
-    """Returns counts by uid as one short text, "uid:count" by descending count, as many as fit in COUNTS_TEXT."""
+    """Returns counts by uid as one short text, "uid:count" by descending count, as many as fit into COUNTS_TEXT."""
     text = ""
     for uid, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         longer = f"{text} {uid}:{count}".strip()
@@ -361,19 +365,19 @@ def packed_counts(counts: Mapping[int, int]) -> str:
 
 
 def unpacked_counts(text: object) -> dict[int, int]:
-    """Returns what `packed_counts` was given; empty for anything else."""
+    """Returns the counts that `packed_counts` encoded; {} for anything else."""
     pairs = [each.partition(":") for each in text.split()] if isinstance(text, str) else []
     return {int(uid): int(count) for uid, _, count in pairs if uid.isdecimal() and count.isdecimal()}
 
 
 AXES = {"rounds": "rounds", "seconds": "time (s)", "bytes": "payloads sent by all nodes"}
-"""The horizontal axes that it draws against; the unit of bytes follows from their size."""
+"""The horizontal axes of plots with their labels; the unit of bytes depends on their size."""
 VIRTUAL = "virtual_seconds"
 VIRTUAL_AXES = {**AXES, VIRTUAL: "virtual time (s)"}
-"""The same with the one that only runs with virtual time have."""
+"""The axes of plots of runs with virtual time."""
 TRAINED_AXES = {"epochs": "epochs", "samples": "samples that all nodes trained on"}
-"""Those that are drawn against where somebody asks for them. An epoch is as many samples as all nodes have to train
-on, whoever trains on how many."""
+"""Axes that are used only on request. An epoch is as many samples as all nodes have to train on, however many each node
+has trained on."""
 EVERY_AXIS = {**VIRTUAL_AXES, **TRAINED_AXES}
 VIRTUAL_FILE = "virtual.json"
-"""In a run's folder: its virtual time, where `decentnode timeline` computed it afterwards."""
+"""The file in a run's folder with the virtual time that `decentnode timeline` computed after the run."""

@@ -1,4 +1,4 @@
-"""The kinds of records that say what a node did with models (history.py). Imports no torch."""
+"""The kinds of records of what a node did with models (history.py). Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ HISTORY: dict[str, str] = {
     "ordered": "the node evaluates before a round, as people ordered",
     "stopping": "the run is asked to stop: the node begins no further round",
 }
-"""Every kind of record, and its meaning."""
+"""Every kind of record with its meaning."""

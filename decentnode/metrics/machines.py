@@ -1,5 +1,8 @@
-"""What the machines of a run ran on, from the run's folder: its own machine's files lie there, those of others, which
-`decentnode collect` took from their folders, in machines/<number>. Nothing in them is trusted. Imports no torch."""
+"""Reads from a run's folder what software and code its machines ran. Imports no torch.
+
+The files of this machine are in the folder itself, and those of other machines, which `decentnode collect` fetched, in
+machines/<number>. Their contents are not trusted.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ from decentnode.words import names
 
 FOLDER = "machines"
 FILES = ("env.json", "pip-freeze.txt", "git.txt", "git.diff", "command.txt")
-"""Files that every machine writes for itself."""
+"""The files that every machine writes about itself."""
 MAX_BYTES = 1 << 22
-"""Of a file that is read."""
+"""How many bytes of a file are read at most."""
 COMMIT = re.compile(r"^\S.* ([0-9a-f]{40,64})( \(changed\))?$", re.MULTILINE)
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What one machine wrote of itself."""
+    """The software and code of one machine."""
 
     number: int
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """env.json; empty where there is none."""
+    """The contents of env.json; empty if there is none."""
     commit: str = ""
-    """The commits that its code was at, shortened, and whether it was changed; "" without git."""
+    """The commits of its code, shortened, with a digest of local changes; "" without git."""
 
     @property
     def versions(self) -> Mapping[str, Any]:
@@ -39,7 +42,7 @@ class Machine:
 
 
 def machines_of(run: Path) -> list[Machine]:
-    """Returns those of which a run's folder says what they ran on, ascending."""
+    """Returns the machines whose files are in a run's folder, ascending."""
     found = {}
     own = _machine(run, None)
     if own is not None:
@@ -53,7 +56,7 @@ def machines_of(run: Path) -> list[Machine]:
 
 
 def _machine(folder: Path, number: int | None) -> Machine | None:
-    """number: None where env.json tells it."""
+    """Returns the machine that a folder describes, or None. number: None if env.json has it."""
     try:
         environment = json.loads(_text(folder / "env.json") or "{}")
     except (ValueError, RecursionError):
@@ -77,11 +80,12 @@ def _text(path: Path) -> str:
 
 
 MOST_LINES = 100
-"""More differences say no more: what comes from other machines is not trusted to be short."""
+"""How many differences are listed; texts from other machines are not trusted to be short."""
 
 
 def differences(found: list[Machine]) -> list[str]:
-    """Returns in what the machines differ that may explain other results, a line each: versions, code, commits."""
+    """Returns the differences between machines that may explain different results, one line each: versions, code,
+    commits."""
     if len(found) < 2:
         return []
     packages = dict.fromkeys(str(name) for each in found for name in each.versions)
@@ -96,7 +100,7 @@ def differences(found: list[Machine]) -> list[str]:
         by: dict[str, list[int]] = {}
         for each in found:
             text = _printable(value(each)[:200])
-            if text or value is not _modules:  # known when a run has ended; a newcomer's never are
+            if text or value is not _modules:  # modules are known only after a run; those of a newcomer never are
                 by.setdefault(text or UNKNOWN, []).append(each.number)
         if len(by) > 1 and len(lines) < MOST_LINES:
             values = "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in by.items())
@@ -109,7 +113,7 @@ def _printable(text: str) -> str:
 
 
 def _modules(machine: Machine) -> str:
-    """A word for the contents of the user's own modules: each machine keeps its copies of them."""
+    """Returns a digest of the user's own modules, of which each machine keeps copies."""
     modules = machine.environment.get("modules")
     if not isinstance(modules, dict) or not modules:
         return ""

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, also while it is being written and after a crash."""
+"""Reads metrics.jsonl, even while it is being written or after a crash."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MORE_DIGITS = re.compile(rb"\d{309}")
-"""More than the largest float has before its point."""
+"""More digits than the largest float has before its decimal point."""
 OF_A_ROUND = ("round", "evaluation")
-"""Kinds of records that name a round."""
+"""The kinds of records that must have a round."""
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of one file in order. Lines torn by a crash, and those that are no records, are skipped, as are
-    those with numbers that no float holds: nobody measured them. Raises OSError when there is no file."""
+    """Yields the records of one file in order. Raises OSError if there is no file.
+
+    Lines that a crash left incomplete, lines that are not records, and lines with numbers beyond a float are skipped.
+    """
     torn = 0
     with open(path, "rb") as file:
         for line in file:
@@ -38,7 +40,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_placed(record: dict[str, Any]) -> bool:
-    """Whether a record says where it belongs: a time that there is, if any, and a round if it is of one."""
+    """Returns whether a record's time, if it has one, is finite, and whether it has a round if its kind needs one."""
     time = record.get("time", 0.0)
     return (not isinstance(time, float) or math.isfinite(time)) and (
         record.get("kind") not in OF_A_ROUND or isinstance(record.get("round"), int)
@@ -46,5 +48,5 @@ def _is_placed(record: dict[str, Any]) -> bool:
 
 
 def read_kind(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The records of one kind ("round" or "evaluation")."""
+    """Returns the records of one kind, such as "round" or "evaluation"."""
     return [record for record in read(path) if record.get("kind") == kind]

@@ -1,4 +1,4 @@
-"""The folder of a run, runs/<name>/<time>-<id>/, and in it a folder per node: made here, filled by whoever trains."""
+"""Creates the folder of a run, runs/<name>/<time>-<id>/, with a folder per node; the nodes write the files."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from decentnode.errors import EnvironmentFault
 from decentnode.system import replacing
 
 SCRIPT = "script"
-"""What task.json of the run of a script calls its task (`decentnode.parallel.train`)."""
+"""The task's name in task.json for runs of a script (`decentnode.parallel.train`)."""
 
 
 def node_dir(run_dir: str | Path, uid: int) -> Path:
-    """Returns the folder that a node writes into: nodes/<uid>, three digits."""
+    """Returns the folder that a node writes to: nodes/<uid>, with three digits."""
     return Path(run_dir) / "nodes" / f"{uid:03d}"
 
 
 def folder_name(began: float, word: str) -> str:
-    """Returns the name of a run's directory. began: seconds since 1970. word: tells apart what began at once."""
+    """Returns the name of a run's folder. began: seconds since 1970. word: distinguishes runs that began at once."""
     return f"{datetime.fromtimestamp(began).strftime('%Y-%m-%dT%H-%M-%S')}-{word}"
 
 
@@ -30,13 +30,13 @@ def create(
     runs: Path, name: str, machine: int = 0, local: Iterable[int] = (), folder: str | None = None,
     fill: Callable[[Path], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Make a directory for one run, with a folder per local node, and let `latest` point to it. Returns its path.
+    """Creates the folder of one run, with a folder per local node, and points the link `latest` to it. Returns its
+    path.
 
-    folder: the directory's name, which processes on several machines may have agreed on: it may be there already.
-    Machine 0 owns `latest`; on a file system that machines share, the others have `latest-machine<n>`.
-    fill: writes its first files. Where it raises, or the disk refuses, a directory without `folder` is removed again,
-    and `latest` stays: nothing has been recorded in it.
-    Raises EnvironmentFault when it cannot be made.
+    folder: its name, if processes on several machines have agreed on one; then the folder may exist already. Machine 0
+    owns `latest`; the others have `latest-machine<n>`, because machines may share a file system. fill: writes the first
+    files. If it or the file system raises, a folder without an agreed name is removed again, and `latest` stays.
+    Raises EnvironmentFault if the folder cannot be created.
     """
     suffix = f"-machine{machine}" if machine else ""
     path = runs / name / (folder or f"{folder_name(clock.wall(), entropy.word(2))}{suffix}")
@@ -61,6 +61,6 @@ def create(
 
 
 def point(link: Path, target: str) -> None:
-    """Make the symbolic link `link` point to `target`, atomically. Raises OSError."""
+    """Makes the symbolic link `link` point to `target`, atomically. Raises OSError."""
     with replacing(link) as temporary:
         os.symlink(target, temporary)

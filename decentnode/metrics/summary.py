@@ -1,4 +1,4 @@
-"""summary.json: the results of a run, in one object."""
+"""Computes, writes and reads summary.json, the results of a run in one object."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _numbers(nodes: Iterable[Figures], key: str) -> list[float]:
 def combine(
     nodes: Mapping[int, Figures], measured: TaskMetrics, beside: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Returns the run's figures, computed from its nodes' as metrics/figures.py says; null where no node reported one.
+    """Returns the run's figures, computed from those of its nodes; a figure that no node reported is usually None.
 
-    measured: what the run's task measures. beside: bytes by the nodes' keys that were sent by processes whose figures
-    are not among `nodes`.
+    measured: what the run's task measures. beside: bytes, under the nodes' keys, that were sent by processes whose
+    figures are not among `nodes`.
     """
     by_uid = [nodes[uid] for uid in sorted(nodes)]
     told = [*by_uid, beside] if beside else by_uid
@@ -38,12 +38,14 @@ def combine(
 
 
 OF_SIDES = ("consensus_rms", "consensus_distance", "evaluated_round", "rounds")
-"""Figures that a side of a broken network has beside those of the task's metrics."""
+"""The figures of each side of a partitioned network, in addition to those of the task's metrics."""
 
 
 def of_sides(nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterable[Iterable[int]]) -> dict[str, Any]:
-    """Returns what replaces figures in `combine`'s where nodes ended on sides of a broken network: `sides`, with the
-    figures of each, and null for those that only nodes which evaluate together have in common."""
+    """Returns the entries that replace those of `combine` if nodes ended on different sides of a partitioned network.
+
+    `sides` has the figures of each side; figures that only nodes that evaluate together have in common become None.
+    """
     metrics = [figure for metric in measured.metrics for figure in metric.figures(metric is measured.main)]
     told = [*metrics, *(measured.by_name[name] for name in OF_SIDES)]
     found = []
@@ -54,7 +56,7 @@ def of_sides(nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterabl
 
 
 def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:
-    """Returns the share of all round time that nodes spent waiting, and the pair with the longest wait."""
+    """Returns the fraction of all round time that nodes spent waiting, and the pair with the longest wait."""
     total, waited = (sum(_numbers(nodes.values(), key)) for key in ("round_seconds_total", "wait_seconds"))
     worst = max(nodes, key=lambda uid: _numbers([nodes[uid]], "waited_seconds") or [0.0], default=None)
     found: dict[str, Any] = {"share": waited / total if total else 0.0, "seconds_total": waited}
@@ -65,8 +67,8 @@ def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:
 
 
 def losses(nodes: Mapping[int, Figures]) -> dict[str, int]:
-    """Returns by neighbor in how many rounds a node went on without its payload, added over the nodes; those that were
-    missed most often come first."""
+    """Returns by neighbor in how many rounds nodes continued without its payload, summed over the nodes, in descending
+    order."""
     found: Counter[int] = Counter()
     for figures in nodes.values():
         found.update(unpacked_counts(figures.get("without")))
@@ -74,7 +76,7 @@ def losses(nodes: Mapping[int, Figures]) -> dict[str, int]:
 
 
 def write(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json; NaN and infinity become null. Raises OSError when the disk is full."""
+    """Writes summary.json atomically; NaN and infinity become null. Raises OSError, for example if the disk is full."""
     write_atomic(path, json.dumps(finite(dict(summary)), indent=2, allow_nan=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Appends records to metrics.jsonl, one JSON object per line. A full disk never stops the training."""
+"""Appends records to metrics.jsonl, one JSON object per line. A full disk does not stop the training."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from decentnode.system import check_disk
 logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 16 << 20
-"""Lines kept in memory while the disk refuses them: over 50,000 rounds of one node at about 300 bytes each."""
+"""The maximum size of lines kept in memory while the disk is full: over 50,000 rounds of one node at about 300
+bytes."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
-"""Errors of the system after which writing may succeed later."""
+"""Errors of the operating system after which writing may succeed later."""
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -41,7 +42,7 @@ _JSON = json.JSONEncoder(allow_nan=False, default=_plain, separators=(",", ":"))
 
 
 def finite(value: Any) -> Any:
-    """Returns the same value with None for every float that is not finite."""
+    """Returns the same value with None in place of every float that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -52,17 +53,20 @@ def finite(value: Any) -> Any:
 
 
 class MetricsWriter:
-    """Writes records to a file. Each is given to the operating system before `write` returns, or, on a full disk, kept
-    in memory and written later."""
+    """Writes records to a file. `write` returns after it has given the record to the operating system or, if the disk
+    is
+    full, has kept it in memory to be written later."""
 
     def __init__(self, path: Path, max_pending_bytes: int = MAX_PENDING_BYTES, spared: bool = False) -> None:
-        """Opens `path` for appending. spared: whether it is written also where a fault says that the disk is full.
-        Raises OSError when even that is impossible."""
+        """Opens `path` for appending. Raises OSError if that fails.
+
+        spared: whether injected faults that fill the disk leave this file writable.
+        """
         self.path = path
         self._spared = spared
         self.max_pending_bytes = max_pending_bytes
         self.lost = 0
-        """Records dropped because the disk was full and `max_pending_bytes` were kept already."""
+        """How many records were dropped because the disk was full and `max_pending_bytes` were already kept."""
         self._pending: deque[bytes] = deque()
         self._pending_bytes = 0
         self._refused = False
@@ -71,7 +75,7 @@ class MetricsWriter:
             self._keep(b"\n")
 
     def _torn(self) -> bool:
-        """Returns whether the file ends in the middle of a line, which an earlier writer did not finish."""
+        """Returns whether the file ends with an incomplete line, left by an earlier writer."""
         if not os.fstat(self._file).st_size:
             return False
         try:
@@ -82,12 +86,13 @@ class MetricsWriter:
             return False
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write a record. On a full disk it is kept, and the first such failure is logged. Raises other OSErrors."""
+        """Writes a record. If the disk is full, it is kept, and the first such failure is logged. Raises other
+        OSErrors."""
         self._keep(encode(record))
         self._flush()
 
     def append(self, lines: bytes) -> None:
-        """As `write`, of records that are encoded already, each with its line's end."""
+        """Writes already encoded records, each with its newline, as `write` does."""
         self._keep(lines)
         self._flush()
 
@@ -124,11 +129,11 @@ class MetricsWriter:
 
     @property
     def pending(self) -> int:
-        """How many records are kept because they could not be written yet."""
+        """How many records are kept in memory because they could not be written yet."""
         return len(self._pending)
 
     def close(self) -> None:
-        """Try once more to write the kept records, then close the file. Idempotent."""
+        """Tries once more to write the kept records, then closes the file. Idempotent."""
         if self._file < 0:
             return
         self._flush()

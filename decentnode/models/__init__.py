@@ -1,4 +1,4 @@
-"""Models of the field, made by name and initialized as torch does under the caller's seed."""
+"""Models, made by name and initialized as torch does with the seed that the caller sets."""
 
 from __future__ import annotations
 

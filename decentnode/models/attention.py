@@ -1,4 +1,4 @@
-"""Layers of transformers: attention and the two linear layers behind it (Vaswani et al. 2017, arXiv 1706.03762)."""
+"""Layers of transformers: attention, and the two linear layers after it (Vaswani et al. 2017, arXiv 1706.03762)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AttentionConfig(ModelConfig):
 
 
 class Attention(nn.Module):
-    """Every place of x [B, T, W] looks at places of a memory [B, S, W], or at those of x itself."""
+    """Multi-head attention of every position of x [B, T, W] to positions of a memory [B, S, W], which may be x."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -47,15 +47,15 @@ class Attention(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether it draws at random in training."""
+        """Whether it uses random numbers in training (dropout)."""
         return self._dropout > 0
 
     def forward(self, x: Tensor, memory: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """mask: [B, 1, 1, S] bool, the places of the memory that are looked at. causal: place t looks at 0 .. t."""
+        """mask: [B, 1, 1, S] bool, the positions of the memory to attend to. causal: position t attends to 0 .. t."""
         return self.look(x, self.keys_and_values(memory), mask=mask, causal=causal)
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what is looked at of a memory [B, S, W]: two [B, H, S, W / H]."""
+        """Returns the keys and values of a memory [B, S, W]: two [B, H, S, W / H]."""
         keys, values = self.memory(memory).chunk(2, -1)
         return self._by_head(keys), self._by_head(values)
 
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Sequential):
-    """x [B, T, W] -> [B, T, W], each place alone, through `inner` units."""
+    """Maps x [B, T, W] -> [B, T, W], each position by itself, through `inner` units."""
 
     def __init__(self, width: int, inner: int, activation: Activation, dropout: float) -> None:
         middle = nn.ReLU() if activation == "relu" else nn.GELU(approximate="tanh")
@@ -81,7 +81,7 @@ class FeedForward(nn.Sequential):
 
 
 def sinusoids(length: int, width: int, device: torch.device, first: int = 0) -> Tensor:
-    """Returns the values [length, width] that stand for the places from `first` on (Vaswani et al., section 3.5)."""
+    """Returns the encodings [length, width] of positions from `first` on (Vaswani et al., section 3.5)."""
     pairs = torch.arange(0, width, 2, device=device)
     angles = torch.arange(first, first + length, device=device)[:, None] * torch.exp(pairs * (-math.log(1e4) / width))
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]

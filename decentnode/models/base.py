@@ -1,4 +1,4 @@
-"""The contract of a model: an untrained module for the data at hand."""
+"""The base class of models, which make untrained modules for given data."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ class ModelConfig(Config):
 
 
 class Model(Component, abc.ABC):
-    """Makes modules for the data at hand: they map a batch of inputs to what the task takes."""
+    """Makes modules for given data, which map a batch of inputs to what the task needs."""
 
     @abc.abstractmethod
     def __init__(self, config: Config) -> None: ...
 
     @abc.abstractmethod
     def make(self, data: DataSpec) -> nn.Module:
-        """A new module. Initial values come from torch's global generator, which the caller seeds.
+        """Returns a new module. Initial values come from torch's global generator, which the caller seeds.
 
-        Raises UsageError when the model is not for such data.
+        Raises UsageError if the model does not support such data.
         """
 
 
 def outputs_of(model: str, data: DataSpec) -> int:
-    """How many outputs a model has for such data: one per class, or one per number of a target. Raises UsageError
-    unless inputs are numbers."""
+    """Returns the number of outputs of a model: one per class, or one per number in a target.
+
+    Raises UsageError unless inputs are numbers.
+    """
     if data.inputs != "values":
         raise UsageError(f"model {model} needs inputs of numbers, got ids of things ({data.task})")
     return data.num_classes or math.prod(data.target_shape)
 
 
 def image_shape(model: str, data: DataSpec, smallest: int) -> tuple[int, int, int]:
-    """(channels, height, width). Raises UsageError unless inputs are images of at least smallest x smallest."""
+    """Returns (channels, height, width). Raises UsageError unless inputs are images of at least smallest x smallest."""
     input_shape = data.input_shape
     if len(input_shape) != 3 or min(input_shape[1:]) < smallest:
         raise UsageError(
@@ -60,7 +62,7 @@ def image_shape(model: str, data: DataSpec, smallest: int) -> tuple[int, int, in
 
 
 def vocabulary_of(model: str, data: DataSpec) -> int:
-    """How many tokens there are. Raises UsageError unless inputs are sequences of tokens."""
+    """Returns the number of different tokens. Raises UsageError unless inputs are sequences of tokens."""
     if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1:
         raise UsageError(
             f"model {model} needs sequences of tokens, got {data.task} of samples of shape {list(data.input_shape)}"
@@ -69,7 +71,7 @@ def vocabulary_of(model: str, data: DataSpec) -> int:
 
 
 def tokens_of(model: str, data: DataSpec) -> tuple[int, int]:
-    """(length, vocabulary). Raises UsageError unless inputs are sequences of tokens and the target is the next one."""
+    """Returns (length, vocabulary). Raises UsageError unless inputs are sequences of tokens and the target is one."""
     if data.vocabulary is None or data.inputs != "ids" or len(data.input_shape) != 1 or data.target_shape != ():
         raise UsageError(
             f"model {model} needs sequences of tokens with one token as target, got {data.task} of samples of shape "

@@ -16,7 +16,7 @@ from decentnode.samples import DataSpec
 
 STAGES = 3
 SQUEEZE = 4
-"""A layer's 1x1 convolution has so many times the channels that the layer adds (section 3)."""
+"""A layer's 1x1 convolution has this many times the channels that the layer adds (section 3)."""
 
 
 class DensenetConfig(ModelConfig):
@@ -68,7 +68,7 @@ class Densenet(Model):
 
 
 class DenseLayer(nn.Module):
-    """x [B, C, H, W] -> [B, C + growth, H, W]: x, and what two convolutions find in it."""
+    """x [B, C, H, W] -> [B, C + growth, H, W]: x, followed by the channels that two convolutions compute from it."""
 
     def __init__(self, inputs: int, config: DensenetConfig) -> None:
         super().__init__()

@@ -49,11 +49,11 @@ class GnLenetModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            # Pooling and group norm are several times faster so (one step at batch 8, one thread of an EPYC:
+            # Pooling and group norm are several times faster this way (one step at batch 8, one thread of an EPYC:
             # 5.1 -> 3.9 ms). The parameters stay contiguous: their order in the flat model must not depend on the
             # device.
             x = x.contiguous(memory_format=torch.channels_last)
-        # ReLU and max pooling commute, also in their gradients; ReLU after it has a quarter of the elements.
+        # ReLU and max pooling commute, also in their gradients; ReLU after pooling has a quarter of the elements.
         x = functional.relu_(functional.max_pool2d(self.norm1(self.conv1(x)), 2))
         x = functional.relu_(functional.max_pool2d(self.norm2(self.conv2(x)), 2))
         x = functional.relu_(functional.max_pool2d(self.norm3(self.conv3(x)), 2))

@@ -17,7 +17,7 @@ from decentnode.models.base import Model, vocabulary_of
 from decentnode.samples import DataSpec
 
 SPREAD = 0.02
-"""Standard deviation of what weights begin with."""
+"""The standard deviation of initial weights."""
 
 
 class GptConfig(AttentionConfig):
@@ -36,9 +36,9 @@ class GptConfig(AttentionConfig):
 
 
 class Gpt(Model):
-    """Normalization before every attention and every pair of linear layers, learned embeddings of places, and layers
-    that add to the sum begin smaller by the root of their number. Where the target is one token behind the row alone,
-    the last place tells it, and all rows have one length."""
+    """Normalization before every attention and every pair of linear layers, and learned embeddings of positions. The
+    initial weights of layers that add to the residual stream are divided by the square root of their number. If the
+    target is only the token that follows the row, the last position predicts it, and all rows have one length."""
 
     Config: ClassVar[type[Config]] = GptConfig
 
@@ -54,10 +54,10 @@ class Gpt(Model):
 
 
 class GptModule(nn.Module):
-    """Maps tokens [B, T] to a value per token of the vocabulary: [B, V], or [B, T, V]."""
+    """Maps tokens [B, T] to a logit per token of the vocabulary: [B, V], or [B, T, V]."""
 
     def __init__(self, config: GptConfig, vocabulary: int, places: int, last: bool) -> None:
-        """last: whether the last place alone is asked."""
+        """last: whether only the last position predicts a token."""
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, config.width)
         self.places = nn.Embedding(places, config.width)

@@ -18,7 +18,7 @@ KINDS = {
     "sequence": "AutoModelForSequenceClassification", "next_token": "AutoModelForCausalLM",
     "image": "AutoModelForImageClassification",
 }  # fmt: skip
-"""By the kind of data the class of transformers that makes the model."""
+"""By kind of data, the class of transformers that makes the model."""
 
 
 class HuggingFaceConfig(ModelConfig):
@@ -29,13 +29,14 @@ class HuggingFaceConfig(ModelConfig):
     """Whether weights come from the local cache or the folder, in safetensors' format; otherwise the model is drawn
     from the run's seed, by the configuration of the name. Nothing is downloaded: `hf download NAME` fills the cache."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Of the configuration, such as {num_hidden_layers: 2}. The vocabulary and the number of classes are those of the
-    data."""
+    """Values of the configuration, such as {num_hidden_layers: 2}. The vocabulary and the number of classes are those
+    of
+    the data."""
 
 
 class HuggingFace(Model):
-    """Classifies sequences of tokens, looking at places that are no padding; tells the token behind every place of a
-    text; or classifies images: what the data asks for. Needs transformers (extra `hf`)."""
+    """Classifies sequences of tokens, without attending to padding; or predicts the next token at every position of a
+    text; or classifies images, as the data requires. Needs transformers (extra `hf`)."""
 
     Config: ClassVar[type[Config]] = HuggingFaceConfig
 
@@ -59,10 +60,11 @@ class HuggingFace(Model):
         return self.config.name.partition(":")[2]
 
     def _settings(self, transformers: Any, kind: str, data: DataSpec) -> Any:
-        """The configuration of the model: of the folder or the local cache; without weights to be loaded also that of a
-        type of model."""
+        """Returns the configuration of the model, from the folder, the local cache, or, without pretrained weights,
+        from
+        a type of model."""
         name, given = self._called, {**_of_data(kind, data), **self.config.arguments}
-        if self.config.pretrained:  # its vocabulary and positions are what they are
+        if self.config.pretrained:  # pretrained weights determine the vocabulary and the number of positions
             given = {key: value for key, value in given.items() if key in ("num_labels", *self.config.arguments)}
         types = getattr(transformers, "CONFIG_MAPPING", {})
         try:
@@ -95,7 +97,7 @@ class HuggingFace(Model):
 
 
 class HuggingFaceModule(nn.Module):
-    """Gives the logits alone: [B, C], or [B, T, V] for texts of which every place is asked, or its last one [B, V]."""
+    """Returns only the logits: [B, C]; or [B, T, V] for texts, or [B, V] if only the last position predicts a token."""
 
     def __init__(self, model: nn.Module, kind: str, data: DataSpec) -> None:
         super().__init__()
@@ -123,7 +125,10 @@ def _kind(name: str, data: DataSpec) -> str:
 
 
 def _of_data(kind: str, data: DataSpec) -> dict[str, Any]:
-    """What the data decides of the configuration. Caches of keys are for generating texts, which training does not."""
+    """Returns the parts of the configuration that the data determines.
+
+    The key cache is turned off, because it is for generating texts and not for training.
+    """
     if kind == "image":
         channels, height, width = data.input_shape
         return {"num_labels": data.num_classes, "num_channels": channels, "image_size": max(height, width)}
@@ -132,7 +137,7 @@ def _of_data(kind: str, data: DataSpec) -> dict[str, Any]:
         found["num_labels"] = data.num_classes
     if data.padding is not None:
         found["pad_token_id"] = data.padding
-    # Tokens of their own that a type of model has by default may be beyond the data's vocabulary
+    # The default special tokens of a type of model may be beyond the data's vocabulary
     return {**found, "bos_token_id": None, "eos_token_id": None}
 
 

@@ -29,7 +29,7 @@ class Lenet(Model):
 
     def make(self, data: DataSpec) -> nn.Module:
         channels, height, width = image_shape("lenet", data, 16 if self.config.variant == "caffe" else 12)
-        # lenet5 was made for 32x32: two pixels of padding make 28x28 so.
+        # lenet5 was made for 32x32 images: two pixels of padding have the same effect on 28x28.
         first, second, padding = (6, 16, 2) if self.config.variant == "lenet5" else (20, 50, 0)
         rows, columns = (((side + 2 * padding - 4) // 2 - 4) // 2 for side in (height, width))
         pixels = second * rows * columns

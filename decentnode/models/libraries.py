@@ -1,4 +1,4 @@
-"""What models of other libraries have in common: importing the library, and what it raises."""
+"""Imports other libraries' models and maps their errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decentnode.errors import UsageError, told
 
 
 def library(module: str, model: str, extra: str = "") -> Any:
-    """The module of a library. Raises UsageError, naming the model, where it is not installed or cannot be imported."""
+    """Imports and returns a library's module. Raises UsageError, naming the model, if it cannot be imported."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -21,12 +21,12 @@ def library(module: str, model: str, extra: str = "") -> Any:
             raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
         install = f"'decentnode[{extra}]' has it" if extra else package
         raise UsageError(f"model {model} needs {package}, which is not installed; pip install {install}") from error
-    except Exception as error:  # torchvision beside another build of torch raises RuntimeError
+    except Exception as error:  # torchvision raises RuntimeError with another build of torch than its own
         raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
 
 
 def called(model: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` returns. Raises UsageError for whatever the library raises."""
+    """Returns what `make` returns. Raises UsageError for anything that the library raises."""
     try:
         return make()
     except UsageError:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): a frozen model, of which small factors are trained."""
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): the model is frozen, and small factors are trained."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from decentnode.config.component import Settings
 from decentnode.errors import UsageError
 
 FACTORS = ("lora_a", "lora_b")
-"""Names of an adapter's parameters in its layer."""
+"""The names of an adapter's parameters in its layer."""
 MOST_NAMED = 6
-"""Layers that a message names."""
+"""How many layers a message names at most."""
 
 
 class LoraConfig(Settings):
@@ -39,8 +39,9 @@ class LoraConfig(Settings):
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer and its adapter: x W' + bias + alpha / rank (dropout(x) A') B', where ' transposes. Weight and
-    bias keep their names, so that a state_dict of the model without adapters fits."""
+    """A linear layer with its adapter: x W' + bias + alpha / rank (dropout(x) A') B', where ' transposes. Weight and
+    bias
+    keep their names, so that a state_dict of the model without adapters fits."""
 
     lora_a: nn.Parameter  # [rank, inputs]
     lora_b: nn.Parameter  # [outputs, rank]
@@ -54,20 +55,20 @@ class LoraLinear(nn.Linear):
 
     @property
     def draws(self) -> bool:
-        """Whether it draws at random in training."""
+        """Whether it uses random numbers in training (dropout)."""
         return self.lora_dropout > 0
 
     def folded_weight(self) -> Tensor:
-        """[outputs, inputs], a copy: the weight with which a plain layer does the same, dropout apart."""
+        """Returns a copy [outputs, inputs]: the weight of a plain layer with the same outputs in evaluation."""
         return self.weight.detach() + self.lora_scale * (self.lora_b.detach() @ self.lora_a.detach())
 
 
 def add_adapters(module: nn.Module, config: LoraConfig) -> None:
-    """Freeze the module and give its linear layers adapters, in place; at first they change no output. A is drawn from
-    torch's global generator, B is zero.
+    """Freezes the module and adds adapters to its linear layers, in place, without changing the outputs at first. A is
+    drawn from torch's global generator, B is zero.
 
-    Layers whose code reads the weight itself (those inside `nn.MultiheadAttention`) and layers whose weight belongs to
-    another module, too, are left out. Raises UsageError where a pattern finds nothing.
+    Layers whose weight is read directly (those inside `nn.MultiheadAttention`) or shared with another module are left
+    out. Raises UsageError if a pattern matches nothing.
     """
     layers = dict(_plain_layers(module))
     chosen = {name: layer for name, layer in layers.items() if _matches(name, config.targets)}
@@ -87,14 +88,14 @@ def add_adapters(module: nn.Module, config: LoraConfig) -> None:
         _adapt(layer, config)
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer):
-            # Its fused path for evaluation reads weights without calling layers, unless one of them has a hook
+            # Its fused path for evaluation reads weights without calling the layers, unless one of them has a hook
             for layer in (each for each in part.modules() if isinstance(each, LoraLinear)):
                 layer.register_forward_pre_hook(_nothing)
 
 
 def folded(module: nn.Module) -> dict[str, Tensor]:
-    """The state_dict of the module without adapters that gives the same outputs in evaluation: every adapter is added
-    to its weight."""
+    """Returns the state_dict of a module without adapters that has the same outputs in evaluation, by adding each
+    adapter to its weight."""
     found = {name: value for name, value in module.state_dict().items() if name.rpartition(".")[2] not in FACTORS}
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLinear):
@@ -103,13 +104,13 @@ def folded(module: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_names(module: nn.Module) -> set[str]:
-    """Names of the adapters' parameters in the state_dict."""
+    """Returns the names of the adapters' parameters in the state_dict."""
     return {f"{name}.{factor}".lstrip(".") for name, layer in module.named_modules() if isinstance(layer, LoraLinear)
             for factor in FACTORS}  # fmt: skip
 
 
 def _plain_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers whose weight nobody else uses."""
+    """Yields the linear layers whose weight is not shared with another module, by name."""
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     for name, part in module.named_modules():
         if type(part) is nn.Linear and uses[id(part.weight)] == 1:
@@ -117,7 +118,7 @@ def _plain_layers(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
-    """Makes the layer a LoraLinear: the object stays, whoever holds it."""
+    """Turns the layer into a LoraLinear in place, because other objects may refer to it."""
     layer.__class__ = LoraLinear
     assert isinstance(layer, LoraLinear)
     weight = layer.weight
@@ -128,7 +129,7 @@ def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
 
 
 def _nothing(module: nn.Module, inputs: Any) -> None:
-    """A hook whose presence is its effect."""
+    """Does nothing; the hook only needs to be registered."""
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

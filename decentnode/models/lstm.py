@@ -25,8 +25,8 @@ class LstmConfig(ModelConfig):
 
 
 class Lstm(Model):
-    """A linear layer looks at the state of each place, which knows what stands before. Rows may be of any length; where
-    the target is one token behind the row alone, the last place tells it."""
+    """A linear layer maps the state at each position, which depends on the tokens up to it. Rows may be of any length;
+    if the target is only the token that follows the row, the last position predicts it."""
 
     Config: ClassVar[type[Config]] = LstmConfig
 
@@ -38,10 +38,10 @@ class Lstm(Model):
 
 
 class LstmModule(nn.Module):
-    """Maps tokens [B, T] to a value per token of the vocabulary: [B, V], or [B, T, V]."""
+    """Maps tokens [B, T] to a logit per token of the vocabulary: [B, V], or [B, T, V]."""
 
     def __init__(self, config: LstmConfig, vocabulary: int, last: bool) -> None:
-        """last: whether the last place alone is asked; then all rows have one length."""
+        """last: whether only the last position predicts a token; then all rows have one length."""
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, config.embedding)
         self.lstm = nn.LSTM(config.embedding, config.hidden, config.layers, batch_first=True, dropout=config.dropout)

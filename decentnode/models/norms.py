@@ -9,12 +9,14 @@ from torch import nn
 from decentnode.errors import UsageError
 
 Norm = Literal["batch", "group", "none"]
-"""What follows a convolution. Batch normalization has running statistics, which `node.buffers` says how to treat."""
+"""The normalization after a convolution. Batch normalization has running statistics, which `node.buffers` handles."""
 
 
 def make_norm(norm: Norm, channels: int, groups: int, *, zero: bool = False) -> nn.Module:
-    """Returns the layer for [B, channels, H, W]. zero: its scale starts at zero, and its outputs with it. Raises
-    UsageError when groups do not divide the channels."""
+    """Returns the layer for [B, channels, H, W]. Raises UsageError if the groups do not divide the channels.
+
+    zero: initialize its scale, and so its outputs, to zero.
+    """
     if norm == "none":
         return nn.Identity()
     if norm == "group" and channels % groups:
@@ -26,8 +28,9 @@ def make_norm(norm: Norm, channels: int, groups: int, *, zero: bool = False) -> 
 
 
 def he_normal(module: nn.Module) -> nn.Module:
-    """Draws the weights of convolutions anew, from a normal of variance 2 / fan-out, their biases zero (He et al. 2015,
-    arXiv 1502.01852), with which signals keep their size through many layers. Returns the module."""
+    """Initializes the weights of convolutions from a normal distribution of variance 2 / fan-out, and their biases to
+    zero (He et al. 2015, arXiv 1502.01852), so that signals keep their magnitude through many layers. Returns the
+    module."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

@@ -15,12 +15,12 @@ from decentnode.samples import FACTS, DataSpec
 
 
 class OwnModel(Model):
-    """Makes modules of a class that knows nothing of decentnode. Its constructor gets the remaining keys, and what is
-    known of the data under the names input_shape, num_classes, vocabulary, users and items, where it takes them."""
+    """Makes modules of a user's class that need not know decentnode. Its constructor gets the remaining keys and, if it
+    takes arguments of these names, the input_shape, num_classes, vocabulary, users and items of the data."""
 
     Config: ClassVar[type[component.Config]] = ModelConfig
     of: ClassVar[type[nn.Module]]
-    """The class of the module."""
+    """The class of the modules."""
 
     def __init__(self, config: component.Config) -> None:
         self.config = config
@@ -37,7 +37,7 @@ class OwnModel(Model):
                 raise UsageError(f"{name} must be given: {made.__name__} needs it, but this data has none")
         try:
             module: nn.Module = made(**given)
-        except Exception as error:  # a constructor of the user's own may raise anything
+        except Exception as error:  # a user's own constructor may raise anything
             written = ", ".join(f"{key}={value!r}" for key, value in given.items())
             raise UsageError(f"making {made.__name__}({written}) raised {told(error)}") from error
         return module
@@ -45,7 +45,7 @@ class OwnModel(Model):
 
 @functools.cache
 def adapted(chosen: type[Any]) -> type[Model] | None:
-    """The model that makes modules of a class; None of a class that is no module."""
+    """Returns the model that makes modules of a class; None if the class is not a module."""
     if not issubclass(chosen, nn.Module):
         return None
     filled = FACTS & parameters_of(chosen).keys()

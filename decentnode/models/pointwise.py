@@ -1,4 +1,4 @@
-"""Keeps the gradients of strided 1x1 convolutions within their memory on a CPU."""
+"""Works around a memory error of oneDNN in the gradients of strided 1x1 convolutions on a CPU."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 from torch import Tensor, nn
 
 ONEDNN_CHANNELS = 16
-"""From so many channels on, oneDNN's workspace is large enough: its block of channels, which is 8 without AVX-512."""
+"""From this many channels on, oneDNN's workspace is large enough: its block of channels, which is 8 without AVX-512."""
 
 
 def thin_inputs(module: nn.Module) -> nn.Module:
-    """Lets every 1x1 convolution of few channels that skips pixels get those alone that it uses, and skip none itself:
-    the same function of the same parameters. Returns the module.
+    """Makes every strided 1x1 convolution of few channels subsample its input before it, and have stride 1 itself,
+    which is the same function of the same parameters. Returns the module.
 
-    Where images lie in memory with their channels last (`training.channels_last`, torch.compile on a CPU, models that
-    lay them out so), oneDNN up to 3.14 writes behind the end of its workspace for the gradient of such a convolution's
-    weights (https://github.com/uxlfoundation/oneDNN/issues/6035). A resnet of 4 channels died in its first steps:
-    "corrupted double-linked list", "free(): invalid size", or SIGSEGV.
+    If images have their channels last in memory (`training.channels_last`, torch.compile on a CPU, models that convert
+    them), oneDNN up to 3.14 writes past the end of its workspace for the gradient of such a convolution's weights
+    (https://github.com/uxlfoundation/oneDNN/issues/6035). A resnet of 4 channels crashed in its first steps: "corrupted
+    double-linked list", "free(): invalid size", or SIGSEGV.
     """
     for part in module.modules():
-        if type(part) is nn.Conv2d and _is_affected(part):  # a subclass may read its stride, or the input's size
+        if type(part) is nn.Conv2d and _is_affected(part):  # subclasses may use their stride, or the input's size
             part.register_forward_pre_hook(partial(_thinned, part.stride), with_kwargs=True)
             part.stride = (1, 1)
     return module

@@ -15,23 +15,24 @@ from decentnode.models.norms import Norm, he_normal, make_norm
 from decentnode.samples import DataSpec
 
 STAGES, FIRST, EXPANSION = 3, 16, 4
-"""Stages, channels of the first convolution, and how many times its channels a bottleneck gives."""
+"""The number of stages, the channels of the first convolution, and the factor from a bottleneck's channels to its
+outputs."""
 
 
 class PyramidnetConfig(ModelConfig):
     name: str = "pyramidnet"
     depth: int = Field(110, ge=8)
-    """Layers with weights: 6 n + 2, or 9 n + 2 of bottlenecks."""
+    """Number of layers with weights: 6 n + 2, or 9 n + 2 with bottlenecks."""
     alpha: int = Field(48, ge=0)
-    """How many channels the last block has more than the first convolution's 16: every block adds its part, to the next
-    whole number, as the authors' code has it and not the next lower one, as the paper. 48, 84 and
-    270 are the paper's; of depth 110 they make 1,772,706, 3,904,446 and 28,485,477 parameters on 3x32x32 and 10
+    """How many more channels the last block has than the first convolution, which has 16. The channels grow by the same
+    amount in every block, rounded to the nearest integer as in the authors' code, not down as in the paper. 48, 84 and
+    270 are the paper's; at depth 110 they make 1,772,706, 3,904,446 and 28,485,477 parameters on 3x32x32 and 10
     classes."""
     bottleneck: bool = False
-    """Whether blocks are a 1x1, a 3x3 and a 1x1 convolution that gives four times their channels, for depths such as
+    """Whether blocks consist of a 1x1, a 3x3 and a 1x1 convolution with four times as many outputs, for depths such as
     164, 200 and 272."""
     norm: Norm = "batch"
-    """Before and behind the convolutions of a block."""
+    """Normalization before and after the convolutions of a block."""
     groups: int = Field(1, ge=1)
     """Groups of norm: group, a divisor of all widths."""
 
@@ -44,7 +45,7 @@ class PyramidnetConfig(ModelConfig):
 
     @property
     def blocks(self) -> int:
-        """In each stage."""
+        """The number of blocks in each stage."""
         return (self.depth - 2) // (9 if self.bottleneck else 6)
 
 
@@ -74,15 +75,15 @@ class Pyramidnet(Model):
 
 
 class PyramidBlock(nn.Module):
-    """x -> x, with zeros as its new channels, + convolutions of x: a norm before each and behind the last, ReLU between
-    them (figure 6 d of the paper)."""
+    """x -> shortcut + convolutions of x, with a norm before each convolution and after the last, and ReLU between them
+    (figure 6 d of the paper). The shortcut is x with zeros as new channels."""
 
     def __init__(self, inputs: int, width: int, stride: int, config: PyramidnetConfig) -> None:
         super().__init__()
         self._stride = stride
         outputs = width * (EXPANSION if config.bottleneck else 1)
         self._more = outputs - inputs
-        # The first convolution of basic blocks, and the 3x3 one of bottlenecks, skips pixels.
+        # The first convolution of basic blocks and the 3x3 one of bottlenecks have the stride.
         shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)] if config.bottleneck else [
             (inputs, width, 3, stride), (width, outputs, 3, 1)]  # fmt: skip
         layers: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU, whose weights lie in a model's flat tensor."""
+"""Recurrent layers on a GPU, whose weights are part of a model's flat tensor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 WARNING = "RNN module weights are not part of single contiguous chunk of memory"
-"""How torch begins what it says of it, at every place that calls such a layer."""
+"""The beginning of torch's warning, which it issues at every call of such a layer."""
 _told: set[str] = set()
-"""Kinds of layers that the log has named in this process."""
+"""The kinds of layers that were logged in this process."""
 
 
 def expect_copies(module: nn.Module, device: torch.device) -> None:
-    """Says in the log, once in a process and in the place of torch's warnings, that cuDNN copies the weights of
-    recurrent layers before each forward pass.
+    """Logs, once per process and instead of torch's warnings, that cuDNN copies the weights of recurrent layers before
+    each forward pass.
 
-    cuDNN takes weights where they lie only at the very beginning of their memory, all matrices before all biases. So at
-    most one layer of a flat model could be laid out for it; and the order of parameters in it is what nodes send and
-    checkpoints keep, on a CPU and on a GPU alike.
+    cuDNN can use weights in place only at the beginning of their tensor, all matrices before all biases. So at most one
+    layer of a flat model could be laid out for it; and the order of parameters in the flat model is that of messages
+    and checkpoints, and must be the same on CPUs and GPUs.
     """
     if device.type != "cuda":
         return

@@ -23,11 +23,11 @@ SHAPES: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
     152: ((64, 128, 256, 512), (3, 8, 36, 3)),
     **{6 * n + 2: ((16, 32, 64), (n, n, n)) for n in (3, 5, 7, 9, 18)},
 }
-"""Depth -> widths and blocks of the stages; every stage but the first halves the image."""
+"""By depth, the widths and the numbers of blocks of the stages; every stage but the first halves the image."""
 BOTTLENECKS = (50, 101, 152)
-"""Depths whose blocks are bottlenecks."""
+"""The depths whose blocks are bottlenecks."""
 EXPANSION = 4
-"""How many times its width a bottleneck gives channels."""
+"""A bottleneck's outputs have this many times its width as channels."""
 
 
 class ResnetConfig(ModelConfig):
@@ -91,7 +91,7 @@ class Resnet(Model):
 
 
 class ResnetModule(nn.Sequential):
-    """Stem, stages of blocks, average, one linear layer."""
+    """The stem, stages of blocks, average pooling, and one linear layer."""
 
     def __init__(self, config: ResnetConfig, channels: int, num_classes: int) -> None:
         widths, counts = SHAPES[config.depth]
@@ -120,7 +120,7 @@ class BasicBlock(nn.Module):
     """x -> relu(shortcut(x) + two 3x3 convolutions of x)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, config: ResnetConfig, pads: bool) -> None:
-        """pads: whether the shortcut has no parameters."""
+        """pads: whether the shortcut pads with zeros instead of having parameters."""
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = make_norm(config.norm, outputs, config.groups)
@@ -134,11 +134,11 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """x -> relu(shortcut(x) + a 1x1, a 3x3 and a 1x1 convolution of x): the first has fewer channels than x, the last
-    as many again."""
+    """x -> relu(shortcut(x) + a 1x1, a 3x3 and a 1x1 convolution of x). The first convolution reduces the channels to
+    `width`, the last expands them again to EXPANSION * width."""
 
     def __init__(self, inputs: int, width: int, stride: int, config: ResnetConfig, pads: bool) -> None:
-        """pads: whether the shortcut has no parameters."""
+        """pads: whether the shortcut pads with zeros instead of having parameters."""
         super().__init__()
         outputs = EXPANSION * width
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
@@ -156,7 +156,7 @@ class Bottleneck(nn.Module):
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, config: ResnetConfig, pads: bool) -> nn.Module:
-    """What is added to a block's convolutions: the input itself where they keep its shape."""
+    """Returns the module whose output is added to a block's convolutions: the identity if they keep the shape."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     if pads:
@@ -167,7 +167,7 @@ def _shortcut(inputs: int, outputs: int, stride: int, config: ResnetConfig, pads
 
 
 class PaddedShortcut(nn.Module):
-    """Every stride-th pixel; new channels are zeros, half of them before and half behind."""
+    """Every stride-th pixel; the new channels are zeros, half of them before and half after the old ones."""
 
     def __init__(self, stride: int, more: int) -> None:
         super().__init__()

@@ -26,7 +26,8 @@ class TransformerConfig(AttentionConfig):
     activation: Activation = "relu"
     """Activation function between the linear layers."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """Of the embeddings, of what attention looks at and of the sums behind each part of a layer."""
+    """Dropout of the embeddings, of the attention weights, inside the linear layers and of the output of each part of a
+    layer."""
     norm: Literal["before", "after"] = "before"
     """Where a part of a layer is normalized. before: its input; trains without a warm-up of the learning rate (Xiong et
     al. 2020, arXiv 2002.04745). after: the sum of its input and output, as in the paper."""
@@ -36,7 +37,7 @@ class TransformerConfig(AttentionConfig):
 
 
 class Transformer(Model):
-    """Pairs of sequences, such as of `parallel_text`; places are told by sines and cosines."""
+    """Pairs of sequences, such as those of `parallel_text`; positions are encoded by sines and cosines."""
 
     Config: ClassVar[type[Config]] = TransformerConfig
 
@@ -51,8 +52,8 @@ class Transformer(Model):
 
 
 class TransformerModule(nn.Module):
-    """Maps pairs [B, T, 2], tokens of the source and of the target so far, to a value per token of the vocabulary for
-    what the target has next: [B, T, V]."""
+    """Maps pairs [B, T, 2], the tokens of the source and of the target so far, to logits of the target's next tokens,
+    [B, T, V]."""
 
     def __init__(self, config: TransformerConfig, vocabulary: int, padding: int) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class TransformerModule(nn.Module):
         return self._values(x)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the memory [B, S, W] of source tokens [B, S], and which places of it are no padding [B, 1, 1, S]."""
+        """Returns the memory [B, S, W] of source tokens [B, S], and a mask [B, 1, 1, S] that is False at padding."""
         mask = (source != self._padding)[:, None, None]
         x = self._embed(self.embedding, source)
         for layer in self.encoder:
@@ -92,8 +93,10 @@ class TransformerModule(nn.Module):
         return self.encoder_norm(x), mask
 
     def translate(self, source: Tensor, most: int) -> Tensor:
-        """Returns for source tokens [B, S] the likeliest token, one after the other: [B, at most `most`], END and
-        anything behind it where a translation has ended."""
+        """Decodes source tokens [B, S] greedily, always taking the likeliest next token.
+
+        Returns [B, at most `most`]; tokens after the END of a translation are arbitrary.
+        """
         memory, mask = self.encode(source)
         layers = cast("list[DecoderLayer]", list(self.decoder))
         states = [State(layer.attended.keys_and_values(memory)) for layer in layers]
@@ -123,15 +126,15 @@ class TransformerModule(nn.Module):
 
 
 class State:
-    """What a layer of the decoder looks at when it is asked place by place."""
+    """The keys and values that a decoder layer attends to when it decodes one position at a time."""
 
     def __init__(self, memory: tuple[Tensor, Tensor]) -> None:
-        """memory: keys and values of the encoder's."""
+        """memory: keys and values of the encoder's output."""
         self.memory = memory
         self._before: tuple[Tensor, Tensor] | None = None
 
     def with_place(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of the target's places up to x [B, 1, W]."""
+        """Appends x [B, 1, W], and returns keys and values of all target positions so far."""
         new = attention.keys_and_values(x)
         if self._before is not None:
             new = torch.cat([self._before[0], new[0]], 2), torch.cat([self._before[1], new[1]], 2)
@@ -140,7 +143,7 @@ class State:
 
 
 class Layer(nn.Module):
-    """A part of the encoder: attention to the same sequence, and two linear layers."""
+    """An encoder layer: self-attention and two linear layers."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -152,7 +155,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """mask: the places [B, 1, 1, S] of x that are looked at."""
+        """mask: [B, 1, 1, S] bool, the positions of x to attend to."""
         normal = self._entering(self.norm, x)
         x = self._leaving(self.norm, x, self.attention(normal, normal, mask=mask))
         return self._through_linear(x)
@@ -171,7 +174,7 @@ class Layer(nn.Module):
 
 
 class DecoderLayer(Layer):
-    """Also attention to the encoder's memory, between the two; in the sequence it looks at what stands before."""
+    """A decoder layer: causal self-attention, attention to the encoder's memory, and two linear layers."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -179,14 +182,14 @@ class DecoderLayer(Layer):
         self.attended_norm = nn.LayerNorm(config.width)
 
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
-        """mask: of the memory."""
+        """mask: the positions of the memory to attend to."""
         assert memory is not None
         normal = self._entering(self.norm, x)
         x = self._leaving(self.norm, x, self.attention(normal, normal, causal=True))
         return self._through_rest(x, self.attended.keys_and_values(memory), mask)
 
     def next(self, x: Tensor, state: State, mask: Tensor) -> Tensor:
-        """As `forward`, of one more place [B, 1, W]."""
+        """Computes `forward` for one more position, x [B, 1, W]."""
         normal = self._entering(self.norm, x)
         x = self._leaving(self.norm, x, self.attention.look(normal, state.with_place(self.attention, normal)))
         return self._through_rest(x, state.memory, mask)

@@ -15,7 +15,7 @@ from decentnode.samples import DataSpec
 STAGES: dict[int, tuple[int, ...]] = {
     11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4),
 }
-"""Depth -> convolutions before each of the five poolings."""
+"""By depth, the number of convolutions before each of the five poolings."""
 WIDTHS = (64, 128, 256, 512, 512)
 
 
@@ -25,7 +25,7 @@ class VggConfig(ModelConfig):
     """Layers with weights: 9,756,426 parameters at 11 and 15,253,578 at 16, with norm: batch or group, 3x32x32 and 10
     classes."""
     norm: Norm = "batch"
-    """Behind every convolution; none is the first version's."""
+    """Normalization after every convolution; none is the first version's."""
     groups: int = Field(2, ge=1)
     """Groups of norm: group."""
     dropout: float = Field(0.5, ge=0, lt=1)

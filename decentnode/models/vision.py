@@ -18,10 +18,10 @@ from decentnode.samples import DataSpec
 from decentnode.system import hub_offline
 
 AUXILIARY = {"googlenet": 0.3, "inception_v3": 0.4}
-"""Models of torchvision that have outputs beside those of their last layer in training, and by how much their losses
-count: Szegedy et al. 2015, arXiv 1409.4842, section 5; TensorFlow's slim, whose weights torchvision's are."""
+"""Models of torchvision with auxiliary outputs in training, and the weights of their losses: Szegedy et al. 2015, arXiv
+1409.4842, section 5; and TensorFlow's slim, from which torchvision has its pretrained weights."""
 OLDER_KEY = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.([12]\.)")
-"""Of the layers of DenseNet in its files, which are older than its classes."""
+"""Names of DenseNet's layers in weight files, which are older than torchvision's classes."""
 
 class VisionConfig(ModelConfig):
     pretrained: bool = False
@@ -83,13 +83,13 @@ class Torchvision(Model):
             raise UsageError(f"model {name} needs images of 3 channels, got {channels}")
         models: Any = library("torchvision.models", name)
         chosen = name.partition(":")[2]
-        known = models.list_models(models)  # others, such as those that mark pixels, may fetch a part of theirs
+        known = models.list_models(models)  # only classifiers: others (segmentation...) may download a backbone
         if chosen not in known:
             near = ", ".join(each for each in known if chosen in each)
             raise UsageError(f"torchvision has no model {chosen!r} that classifies images"
                              + (f"; it has {near}" if near else ""))  # fmt: skip
         given = config.arguments
-        if chosen in AUXILIARY:  # as torchvision has them with its weights, and without a warning of what may change
+        if chosen in AUXILIARY:  # as for torchvision's pretrained weights, and to avoid a warning about defaults
             given = {"transform_input": config.pretrained, "init_weights": True, **given}
         module = called(name, lambda: models.get_model(chosen, weights=None, num_classes=outputs, **given))
         if chosen in AUXILIARY:
@@ -100,8 +100,10 @@ class Torchvision(Model):
 
 
 def _load_pretrained(module: nn.Module, weights: Any, name: str, outputs: int) -> None:
-    """Copies the library's default weights from its local cache, but for those of layers that name the classes, where
-    there are others. Raises UsageError."""
+    """Copies the library's default weights from its local cache, except for layers with another number of classes.
+
+    Raises UsageError if the weights are missing, unreadable or do not fit.
+    """
     url: str = weights.DEFAULT.url
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     try:
@@ -115,7 +117,7 @@ def _load_pretrained(module: nn.Module, weights: Any, name: str, outputs: int) -
     fitting = {key: value for key, value in found.items() if key in own and own[key].shape == value.shape}
     of_classes = {key for key in found.keys() & own.keys() - fitting.keys()
                   if own[key].shape[0] == outputs and own[key].shape[1:] == found[key].shape[1:]}  # fmt: skip
-    # torch knows what older files need not have: they count no batches of a norm
+    # load_state_dict does not report missing num_batches_tracked of norms, which older files do not have
     missing = set(module.load_state_dict(fitting, strict=False).missing_keys) - of_classes
     if missing:
         layers = sorted({key.rpartition(".")[0] or key for key in missing})

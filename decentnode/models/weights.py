@@ -1,4 +1,4 @@
-"""Weights to start from: a .safetensors file with the state_dict of a module; adapters need not be in it."""
+"""Loads initial weights from a .safetensors file with the state_dict of a module; adapters may be missing from it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from decentnode.errors import UsageError
 from decentnode.models.lora import adapter_names
 
 MOST_NAMED = 4
-"""Tensors that a message names."""
+"""How many tensors a message names at most."""
 
 
 def check_weights(module: nn.Module, path: Path) -> None:
-    """Raises UsageError unless the file has a tensor of the right shape for every one of the module, and no other. The
-    module may be on the meta device; no value is read."""
+    """Raises UsageError unless the file has exactly the tensors of the module, with the right shapes. The module may be
+    on the meta device; no value is read."""
     expected = {name: tuple(value.shape) for name, value in module.state_dict().items()}
     adapters = adapter_names(module)
     try:
@@ -25,7 +25,7 @@ def check_weights(module: nn.Module, path: Path) -> None:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UsageError(f"init must be a .safetensors file, {path} is not: {error}") from error
-    if not adapters & found.keys():  # of the model before it had any
+    if not adapters & found.keys():  # weights of the model before it had adapters
         expected = {name: shape for name, shape in expected.items() if name not in adapters}
     wrong = [f"{name} is {list(found[name])} instead of {list(shape)}" for name, shape in expected.items()
              if name in found and found[name] != shape]  # fmt: skip
@@ -37,7 +37,7 @@ def check_weights(module: nn.Module, path: Path) -> None:
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
-    """Copy the values of the file into the module, in place. Raises UsageError as `check_weights` does."""
+    """Copies the values in the file into the module, in place. Raises UsageError as `check_weights` does."""
     check_weights(module, path)
     with safe_open(path, "pt") as file, torch.no_grad():
         names = set(file.keys())

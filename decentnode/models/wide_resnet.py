@@ -18,12 +18,12 @@ from decentnode.samples import DataSpec
 class WideResnetConfig(ModelConfig):
     name: str = "wide_resnet"
     depth: int = Field(28, ge=10)
-    """6 n + 4: layers with weights."""
+    """Number of layers with weights: 6 n + 4."""
     widen: int = Field(10, ge=1)
-    """Times the 16, 32 and 64 channels of the narrow net. WRN-28-10 has 36,479,194 parameters on 3x32x32 and 10
+    """Factor on the 16, 32 and 64 channels of the narrow net. WRN-28-10 has 36,479,194 parameters on 3x32x32 and 10
     classes, WRN-16-4 has 2,748,890."""
     norm: Norm = "batch"
-    """Before every convolution."""
+    """Normalization before every convolution."""
     groups: int = Field(2, ge=1)
     """Groups of norm: group."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -60,7 +60,7 @@ class WideResnet(Model):
 
 
 class WideBlock(nn.Module):
-    """Norm and ReLU before each of two 3x3 convolutions; a 1x1 convolution around them where the shape changes."""
+    """Norm and ReLU before each of two 3x3 convolutions; a 1x1 convolution as the shortcut if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, config: WideResnetConfig) -> None:
         super().__init__()
@@ -75,5 +75,5 @@ class WideBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         ready = functional.relu(self.norm1(x))
         inner = self.conv2(self.dropout(functional.relu(self.norm2(self.conv1(ready)))))
-        # Where the shape changes, the shortcut too begins behind the norm.
+        # If the shape changes, the shortcut starts after the norm, too.
         return inner + (x if self.shortcut is None else self.shortcut(ready))

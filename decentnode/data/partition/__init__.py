@@ -1,4 +1,4 @@
-"""Partitions: who gets which training samples."""
+"""Partitions: which node gets which training samples."""
 
 from __future__ import annotations
 

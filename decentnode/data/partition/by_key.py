@@ -63,7 +63,7 @@ class ByKey(Partition):
         return dealt([np.flatnonzero(assigned == uid) for uid in range(num_nodes)], "use fewer nodes")
 
     def _nodes(self, order: np.ndarray, sizes: np.ndarray, num_nodes: int) -> np.ndarray:
-        """Returns the node of every key [K]; -1 for those that are left out."""
+        """Returns the node of every key, [K]; -1 for keys that are left out."""
         node_of = np.full(len(order), -1, dtype=np.int64)
         if self.config.keys_per_node is not None:
             order = order[: num_nodes * self.config.keys_per_node]

@@ -1,4 +1,4 @@
-"""What every partition checks before and after dealing."""
+"""Checks that every partition makes before and after dividing the samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from decentnode.errors import DataError
 
 
 def require_samples(num_samples: int, num_nodes: int) -> None:
-    """Raises DataError when there cannot be one sample for every node."""
+    """Raises DataError if there are fewer samples than nodes."""
     if num_nodes < 1:
         raise DataError(f"num_nodes must be at least 1, got {num_nodes}")
     if num_samples < num_nodes:
@@ -21,7 +21,7 @@ def require_samples(num_samples: int, num_nodes: int) -> None:
 
 
 def dealt(parts: Sequence[np.ndarray], remedy: str) -> list[np.ndarray]:
-    """The parts, each sorted int64. Raises DataError naming the first node without a sample and the remedy."""
+    """Returns the parts, each sorted int64. Raises DataError naming the first node without a sample and the remedy."""
     for uid, part in enumerate(parts):
         if len(part) == 0:
             raise DataError(f"node {uid} would get no training sample; {remedy}")

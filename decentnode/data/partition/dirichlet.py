@@ -72,7 +72,7 @@ class Dirichlet(Partition):
         return dealt([np.concatenate(part) for part in parts], "raise partition.alpha")
 
     def _counts(self, sizes: np.ndarray, num_nodes: int, generator: np.random.Generator) -> np.ndarray:
-        """[C, n] samples of each class for each node; row c sums to sizes[c]."""
+        """Returns [C, n], the number of samples of each class for each node; row c sums to sizes[c]."""
         counts = np.zeros((len(sizes), num_nodes), dtype=np.int64)
         held = np.zeros(num_nodes, dtype=np.int64)
         full = sizes.sum() / num_nodes if self.config.balanced else np.inf

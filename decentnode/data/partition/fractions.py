@@ -46,7 +46,7 @@ class Fractions(Partition):
         ends = np.cumsum(fractions)
         if ends[-1] > 1 + 1e-6:
             raise DataError(f"partition.fractions must add up to at most 1, got {ends[-1]:g}")
-        # Rounded ends, not rounded sizes, so that parts that add up to 1 leave no sample out.
+        # The ends are rounded, not the sizes, so that parts that add up to 1 leave no sample out.
         stops = np.minimum(np.round(ends * len(order)).astype(np.int64), len(order))
         parts = np.split(order[: stops[-1]], stops[:-1])
         return dealt(parts, "its fraction is too small: raise it in partition.fractions")

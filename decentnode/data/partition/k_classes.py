@@ -45,7 +45,7 @@ class KClasses(Partition):
         holders: list[list[int]] = [[] for _ in present]
         held = np.zeros(len(present), dtype=np.int64)
         for uid in range(num_nodes):
-            # The least-held classes first, ties at random: balanced, and every node's classes are distinct.
+            # The classes with the fewest holders first, ties at random: balanced, and a node's classes are distinct.
             for c in np.lexsort((generator.random(len(present)), held))[:each]:
                 holders[c].append(uid)
                 held[c] += 1
