@@ -156,6 +156,6 @@ def tell_changes(experiment: Experiment, seen: Mapping[str, Any]) -> None:
             now = now.get(part) if isinstance(now, dict) else None
         if key in experiment.derived and before is not None and not isinstance(before, dict) and now != before:
             logger.warning(
-                "%s is derived: %s now, where %s shows %s; --set %s=%s would give it that value",
+                "%s is derived: %s now, where %s shows %s; use --set %s=%s to set that value",
                 key, now, experiment.source, before, key, before,
             )  # fmt: skip

@@ -195,8 +195,8 @@ class History:
     ) -> None:
         """Records that the node is a member of a generation in force.
 
-        name: the generation's number and origin. fresh: members that start anew. stopping: the run was asked to stop.
-        merging: the generation merges sides of a partitioned network.
+        name: the generation's number and origin. fresh: members without a model of their own. stopping: the run was
+        asked to stop. merging: the generation merges sides of a partitioned network.
         """
         number, origin = name
         self._tell("entered", {

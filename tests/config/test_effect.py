@@ -84,7 +84,7 @@ def test_weights_that_a_rule_with_servers_does_not_read_are_a_warning(write: Any
 @pytest.mark.parametrize("schedule", ["epidemic", "ad_psgd"])
 def test_only_rules_that_would_do_are_named(write: Any, schedule: str) -> None:
     told = said(write(f"{BASE}sharing: {{name: choco}}\nnode: {{schedule: {schedule}}}\n"))
-    assert "; sharing: full would do, or schedule: sequential" in told
+    assert "; use sharing: full, or schedule: sequential" in told
 
 
 def test_a_rule_whose_direction_nobody_would_ask_for_is_refused(write: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_rule_whose_hooks_an_overlapped_schedule_does_not_call_is_refused(writ
           f"{name}.py")  # fmt: skip
     path = write(f'{BASE}sharing: {{name: "{name}:Deaf"}}\nnode: {{schedule: overlapped}}\n')
     told = said(path)
-    assert f"node.schedule: {name}:Deaf has a method {hook}, which overlapped does not call; schedule: sequ" in told
+    assert f"node.schedule: {name}:Deaf has a method {hook}, which overlapped does not call; use schedule: sequ" in told
     load(path, ["node.schedule=sequential"], {})
     for other in ("Both", "Kept"):
         load(path, [f"sharing={{name: '{name}:{other}'}}"], {})

@@ -219,7 +219,7 @@ def refusal(case: Case) -> str:
     return ""
 
 
-SENTENCE = re.compile(r"must be|needs |works with schedule: sequential|cannot recover .+ would do|is not a known key")
+SENTENCE = re.compile(r"must be|needs |works with schedule: sequential|cannot recover .+ use |is not a known key")
 
 
 def check_refusal(text: str) -> None:

@@ -31,7 +31,7 @@ def test_the_smallest_eigenvalue_decides(name: str, tmp_path: Path, caplog: pyte
     heavy = np.roll(np.eye(8), 1, 0) / 2 + np.roll(np.eye(8), -1, 0) / 2  # eigenvalues cos(2 pi k / 8)
     np.savetxt(tmp_path / "heavy.txt", heavy)
     sets += ["graph={name: ring, nodes: 8}", f"weights={{name: file, path: {tmp_path}/heavy.txt}}"]
-    with pytest.raises(ConfigError, match=r"eigenvalues below -0.333, the smallest is -1.000; weights: .*lazy: true"):
+    with pytest.raises(ConfigError, match=r"eigenvalues below -0.333, the smallest is -1.000; use .*lazy: true"):
         load(ROOT / "configs" / "quickstart.yaml", sets)
     assert ConfigError.exit_code == 2
 

@@ -262,11 +262,11 @@ EIGHT = ("mapping={machines: 1, nodes_per_machine: 8}", f"sharing={PAIRS}")
 def test_what_does_not_suit_is_refused_with_advice() -> None:
     assert (
         "sharing: hierarchical needs a graph that treats all nodes of a group alike, but nodes 0 and 1 of one group "
-        "give weights 0.000 and 0.333 to nodes 2, 3 in round 0; {name: grouped, nodes: 8, between: {name: ring, "
-        "nodes: 4}} would do"
+        "give weights 0.000 and 0.333 to nodes 2, 3 in round 0; use {name: grouped, nodes: 8, between: {name: "
+        "ring, nodes: 4}}"
     ) in said("graph={name: ring, nodes: 8}", *EIGHT)
     shuffled = "sharing.groups=[[1,0],[2,3],[4,5],[6,7]]"
-    assert "{name: complete, nodes: 8} would do" in said("graph={name: ring, nodes: 8}", *EIGHT, shuffled)
+    assert "; use {name: complete, nodes: 8}" in said("graph={name: ring, nodes: 8}", *EIGHT, shuffled)
     unequal = "sharing={name: hierarchical, groups: [[0,1,2],[3,4]]}"
     assert "sharing.groups must have one size, got 2 (nodes 3, 4) and 3 (nodes 0, 1, 2)" in said(
         "graph={name: complete, nodes: 5}", "mapping={machines: 1, nodes_per_machine: 5}", unequal)  # fmt: skip

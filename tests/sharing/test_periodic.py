@@ -130,13 +130,13 @@ def test_who_never_hears_of_others_is_told_with_a_setting_that_would_do() -> Non
     third = "sharing={name: 'tests.sharing.test_periodic:EveryThird'}"
     said = refusal(third, "graph={name: one_peer_exponential, nodes: 8}")
     assert "joins all nodes over the rounds in which it exchanges, node 0 never hears of node 1" in said
-    assert "graph: {name: ring, nodes: 8} would do" in said
+    assert "; use graph: {name: ring, nodes: 8}" in said
     load(ROOT / "configs" / "quickstart.yaml",
          [third, "graph={name: ring, nodes: 8}", "mapping.nodes_per_machine=8"])  # fmt: skip
     load(ROOT / "configs" / "quickstart.yaml",
          [third, "graph={name: alternating_ring, nodes: 8}", "mapping.nodes_per_machine=8"])  # fmt: skip
     said = refusal("sharing={name: 'tests.sharing.test_periodic:Never'}", "graph={name: ring, nodes: 8}")
-    assert "sharing: {name: full} on a connected graph would do" in said
+    assert "; use sharing: {name: full} on a connected graph" in said
 
 
 @pytest.mark.parametrize("name", ["full", "gradient_tracking", "choco", "local_sgd"])
@@ -145,7 +145,7 @@ def test_weights_in_two_parts_are_refused_for_every_rule_that_mixes_by_them(name
     np.savetxt(tmp_path / "w.txt", np.kron(np.eye(2), np.full((4, 4), 0.25)))
     sets = ["graph={name: complete, nodes: 8}", f"weights={{name: file, path: {tmp_path}/w.txt}}"]
     said = refusal(f"sharing={{name: {name}}}", *sets)
-    assert "node 0 never hears of node 4; graph: {name: ring, nodes: 8} would do" in said
+    assert "node 0 never hears of node 4; use graph: {name: ring, nodes: 8}" in said
     load(ROOT / "configs" / "quickstart.yaml", ["mapping.nodes_per_machine=8", "sharing={name: push_sum}", *sets])
 
 

@@ -39,10 +39,10 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
     if not SCHEDULES[name].asynchronous:
         return
     if not vars(load_class(sharing.name, SHARINGS, "sharing")).get("ASYNCHRONOUS", False):
-        would_do = "full or push_sum" if name == "gossip_async" else "full"
+        suitable = "full or push_sum" if name == "gossip_async" else "full"
         yield Problem(("node", "schedule"), f": {sharing.name} needs its neighbors' payloads of the same round, got "
-                                            f"{name}, in which nodes are in different rounds; sharing: {would_do} "
-                                            "would do, or schedule: sequential",
+                                            f"{name}, in which nodes are in different rounds; use sharing: "
+                                            f"{suitable}, or schedule: sequential",
                       other=("sharing",))  # fmt: skip
     elif getattr(sharing, "compression", None) is not None and sharing.name == "push_sum":
         yield Problem(("sharing", "compression"), f": running sums must arrive unchanged, got a codec with {name}; "
@@ -50,8 +50,8 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
     if name == "ad_psgd":
         yield from _pairs(experiment)
     if experiment.parameters is not None:
-        yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or schedule: "
-                      "sequential would do", other=("node", "schedule"))  # fmt: skip
+        yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or use "
+                      "schedule: sequential", other=("node", "schedule"))  # fmt: skip
     for path, why in REASONS.items():
         section: Any = node
         for key in path:
@@ -130,11 +130,11 @@ def _pairs(experiment: Experiment) -> Iterator[Problem]:
     if sharing.name == "push_sum" or getattr(sharing, "compression", None) is not None:
         what = "push_sum" if sharing.name == "push_sum" else "a codec"
         yield Problem(("sharing",), f": two nodes of ad_psgd average their plain models, got {what}; "
-                      "sharing: full without compression would do", other=("node", "schedule"))  # fmt: skip
+                      "use sharing: full without compression", other=("node", "schedule"))  # fmt: skip
     if graph is not None and (graph.directed or graph.period != 1):
         what = "a directed one" if graph.directed else "one that changes over the rounds"
         yield Problem(("graph",), f": ad_psgd needs an undirected graph with the same edges in all rounds, got {what}; "
-                      "{name: ring} or {name: regular} would do", other=("node", "schedule"))  # fmt: skip
+                      "use {name: ring} or {name: regular}", other=("node", "schedule"))  # fmt: skip
 
 
 def _transport(experiment: Experiment) -> Iterator[Problem]:
@@ -147,5 +147,5 @@ def _transport(experiment: Experiment) -> Iterator[Problem]:
     why = "cliques of torch.distributed match payloads by their rounds" if has_cliques else \
         f"{config.name} does not accept unexpected payloads"  # fmt: skip
     key = "cliques" if getattr(config, "cliques", None) else "name"
-    yield Problem(("communication", key), f": {why}, got schedule {experiment.node.schedule}; auto, zeromq, "
-                  "shared_memory and inproc would do", other=("node", "schedule"))  # fmt: skip
+    yield Problem(("communication", key), f": {why}, got schedule {experiment.node.schedule}; use auto, zeromq, "
+                  "shared_memory or inproc", other=("node", "schedule"))  # fmt: skip

@@ -31,8 +31,8 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; set gossip_every, for "
                                     "example to 1", other=("graph",))  # fmt: skip
     if not several and config.gossip_every is not None:
-        yield Problem(("sharing", "gossip_every"), f": needs several servers, got one; graph: {{name: star, nodes: "
-                      f"{graph.num_nodes}, servers: {{name: ring, nodes: 2}}}} would do", other=("graph",))  # fmt: skip
+        yield Problem(("sharing", "gossip_every"), f": needs several servers, got one; use graph: {{name: star, nodes: "
+                      f"{graph.num_nodes}, servers: {{name: ring, nodes: 2}}}}", other=("graph",))  # fmt: skip
     if config.deadline_seconds is not None and experiment.node.missing != "return_weight":
         yield Problem(("node", "missing"), ": sharing.deadline_seconds leaves late clients out of a round, which needs "
                       f"missing: return_weight, got {experiment.node.missing}", other=("sharing",))  # fmt: skip

@@ -47,7 +47,7 @@ def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
             continue
         if serves and experiment.node.missing == "return_weight":
             yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on without late "
-                          "clients; leave it out, or missing: fail would do", other=("node", "missing"))  # fmt: skip
+                          "clients; leave it out, or use missing: fail", other=("node", "missing"))  # fmt: skip
         if experiment.node.quorum is not None:
             yield Problem(("simulate", key), ": virtual seconds are not known of rounds that go on with a quorum; "
                           "leave it out", other=("node", "quorum"))  # fmt: skip

@@ -55,7 +55,7 @@ def corrections_are_made(experiment: Experiment) -> Iterator[Problem]:
     unheard = own_methods(rule, AROUND_STEPS)
     if unheard and not own_methods(rule, ["advance"]):
         yield Problem(("node", "schedule"), f": {experiment.sharing.name} has a method {unheard[0]}, which overlapped "
-                      f"does not call; schedule: sequential would do, which {rule.__name__}.requirements can ask for "
+                      f"does not call; use schedule: sequential, which {rule.__name__}.requirements can ask for "
                       "with sequential=True", other=("sharing",))  # fmt: skip
 
 
@@ -84,12 +84,12 @@ def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
     if problem:
         by_machine = chosen.groups == "machine"
         yield Problem(("sharing", "groups"), problem, other=("mapping",),
-                      hint="lists of uids of one length would do" if by_machine else "")  # fmt: skip
+                      hint="use lists of uids of equal length" if by_machine else "")  # fmt: skip
         return
     for index, graph in graphs_of(experiment):
         if graph.num_nodes == mapping.num_nodes and (message := _misfit(members, graph)):
             yield Problem(("sharing",), f": {chosen.name} needs a graph that treats all nodes of a group alike, but "
-                          f"{message} would do", other=fragment_path(experiment, index))  # fmt: skip
+                          f"{message}", other=fragment_path(experiment, index))  # fmt: skip
 
 
 def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
@@ -100,25 +100,25 @@ def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
     in_a_row = [uid for group in groups.members for uid in group] == list(range(graph.num_nodes))
     instead = (f"{{name: grouped, nodes: {graph.num_nodes}, between: {{name: ring, nodes: {len(members)}}}}}"
                if in_a_row else f"{{name: complete, nodes: {graph.num_nodes}}}")  # fmt: skip
-    return f"{misfit}; {instead}" if misfit else ""
+    return f"{misfit}; use {instead}" if misfit else ""
 
 
 def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
     """Yields the rule's requirements that the graph does not meet, each with a graph or weights that do."""
     if needs.star and not graph.servers:
-        yield (f"needs a graph with a server, got one among equals; {{name: star, nodes: {graph.num_nodes}}} would do")
+        yield f"needs a graph with a server, got one among equals; use {{name: star, nodes: {graph.num_nodes}}}"
         return
     if needs.static and graph.period != 1:
         instead = "{name: tree}" if needs.tree else "{name: ring}"
-        yield f"needs a static graph, got one that changes over the rounds; {instead} would do"
+        yield f"needs a static graph, got one that changes over the rounds; use {instead}"
         return
     if needs.symmetric and graph.directed:
-        yield "needs an undirected graph, got a directed one; {name: ring} would do"
+        yield "needs an undirected graph, got a directed one; use {name: ring}"
         return
     if needs.tree:
         edges = sum(len(graph.neighbors(uid, 0)) for uid in range(graph.num_nodes)) // 2
         if edges != graph.num_nodes - 1:
-            yield f"needs a tree, got {edges} edges for {graph.num_nodes} nodes; {{name: tree}} would do, or line"
+            yield f"needs a tree, got {edges} edges for {graph.num_nodes} nodes; use {{name: tree}}, or line"
             return
     if graph.num_nodes > MAX_CHECKED_NODES:
         return
@@ -129,15 +129,15 @@ def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
             if abs(columns - 1).max() > 1e-9:
                 worst = int(abs(columns - 1).argmax())
                 yield (f"needs weights whose columns sum to one (doubly stochastic), node {worst}'s sums to "
-                       f"{columns[worst]:.3f} in round {r}; weights: {{name: metropolis_hastings}} on an undirected "
-                       "graph would do")  # fmt: skip
+                       f"{columns[worst]:.3f} in round {r}; use weights: {{name: metropolis_hastings}} on an "
+                       "undirected graph")  # fmt: skip
                 return
     least = needs.smallest_eigenvalue
     if least is not None and not graph.directed and graph.period == 1:
         lowest = float(np.linalg.eigvalsh(graph.matrix(0)).min())
         if lowest < least - 1e-9:
             yield (f"needs a mixing matrix without eigenvalues below {least:.3f}, the smallest is {lowest:.3f}; "
-                   "weights: {name: metropolis_hastings, lazy: true} would do")  # fmt: skip
+                   "use weights: {name: metropolis_hastings, lazy: true}")  # fmt: skip
         elif lowest < least + 1e-9:
             logger.warning("the smallest eigenvalue of the mixing matrix is %.3f, the exact limit of this rule", lowest)
 
@@ -161,7 +161,7 @@ def everybody_hears_of_everybody(experiment: Experiment) -> Iterator[Problem]:
             if unheard(rule, ring, experiment.seed) is not None:
                 instead = "sharing: {name: full} on a connected graph"
             yield Problem(("sharing",), f": {name} needs a graph that joins all nodes over the rounds in which it "
-                          f"exchanges, node {alone[0]} never hears of node {alone[1]}; {instead} would do",
+                          f"exchanges, node {alone[0]} never hears of node {alone[1]}; use {instead}",
                           other=fragment_path(experiment, index))  # fmt: skip
         elif graph.num_nodes > 1:
             _warn_of_a_late_start(experiment, rule, graph.num_nodes)
@@ -186,11 +186,11 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
         return
     never = f"{experiment.sharing.name} cannot recover from a missing payload"
     if experiment.node.missing == "return_weight":
-        yield Problem(("node", "missing"), f": {never}, got return_weight; missing: regroup, where rules "
-                      "start anew in every generation, or fail would do", other=("sharing",))  # fmt: skip
+        yield Problem(("node", "missing"), f": {never}, got return_weight; use missing: regroup, with which "
+                      "rules start anew in every generation, or missing: fail", other=("sharing",))  # fmt: skip
     if getattr(experiment.communication, "non_finite", "pass") == "reject":
-        yield Problem(("communication", "non_finite"), f": {never}, but reject drops payloads; non_finite: pass "
-                      "would do, with node.check_finite: true", other=("sharing",))  # fmt: skip
+        yield Problem(("communication", "non_finite"), f": {never}, but reject drops payloads; use non_finite: "
+                      "pass, with node.check_finite: true", other=("sharing",))  # fmt: skip
 
 
 def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
@@ -216,8 +216,8 @@ def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Proble
         return
     name = experiment.sharing.name
     if problem := why_not(_requirements(experiment)):
-        yield Problem(("node", "quorum", "weights"), f": {name} {problem}, got {quorum.weights}; weights: neighbors "
-                      "would do, or sharing: full", other=("sharing",))  # fmt: skip
+        yield Problem(("node", "quorum", "weights"), f": {name} {problem}, got {quorum.weights}; use weights: "
+                      "neighbors, or sharing: full", other=("sharing",))  # fmt: skip
 
 
 def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:

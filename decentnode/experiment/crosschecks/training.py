@@ -51,7 +51,7 @@ def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
         first = experiment.open_data().dataset().train(np.zeros(1, np.int64))
         if not isinstance(first, ImageFiles):
             message = f"needs images that are read from their files, got {experiment.data.name}"
-            yield Problem(("training", "augment", "random_resized_crop"), message, "data: image_folder would do",
+            yield Problem(("training", "augment", "random_resized_crop"), message, "use data: image_folder",
                           other=("data", "name"))  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
     if data.test != "global" and data.deals:
         message = (f"must be fixed with data.test: {data.test}, got resample: the test samples are distributed as the "
                    "shares of the first epoch, but later shares differ")  # fmt: skip
-        yield Problem(("training", "sampling"), message, "data.test: global would do", other=("data", "test"))
+        yield Problem(("training", "sampling"), message, "use data.test: global", other=("data", "test"))
 
 
 def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
@@ -200,7 +200,7 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         key = ("total_steps",) if "total_steps" in length else ("epochs",) if "epochs" in length else ()
         warmup = f", {training.lr_schedule.warmup} of them warm-up," if training.lr_schedule.warmup else ""
         message = f": {training.lr_schedule.name} ends after {most} {every}s{warmup} but the run has {ticks}"
-        hint = f"total_steps: {ticks - training.lr_schedule.warmup} would do"
+        hint = f"use total_steps: {ticks - training.lr_schedule.warmup}"
         yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
 
 
@@ -230,11 +230,11 @@ def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
         yield problem("with sampling: resample, which redistributes all samples in every epoch", "training", "sampling")
     if training.validation is not None and training.validation.source == "train":
         yield problem("with a validation set of each node's own samples, on which others would train", "training",
-                      "validation", hint="training.validation.source: test would do")  # fmt: skip
+                      "validation", hint="use training.validation.source: test")  # fmt: skip
     schedule = training.lr_schedule
     if schedule.every == "step" and training.local_epochs is not None and schedule.most_ticks() is not None:
         yield problem(f"with {schedule.name} over the steps of local_epochs, which grow in number with the share",
-                      "training", "lr_schedule", hint="local_steps would do")  # fmt: skip
+                      "training", "lr_schedule", hint="use local_steps")  # fmt: skip
 
 
 def figures_fit_into_a_message(experiment: Experiment) -> Iterator[Problem]:

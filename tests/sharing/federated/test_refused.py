@@ -19,7 +19,7 @@ IMAGES = {"name": "synthetic", "input_shape": [3, 32, 32], "num_classes": 3, "tr
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring": ({}, {"graph": {"name": "ring", "nodes": NODES}},
-             rf"sharing: fedavg needs a graph with a server, .* \{{name: star, nodes: {NODES}\}} would do"),
+             rf"sharing: fedavg needs a graph with a server, .* use \{{name: star, nodes: {NODES}\}}"),
     "overlapped": ({}, {"node": {"schedule": "overlapped"}},
                    "fedavg works with schedule: sequential only, got overlapped"),
     "clients": ({"clients": 7}, {}, "sharing.clients must be at most 6, the clients of a server, got 7"),
