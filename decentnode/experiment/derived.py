@@ -63,7 +63,7 @@ def _sharing(experiment: Experiment) -> Config | None:
     rule: type[Sharing] = load_class(config.name, SHARINGS, "sharing")
     if getattr(config, "step_size", 0.0) is not None:
         return None
-    largest = least_step(rule, config, experiment)
+    largest = largest_step_on_all_graphs(rule, config, experiment)
     search = None if largest is None else rule.step_search(config)
     if largest is None or search is None:
         return None
@@ -71,7 +71,7 @@ def _sharing(experiment: Experiment) -> Config | None:
     return found
 
 
-def least_step(rule: type[Sharing], config: Any, experiment: Experiment) -> float | None:
+def largest_step_on_all_graphs(rule: type[Sharing], config: Any, experiment: Experiment) -> float | None:
     """Returns the largest step with which a rule contracts on the graphs of all fragments, or None. Raises
     GraphError."""
     from decentnode.sharing.step_size import largest_step  # imports torch, which commands that explain keys don't need

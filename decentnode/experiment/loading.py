@@ -86,10 +86,10 @@ def load(
     if check:
         # imports torch, which commands that explain keys do not need
         from decentnode.experiment.crosschecks import CHECKS
-        from decentnode.experiment.crosschecks.graph import machines_have_addresses
+        from decentnode.experiment.crosschecks.graph import check_machine_addresses
 
         derived.tell_changes(experiment, seen)
-        checks = [one for one in CHECKS if connected or one is not machines_have_addresses]
+        checks = [one for one in CHECKS if connected or one is not check_machine_addresses]
         doubted = [problem for one in checks for problem in one(experiment)]
         if problems := [each.render(tree, source) for each in doubted if not each.doubt]:
             raise ConfigError(problems, source)

@@ -13,7 +13,7 @@ import torch
 from decentnode.config import component
 from decentnode.errors import ConfigError
 from decentnode.experiment import load
-from decentnode.experiment.crosschecks.sharing import misses
+from decentnode.experiment.crosschecks.sharing import unmet_requirements
 from decentnode.graph.base import RoundView
 from decentnode.graph.groups import Groups
 from decentnode.parallel.planning.plan import Plan
@@ -61,7 +61,7 @@ def suits(name: str, family: str) -> bool:
     graph, each = make(family, **PERIODIC[family]), rule(name, **QUIET.get(name, {}))()  # type: ignore[arg-type]
     if name == "hierarchical" and (graph.num_nodes % 2 or Groups(((0, 1), (2, 3), (4, 5), (6, 7))).misfit(graph)):
         return False
-    return not list(misses(each.requirements, graph))
+    return not list(unmet_requirements(each.requirements, graph))
 
 
 SUITED = [(name, family) for name in AMONG_EQUALS for family in PERIODIC if suits(name, family)]

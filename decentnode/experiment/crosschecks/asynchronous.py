@@ -13,26 +13,26 @@ from decentnode.experiment.tree import Experiment
 from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.sharing import SHARINGS
 
-READ_BY = {
+KEYS_OF_SCHEDULE = {
     "gossip_async": ("max_age", "stale", "wait_seconds", "age_weights", "advance_copies"),
     "ad_psgd": ("patience",),
     "epidemic": ("arrivals", "deadline_seconds"),
 }
 """Which schedule uses which keys of `node.asynchronous`."""
-WAITS = ("wait_seconds", "deadline_seconds")
+WAIT_KEYS = ("wait_seconds", "deadline_seconds")
 """The keys that limit how long a node waits in a round."""
-LOOKED_AT = 8
+MAX_EXAMINED_ROUNDS = 8
 """How many rounds of a changing graph are examined."""
-OF_COPIES = ("stale", "wait_seconds", "advance_copies")
+COPY_KEYS = ("stale", "wait_seconds", "advance_copies")
 """The keys that apply to the newest models of neighbors, and not to running sums."""
-REASONS = {
+REFUSED_KEYS = {
     ("early_stop",): "all nodes must end after the same round",
     ("checkpoint", "best"): "the best checkpoint is chosen by an evaluation of all nodes",
 }
 """Keys of `node` that asynchronous schedules refuse, and why."""
 
 
-def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
+def check_asynchronous_schedule(experiment: Experiment) -> Iterator[Problem]:
     """Yields problems for everything that needs all nodes in one round, if the schedule is asynchronous."""
     node, sharing = experiment.node, experiment.sharing
     name = node.schedule
@@ -48,21 +48,21 @@ def rounds_need_nobody(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("sharing", "compression"), f": running sums must arrive unchanged, got a codec with {name}; "
                                                   "leave it out", other=("node", "schedule"))  # fmt: skip
     if name == "ad_psgd":
-        yield from _pairs(experiment)
+        yield from _check_ad_psgd(experiment)
     if experiment.parameters is not None:
         yield Problem(("parameters",), f": {name} exchanges the whole model; leave the section out, or use "
                       "schedule: sequential", other=("node", "schedule"))  # fmt: skip
-    for path, why in REASONS.items():
+    for path, why in REFUSED_KEYS.items():
         section: Any = node
         for key in path:
             section = getattr(section, key, None)
         if section:
             yield Problem(("node", *path), f": {why}, got {name}, in which nodes are in different rounds; leave it out",
                           other=("node", "schedule"))  # fmt: skip
-    yield from _transport(experiment)
+    yield from _check_transport(experiment)
 
 
-def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
+def check_asynchronous_keys(experiment: Experiment) -> Iterator[Problem]:
     """Yields problems for keys of `node.asynchronous` that are not at their defaults and that the schedule ignores."""
     node, schedule = experiment.node, ("node", "schedule")
     if node.asynchronous is None:
@@ -71,23 +71,23 @@ def asynchronous_keys_are_read(experiment: Experiment) -> Iterator[Problem]:
     changed = [key for key, value in node.asynchronous if value != fields[key].get_default()]
     for key in changed:
         path = "node", "asynchronous", key
-        reader = next(name for name, keys in READ_BY.items() if key in keys)
+        reader = next(name for name, keys in KEYS_OF_SCHEDULE.items() if key in keys)
         if reader != node.schedule:
             yield Problem(path, f"is used only with schedule: {reader}, got {node.schedule}; leave it out",
                           other=schedule)  # fmt: skip
-        elif experiment.sharing.name == "push_sum" and key in OF_COPIES:
+        elif experiment.sharing.name == "push_sum" and key in COPY_KEYS:
             yield Problem(path, ": running sums of push_sum are added whatever their round; leave it out",
                           other=("sharing",))  # fmt: skip
         elif key == "wait_seconds" and node.asynchronous.stale != "wait":
             yield Problem(path, f"is used only with stale: wait, got {node.asynchronous.stale}; leave it out, or "
                           "write stale: wait", other=("node", "asynchronous", "stale"))  # fmt: skip
-        elif key in WAITS:
-            yield from _is_no_longer_than_a_round(experiment, key)
+        elif key in WAIT_KEYS:
+            yield from _check_wait_limit(experiment, key)
         elif key == "arrivals":
-            yield from _so_many_come(experiment)
+            yield from _check_arrivals(experiment)
 
 
-def _is_no_longer_than_a_round(experiment: Experiment, key: str) -> Iterator[Problem]:
+def _check_wait_limit(experiment: Experiment, key: str) -> Iterator[Problem]:
     """Yields a problem if a node may wait so long that nodes that need it for an evaluation, or at the end of the run,
     give up on it."""
     seconds, longest = getattr(experiment.node.asynchronous, key), experiment.communication.timeout_seconds
@@ -97,12 +97,12 @@ def _is_no_longer_than_a_round(experiment: Experiment, key: str) -> Iterator[Pro
                       other=("communication", "timeout_seconds"))  # fmt: skip
 
 
-def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
+def _check_arrivals(experiment: Experiment) -> Iterator[Problem]:
     """Warns if a node waits for more payloads than it can receive, so that every round lasts until its deadline."""
     node, graph = experiment.node, graph_of(experiment)
     if graph is None or graph.num_nodes > MAX_CHECKED_NODES or node.sampler is not None or node.asynchronous is None:
         return
-    rounds = range(min(graph.period or LOOKED_AT, LOOKED_AT))
+    rounds = range(min(graph.period or MAX_EXAMINED_ROUNDS, MAX_EXAMINED_ROUNDS))
     most = max(len(graph.sources(uid, r)) for uid in range(graph.num_nodes) for r in rounds)
     enough = node.asynchronous.arrivals or 0
     if enough > most:
@@ -112,7 +112,7 @@ def _so_many_come(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("node", "asynchronous", "arrivals"), message, doubt=True, other=("graph",))
 
 
-def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
+def check_weights_are_used(experiment: Experiment) -> Iterator[Problem]:
     """Warns about weights that neither the schedule nor the rule uses; they may come from an extended file."""
     takes = {"epidemic": "the plain mean of the received models", "ad_psgd": "the mean of two models"}
     serves = bool(experiment.servers())
@@ -124,7 +124,7 @@ def weights_are_read(experiment: Experiment) -> Iterator[Problem]:
                                     doubt=True, other=("sharing",) if serves else ("node", "schedule"))  # fmt: skip
 
 
-def _pairs(experiment: Experiment) -> Iterator[Problem]:
+def _check_ad_psgd(experiment: Experiment) -> Iterator[Problem]:
     """Checks ad_psgd: two nodes average their unmodified models, and either may start the exchange in any round."""
     sharing, graph = experiment.sharing, graph_of(experiment)
     if sharing.name == "push_sum" or getattr(sharing, "compression", None) is not None:
@@ -137,7 +137,7 @@ def _pairs(experiment: Experiment) -> Iterator[Problem]:
                       "use {name: ring} or {name: regular}", other=("node", "schedule"))  # fmt: skip
 
 
-def _transport(experiment: Experiment) -> Iterator[Problem]:
+def _check_transport(experiment: Experiment) -> Iterator[Problem]:
     """Yields a problem if the transport cannot accept unexpected payloads."""
     config, mapping = experiment.communication, mapping_of(experiment)
     several = mapping is not None and mapping.num_nodes > 1

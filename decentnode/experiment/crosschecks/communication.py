@@ -19,14 +19,14 @@ from decentnode.sharing.requirements import Requirements
 from decentnode.wire.membership.watch import Watch
 
 
-def inproc_is_one_machine(experiment: Experiment) -> Iterator[Problem]:
+def check_inproc(experiment: Experiment) -> Iterator[Problem]:
     mapping = mapping_of(experiment)
     if experiment.communication.name == "inproc" and mapping is not None and mapping.num_machines > 1:
         message = f": inproc runs in one process, but the mapping has {mapping.num_machines} machines"
         yield Problem(("communication", "name"), message, other=("mapping",))
 
 
-def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
+def check_nodes_per_process(experiment: Experiment) -> Iterator[Problem]:
     """Checks that nodes share a process (mapping.nodes_per_process) only if one thread can step their transports."""
     asked, config = getattr(experiment.mapping, "nodes_per_process", 1), experiment.communication
     if asked not in (1, "auto") and config.networked and not config.steps_nodes:
@@ -35,7 +35,7 @@ def nodes_can_be_stepped(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("mapping", "nodes_per_process"), message, other=("communication",))
 
 
-def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
+def check_edges_and_cliques(experiment: Experiment) -> Iterator[Problem]:
     """Checks that cliques and edges of the transport name nodes of the mapping, on suitable machines."""
     mapping, config = mapping_of(experiment), experiment.communication
     if mapping is None or not isinstance(config, ZeroMQConfig):
@@ -55,7 +55,7 @@ def edges_have_their_ways(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("communication", "edges"), f": {error}")
 
 
-def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
+def check_nat(experiment: Experiment) -> Iterator[Problem]:
     """Checks that nodes behind NAT (mapping.behind_nat) use only ZeroMQ between machines.
 
     Relays are ZeroMQ's; communicators of torch.distributed cannot connect through them.
@@ -79,7 +79,7 @@ def hidden_machines_can_be_reached(experiment: Experiment) -> Iterator[Problem]:
             return
 
 
-def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
+def check_key_files(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the folder of keys and the file of invitations exist; with several machines, this is only a warning,
     because the files may be only on another machine."""
     config, mapping = experiment.communication, mapping_of(experiment)
@@ -94,7 +94,7 @@ def keys_are_there(experiment: Experiment) -> Iterator[Problem]:
                                                           "the folder that decentnode keygen makes", doubt=True)
 
 
-def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
+def check_timeouts(experiment: Experiment) -> Iterator[Problem]:
     """Checks that each time-out is longer than those of the steps that it includes: a ping, a silent node, a round, all
     nodes. (The start of a generation allows for the longest round by itself; see `GenerationWait`.)"""
     config, quorum = experiment.communication, experiment.node.quorum
@@ -121,7 +121,7 @@ def time_outs_follow_each_other(experiment: Experiment) -> Iterator[Problem]:
                       other=("communication", "timeout_seconds"))  # fmt: skip
 
 
-def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
+def check_generations(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the run can have generations (node.missing: regroup): the transport supports them, and min_nodes is
     at most the number of nodes."""
     node, graph, config = experiment.node, graph_of(experiment), experiment.communication
@@ -134,8 +134,8 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(("node", key), f"needs missing: regroup{both}, got {node.missing}",
                           other=("node", "missing"))  # fmt: skip
         return
-    yield from _graph_can_be_repaired(experiment)
-    yield from _sides_can_go_on(experiment)
+    yield from _check_repair(experiment)
+    yield from _check_on_partition(experiment)
     if not config.has_generations:
         yield Problem(("node", "missing"), f": {config.name} does not support generations of members; use auto, "
                                            "zeromq, shared_memory or collective",
@@ -145,7 +145,7 @@ def generations_can_be_had(experiment: Experiment) -> Iterator[Problem]:
                       f"got {node.min_nodes}", other=("graph",))  # fmt: skip
 
 
-def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
+def _check_repair(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the sharing rule accepts edges that the graph does not have, if node.repair adds some."""
     node, sharing = experiment.node, experiment.sharing
     if node.repair == "none":
@@ -164,7 +164,7 @@ def _graph_can_be_repaired(experiment: Experiment) -> Iterator[Problem]:
                       f"{node.repair}", other=("node", "sampler"))  # fmt: skip
 
 
-def _sides_can_go_on(experiment: Experiment) -> Iterator[Problem]:
+def _check_on_partition(experiment: Experiment) -> Iterator[Problem]:
     """Checks that nothing is tied to one side of a partitioned network, if both sides continue (on_partition: both)."""
     node, sharing, config = experiment.node, experiment.sharing, experiment.communication
     if node.on_partition == "majority":

@@ -13,7 +13,7 @@ from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler
 
 
-def what_comes_can_be_averaged(experiment: Experiment) -> Iterator[Problem]:
+def check_epidemic_rule(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the rule's payloads can be averaged: schedule epidemic takes the plain mean, unlike push-sum."""
     if experiment.node.schedule == "epidemic" and experiment.sharing.name == "push_sum":
         message = (": epidemic takes the plain mean of received models, but push_sum sends shares of models; use "
@@ -21,7 +21,7 @@ def what_comes_can_be_averaged(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("node", "schedule"), message, other=("sharing",))
 
 
-def sampler_suits_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_sampler(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the sampler is a Sampler, that every node initially knows another node, and that the data has labels
     if nodes are compared by them."""
     config, graph = experiment.node.sampler, graph_of(experiment)

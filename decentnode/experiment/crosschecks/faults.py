@@ -15,11 +15,11 @@ from decentnode.faults import Corrupt, Fault, InNode, Kill, OnLinks, Restart, St
 
 ON_LINKS, IN_NODE = OnLinks.__args__, InNode.__args__
 
-NAMING = ("nodes", "sides", "source", "to")
+NODE_KEYS = ("nodes", "sides", "source", "to")
 """The keys of faults that name nodes."""
 
 
-def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_fault_targets(experiment: Experiment) -> Iterator[Problem]:
     """Checks that faults name nodes that exist, and warns if their round does not exist.
 
     The latter is only a warning because a trial run may have fewer rounds than the file says.
@@ -39,7 +39,7 @@ def faults_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
         if graph is None:
             continue
         stop = graph.num_nodes + experiment.node.newcomers
-        for path, uid in _named(fault):
+        for path, uid in _named_uids(fault):
             if not 0 <= uid < stop:
                 yield Problem(("faults", index, *path), f"must be uids below {stop}, got {uid}",
                               other=("graph",))  # fmt: skip
@@ -62,7 +62,7 @@ def _never_killed(faults: Sequence[Fault], restart: Restart) -> str:
     return ", ".join(map(str, sorted({*restart.uids} - struck))) if killed or restart.nodes != "all" else "any"
 
 
-def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
+def _named_uids(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
     """Yields the path and the value of each uid in a fault."""
 
     def below(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], int]]:
@@ -72,13 +72,13 @@ def _named(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
         elif isinstance(value, int):
             yield path, value
 
-    for key in NAMING:
+    for key in NODE_KEYS:
         yield from below(getattr(fault, key, None), (key,))
 
 
-def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
+def check_fault_plan(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the faults can be made, among others that they are not too many."""
-    if graph_of(experiment) is None or any(not each.doubt for each in faults_are_of_the_run(experiment)):
+    if graph_of(experiment) is None or any(not each.doubt for each in check_fault_targets(experiment)):
         return
     try:
         experiment.make_faults()
@@ -86,7 +86,7 @@ def faults_can_be_planned(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("faults",), f": {error}")
 
 
-def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
+def check_faults_are_possible(experiment: Experiment) -> Iterator[Problem]:
     """Checks that faults have something to act on: processes to kill, or sockets whose messages can be lost."""
     config = experiment.communication
     for index, fault in enumerate(experiment.faults):
@@ -97,7 +97,7 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
                           "auto, zeromq or shared_memory, or decentnode simulate, which simulates both"
                 yield Problem(path, message, other=("communication", "name"))
         elif isinstance(fault, ON_LINKS):
-            yield from _on_links(experiment, path, fault)
+            yield from _check_link_fault(experiment, path, fault)
             if isinstance(fault, Corrupt) and getattr(config, "checksum", "auto") == "none":
                 message = ": without checksums, corrupted messages are not detected; leave communication.checksum out"
                 yield Problem(path, message, other=("communication", "checksum"))
@@ -110,7 +110,7 @@ def faults_can_come_about(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, message, other=("node", "missing"))
 
 
-def _on_links(experiment: Experiment, path: tuple[str | int, ...], fault: OnLinks) -> Iterator[Problem]:
+def _check_link_fault(experiment: Experiment, path: tuple[str | int, ...], fault: OnLinks) -> Iterator[Problem]:
     """Checks that models that a link fault acts on do go through sockets, and not through another path."""
     config, mapping = experiment.communication, mapping_of(experiment)
     if mapping is None or not isinstance(config, ZeroMQConfig):

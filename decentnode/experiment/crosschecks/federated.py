@@ -15,7 +15,7 @@ from decentnode.sharing.federated.scaffold import ScaffoldConfig
 from decentnode.training.supervised_config import SupervisedConfig
 
 
-def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
+def check_clients(experiment: Experiment) -> Iterator[Problem]:
     """Checks that every server has as many clients as the rule needs, that several servers gossip with each other, and
     that rounds tolerate missing clients if there is a deadline."""
     graph, config = graph_of(experiment), experiment.sharing
@@ -25,7 +25,7 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
     if not clients:
         yield Problem(("graph",), ": a server has no clients; use more nodes", other=("sharing",))
     else:
-        yield from _so_many_answer(config, clients)
+        yield from _check_client_counts(config, clients)
     several = len(graph.servers) > 1
     if several and config.gossip_every is None:
         yield Problem(("sharing",), f": {len(graph.servers)} servers never hear of each other; set gossip_every, for "
@@ -38,7 +38,7 @@ def clients_suit_the_servers(experiment: Experiment) -> Iterator[Problem]:
                       f"missing: return_weight, got {experiment.node.missing}", other=("sharing",))  # fmt: skip
 
 
-def _so_many_answer(config: FederatedConfig, clients: int) -> Iterator[Problem]:
+def _check_client_counts(config: FederatedConfig, clients: int) -> Iterator[Problem]:
     """Checks the numbers of clients per round and of required answers. clients: those of the smallest server."""
     if config.clients is not None and config.clients > clients:
         yield Problem(("sharing", "clients"), f"must be at most {clients}, the clients of a server, got "
@@ -51,7 +51,7 @@ def _so_many_answer(config: FederatedConfig, clients: int) -> Iterator[Problem]:
                       other=("graph",))  # fmt: skip
 
 
-def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
+def check_model_fits_server(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the model can be trained with a server: it is exchanged as a whole, and its batch normalization
     statistics come from the clients, because the server has no samples."""
     if not experiment.servers():
@@ -65,7 +65,7 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
         return
     try:
         module = module_without_values(experiment, spec)
-    except UsageError:  # reported by model_can_be_trained
+    except UsageError:  # reported by check_model
         return
     if any(each.dtype.is_floating_point for each in module.buffers()):
         yield Problem(("node", "buffers"), ": the model has statistics (batch normalization), but the server of "
@@ -74,7 +74,7 @@ def models_suit_a_server(experiment: Experiment) -> Iterator[Problem]:
                                            other=("model",))  # fmt: skip
 
 
-def steps_suit_control_variates(experiment: Experiment) -> Iterator[Problem]:
+def check_control_variates(experiment: Experiment) -> Iterator[Problem]:
     """Checks that local steps are plain SGD with one learning rate per round, for rules with control variates.
 
     SCAFFOLD computes the mean gradient from the change that the local steps made.

@@ -29,7 +29,7 @@ def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
             yield dataclasses.replace(raised("weights", error, keys), other=("graph",))
 
 
-def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
+def check_fragment_graphs(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the graph of each fragment can be made and has as many nodes as the run's graph."""
     run, parameters = graph_of(experiment), experiment.parameters
     if run is None or parameters is None:
@@ -49,14 +49,14 @@ def fragment_graphs_can_be_made(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, message, other=("graph",))
 
 
-def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
+def check_newcomers(experiment: Experiment) -> Iterator[Problem]:
     """Checks that newcomers (node.newcomers) can join: the graph can grow, and members have ports that newcomers on
     machines outside of the mapping can connect to."""
     most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
     if not most and getattr(experiment.communication, "invitations", None) is not None:
         yield Problem(("communication", "invitations"), ": the run admits no newcomers; set node.newcomers",
                       other=("node",))  # fmt: skip
-    yield from _simulated_newcomers(experiment)
+    yield from _check_simulated_newcomers(experiment)
     if not most or graph is None or mapping is None:
         return
     path = ("node", "newcomers")
@@ -84,7 +84,7 @@ def newcomers_can_be_admitted(experiment: Experiment) -> Iterator[Problem]:
                       other=("data", "shard_test"))  # fmt: skip
 
 
-def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
+def _check_simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
     """Checks that simulate.newcomers join a run that admits them, and that their samples are those of existing
     nodes."""
     coming, mapping, most = experiment.simulate.newcomers, mapping_of(experiment), experiment.node.newcomers
@@ -96,7 +96,7 @@ def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits {most}, so "
                       f"that {staying - most} would never be admitted; leaves_at_seconds frees places",
                       doubt=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
-    elif (waiting := _without_seat(experiment)) is not None:
+    elif (waiting := _first_without_place(experiment)) is not None:
         yield Problem(("simulate", "newcomers", waiting), f": the run admits {most}, and that many are present "
                       "then: it waits until one of them leaves", doubt=True, other=("node", "newcomers"))  # fmt: skip
     for index, each in enumerate(coming):
@@ -105,7 +105,7 @@ def _simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
                           f"{mapping.num_nodes}, got {each.samples_of}", other=("mapping",))  # fmt: skip
 
 
-def _without_seat(experiment: Experiment) -> int | None:
+def _first_without_place(experiment: Experiment) -> int | None:
     """Returns the index of the first of simulate.newcomers who asks to join while the run is full, or None."""
     coming = experiment.simulate.newcomers
     for index, each in enumerate(coming):
@@ -117,14 +117,14 @@ def _without_seat(experiment: Experiment) -> int | None:
     return None
 
 
-def mapping_can_be_made(experiment: Experiment) -> Iterator[Problem]:
+def check_mapping(experiment: Experiment) -> Iterator[Problem]:
     try:
         experiment.make_mapping()
     except UsageError as error:
         yield raised("mapping", error, type(experiment.mapping).model_fields)
 
 
-def machines_have_addresses(experiment: Experiment) -> Iterator[Problem]:
+def check_machine_addresses(experiment: Experiment) -> Iterator[Problem]:
     """Checks that several machines have addresses; `load` leaves this check out if nothing will connect."""
     config = experiment.mapping
     if isinstance(config, LinearConfig) and config.machines > 1 and config.addresses is None:

@@ -28,10 +28,10 @@ from decentnode.training.source import Source
 from decentnode.training.supervised import evaluating
 from decentnode.training.supervised_config import SupervisedConfig
 
-TRIED_ELEMENTS = 1 << 24
+MAX_TRIED_ELEMENTS = 1 << 24
 """Models with up to this many elements are tried with values (64 MB, initialized in about .2 s), larger ones on the
 meta device, by their shapes only."""
-MOST_BYTES = 1e12
+MAX_NODE_BYTES = 1e12
 """The limit on a node's parameters and gradients: no machine has more memory for one of its nodes."""
 
 Path = tuple[str | int, ...]
@@ -45,11 +45,11 @@ class Unsuitable(Exception):
         self.problem = problem
 
 
-class CannotTell(Exception):
+class NeedsValues(Exception):
     """The trial needs values, but the module is on the meta device."""
 
 
-def model_can_be_trained(experiment: Experiment) -> Iterator[Problem]:
+def check_model(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the model can be made and trained.
 
     It is made on the meta device first (shapes without memory), and then, unless it is large, with the values that
@@ -75,13 +75,13 @@ def model_can_be_trained(experiment: Experiment) -> Iterator[Problem]:
         return
     try:
         task = experiment.make_task()
-    except UsageError:  # reported by task_suits_the_data
+    except UsageError:  # reported by check_task
         return
-    if sum(each.numel() for each in (*module.parameters(), *module.buffers())) <= TRIED_ELEMENTS:
+    if sum(each.numel() for each in (*module.parameters(), *module.buffers())) <= MAX_TRIED_ELEMENTS:
         module = make_model(experiment, spec)
-    with contextlib.suppress(CannotTell), torch.random.fork_rng(devices=[]):
+    with contextlib.suppress(NeedsValues), torch.random.fork_rng(devices=[]):
         try:
-            _try(experiment, task, module, spec)
+            _try_training(experiment, task, module, spec)
         except Unsuitable as found:
             doubt = getattr(experiment.open_data().dataset(), "doubt", "")
             yield dataclasses.replace(found.problem, hint=found.problem.hint or doubt)
@@ -89,14 +89,14 @@ def model_can_be_trained(experiment: Experiment) -> Iterator[Problem]:
 
 def _too_large(module: nn.Module) -> str:
     need = training_bytes(module)
-    if need <= MOST_BYTES:
+    if need <= MAX_NODE_BYTES:
         return ""
     return (f"the parameters and gradients of one node take {need / 1e12:,.1f} TB of memory, more than a machine has "
-            f"({MOST_BYTES / 1e12:g} TB)")  # fmt: skip
+            f"({MAX_NODE_BYTES / 1e12:g} TB)")  # fmt: skip
 
 
-def _try(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) -> None:
-    """Computes one training step, without the optimizer, and one evaluation. Raises Unsuitable, CannotTell."""
+def _try_training(experiment: Experiment, task: Task, module: nn.Module, spec: DataSpec) -> None:
+    """Computes one training step, without the optimizer, and one evaluation. Raises Unsuitable, NeedsValues."""
     values = not any(p.is_meta for p in module.parameters())
     inputs, targets = _batch(experiment, spec) if values else _shapes_of_batch(spec)
     if values and inputs.is_floating_point():
@@ -159,7 +159,7 @@ def _aligned(task: Task, module: nn.Module, inputs: Tensor, targets: Tensor, wha
 
 
 def _loss_of(experiment: Experiment, task: Task) -> Loss | None:
-    """Returns the loss; None if the training is not supervised, or if task_suits_the_data reports the loss."""
+    """Returns the loss; None if the training is not supervised, or if check_task reports the loss."""
     config = experiment.training
     if not isinstance(config, SupervisedConfig):
         return None
@@ -176,7 +176,7 @@ def _loss_of(experiment: Experiment, task: Task) -> Loss | None:
 def _check_loss(loss: Loss, task: Task, outputs: Tensor, wanted: Tensor, targets: Tensor) -> None:
     """Checks that the mean loss is one finite number and has a gradient."""
     key = ("training", "loss")
-    outputs, wanted = _unambiguous(outputs, wanted)
+    outputs, wanted = _unambiguous_batch(outputs, wanted)
     with _blame(key, f"the loss of outputs {shape_of(outputs)} and targets {shape_of(wanted)} raised", "task"):
         mean: Any = loss.mean(outputs, wanted)
     if not isinstance(mean, Tensor) or mean.ndim:
@@ -205,7 +205,7 @@ def _check_sparse(experiment: Experiment, module: nn.Module) -> None:
         raise Unsuitable(Problem(("model",), text, hint, other=("training", "optimizer"))) from error
 
 
-def _unambiguous(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _unambiguous_batch(outputs: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the batch with samples repeated until its size differs from all other dimensions of the outputs.
 
     Otherwise a loss made for regression could pass by accident: with two outputs for each of two samples, it would take
@@ -227,7 +227,7 @@ def _check_finite(values: Tensor, path: Path, what: str) -> None:
 
 @contextlib.contextmanager
 def _blame(path: Path, what: str, other: str = "") -> Iterator[None]:
-    """Turns errors of the block into Unsuitable at `path`, or into CannotTell if the block needs values of a tensor on
+    """Turns errors of the block into Unsuitable at `path`, or into NeedsValues if the block needs values of a tensor on
     the meta device."""
     see = (other,) if other else None
     try:
@@ -236,6 +236,6 @@ def _blame(path: Path, what: str, other: str = "") -> Iterator[None]:
         raise Unsuitable(dataclasses.replace(raised(".".join(map(str, path)), error), other=see)) from error
     except Exception as error:
         if isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error):
-            raise CannotTell from error
+            raise NeedsValues from error
         raise Unsuitable(Problem(path, f": {what} {told(error)}", other=see)) from error
 

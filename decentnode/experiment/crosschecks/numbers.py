@@ -13,7 +13,7 @@ Placed = tuple[tuple[str | int, ...], int]
 """The path of a number in the experiment, and the number."""
 
 
-def numbers_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_number_ranges(experiment: Experiment) -> Iterator[Problem]:
     """Yields a problem at every number out of range. Faults, dumps, the profile, groups, servers and newcomers' samples
     are left to other checks."""
     mapping = mapping_of(experiment)

@@ -20,11 +20,11 @@ Check = Callable[[Experiment], Iterator[Problem]]
 
 def graph_of(experiment: Experiment) -> Graph | None:
     with contextlib.suppress(UsageError):
-        return _weighed(experiment.make_graph())
+        return _with_checked_weights(experiment.make_graph())
     return None
 
 
-def _weighed(graph: Graph) -> Graph:
+def _with_checked_weights(graph: Graph) -> Graph:
     """Returns the graph after trying to compute its weights. Raises GraphError."""
     graph.weights(0, 0)
     return graph
@@ -45,7 +45,7 @@ def spec_of(experiment: Experiment) -> DataSpec | None:
 def graphs_of(experiment: Experiment) -> list[tuple[int, Graph]]:
     """Returns the graphs that the rule mixes over, with the first fragment that uses each; [] if any cannot be made."""
     try:
-        graphs = [_weighed(graph) for graph in experiment.make_fragment_graphs()]
+        graphs = [_with_checked_weights(graph) for graph in experiment.make_fragment_graphs()]
     except UsageError:
         return []
     if len({graph.num_nodes for graph in graphs}) > 1:

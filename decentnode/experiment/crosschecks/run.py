@@ -13,7 +13,7 @@ from decentnode.sharing import SHARINGS
 from decentnode.sharing.federated.rounds import Federated
 
 
-def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_profile(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the round and the node to be profiled exist in the run."""
     profile, graph = experiment.run.profile, graph_of(experiment)
     if profile is None:
@@ -26,7 +26,7 @@ def profile_is_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                       other=("graph",))  # fmt: skip
 
 
-def trackers_are_told_apart(experiment: Experiment) -> Iterator[Problem]:
+def check_trackers(experiment: Experiment) -> Iterator[Problem]:
     """Checks that there is at most one tracker of each kind, because their files are named after the kind."""
     names = [each.name for each in experiment.run.trackers]
     for index, name in enumerate(names):
@@ -35,7 +35,7 @@ def trackers_are_told_apart(experiment: Experiment) -> Iterator[Problem]:
                           other=("run", "trackers", names.index(name)))  # fmt: skip
 
 
-def virtual_time_is_told(experiment: Experiment) -> Iterator[Problem]:
+def check_virtual_time(experiment: Experiment) -> Iterator[Problem]:
     """Checks that virtual time can be computed (simulate.compute, simulate.links).
 
     It assumes rounds that begin with the local steps and that wait for all neighbors.

@@ -13,7 +13,7 @@ from decentnode.config.component import load_class
 from decentnode.config.problems import Problem
 from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.experiment.crosschecks.parts import MAX_CHECKED_NODES, fragment_path, graph_of, graphs_of, mapping_of
-from decentnode.experiment.derived import STEP_SIZE, least_step
+from decentnode.experiment.derived import STEP_SIZE, largest_step_on_all_graphs
 from decentnode.experiment.tree import Experiment
 from decentnode.graph import build as build_graph
 from decentnode.graph.base import Graph
@@ -37,7 +37,7 @@ def sharing_is_a_rule(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("sharing", "name"), message)
 
 
-def gradients_reach_the_rule(experiment: Experiment) -> Iterator[Problem]:
+def check_direction_hook(experiment: Experiment) -> Iterator[Problem]:
     """Checks that a rule that defines `direction` requires gradients; otherwise `direction` would never be called, and
     the algorithm would silently be a different one."""
     rule = _rule_class(experiment)
@@ -46,7 +46,7 @@ def gradients_reach_the_rule(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("sharing", "name"), f"{message}, got {experiment.sharing.name}")
 
 
-def corrections_are_made(experiment: Experiment) -> Iterator[Problem]:
+def check_step_hooks(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the schedule calls a rule's methods around steps, such as `adjust`; otherwise the algorithm would
     silently be a different one. A rule that defines `advance` supports the schedule overlapped."""
     rule = _rule_class(experiment)
@@ -67,7 +67,7 @@ def sharing_suits_the_graph(experiment: Experiment) -> Iterator[Problem]:
         message = f": {name} works with schedule: sequential only, got {experiment.node.schedule}"
         yield Problem(("node", "schedule"), message, other=("sharing",))
     for index, graph in graphs_of(experiment):
-        for message in misses(needs, graph):
+        for message in unmet_requirements(needs, graph):
             yield Problem(("sharing",), f": {name} {message}", other=fragment_path(experiment, index))
 
 
@@ -87,12 +87,12 @@ def groups_suit_the_graph(experiment: Experiment) -> Iterator[Problem]:
                       hint="use lists of uids of equal length" if by_machine else "")  # fmt: skip
         return
     for index, graph in graphs_of(experiment):
-        if graph.num_nodes == mapping.num_nodes and (message := _misfit(members, graph)):
+        if graph.num_nodes == mapping.num_nodes and (message := _group_asymmetry(members, graph)):
             yield Problem(("sharing",), f": {chosen.name} needs a graph that treats all nodes of a group alike, but "
                           f"{message}", other=fragment_path(experiment, index))  # fmt: skip
 
 
-def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
+def _group_asymmetry(members: Sequence[Sequence[int]], graph: Graph) -> str:
     """Returns how a graph treats nodes of a group differently, and a graph that does not; "" if it treats them
     alike."""
     groups = Groups(tuple(map(tuple, members)))
@@ -103,7 +103,7 @@ def _misfit(members: Sequence[Sequence[int]], graph: Graph) -> str:
     return f"{misfit}; use {instead}" if misfit else ""
 
 
-def misses(needs: Requirements, graph: Graph) -> Iterator[str]:
+def unmet_requirements(needs: Requirements, graph: Graph) -> Iterator[str]:
     """Yields the rule's requirements that the graph does not meet, each with a graph or weights that do."""
     if needs.star and not graph.servers:
         yield f"needs a graph with a server, got one among equals; use {{name: star, nodes: {graph.num_nodes}}}"
@@ -180,7 +180,7 @@ def _warn_of_a_late_start(experiment: Experiment, rule: Sharing, num_nodes: int)
             return
 
 
-def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
+def check_missing_payloads(experiment: Experiment) -> Iterator[Problem]:
     """Checks that no payload may go missing if the rule cannot recover from one missing payload."""
     if _requirements(experiment).tolerates_missing:
         return
@@ -193,7 +193,7 @@ def losses_can_be_borne(experiment: Experiment) -> Iterator[Problem]:
                       "pass, with node.check_finite: true", other=("sharing",))  # fmt: skip
 
 
-def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
+def check_dump_nodes(experiment: Experiment) -> Iterator[Problem]:
     """Checks the uids whose payloads are dumped: a uid that no node has would silently write nothing. Only uids that
     are
     written are checked, because the default may name more nodes than there are."""
@@ -207,7 +207,7 @@ def dumps_are_of_the_run(experiment: Experiment) -> Iterator[Problem]:
                           other=("graph",))  # fmt: skip
 
 
-def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Problem]:
+def check_quorum_weights(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the rule accepts quorum weights by samples or tokens: they differ in every round, and their columns
     do
     not sum to one."""
@@ -220,7 +220,7 @@ def weights_of_a_quorum_suit_the_rule(experiment: Experiment) -> Iterator[Proble
                       "neighbors, or sharing: full", other=("sharing",))  # fmt: skip
 
 
-def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
+def check_step_size(experiment: Experiment) -> Iterator[Problem]:
     """Warns about a step_size of an error-feedback rule with which nodes do not reach consensus without gradients."""
     config: Any = experiment.sharing
     step = getattr(config, "step_size", None)
@@ -228,7 +228,7 @@ def step_brings_nodes_together(experiment: Experiment) -> Iterator[Problem]:
         return
     rule = _rule_class(experiment)
     with contextlib.suppress(UsageError):
-        largest = None if rule is None else least_step(rule, config, experiment)
+        largest = None if rule is None else largest_step_on_all_graphs(rule, config, experiment)
         search = None if rule is None or largest is None else rule.step_search(config)
         if largest is not None and search is not None and step > largest:
             default = search.default(largest)

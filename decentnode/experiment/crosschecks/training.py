@@ -25,13 +25,13 @@ from decentnode.training.statistics import needs_two
 from decentnode.training.supervised_config import SupervisedConfig
 from decentnode.wire.bounds import MAX_FIGURES, MAX_SCALAR_NAME
 
-MOST_METRICS = (MAX_FIGURES - 128) // 3
+MAX_METRICS = (MAX_FIGURES - 128) // 3
 """Each metric has three figures: the node's own, the mean over the nodes, and that of the merged model. 128 are left
 for
 all other figures, of which there are some fifty."""
 
 
-def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
+def check_data(experiment: Experiment) -> Iterator[Problem]:
     if mapping_of(experiment) is None:
         return
     try:
@@ -41,7 +41,7 @@ def data_can_be_opened(experiment: Experiment) -> Iterator[Problem]:
         yield raised("data", error, type(experiment.data).model_fields)
 
 
-def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
+def check_augmentation(experiment: Experiment) -> Iterator[Problem]:
     training, spec = experiment.training, spec_of(experiment)
     if not isinstance(training, SupervisedConfig) or training.augment is None or spec is None:
         return
@@ -55,7 +55,7 @@ def images_can_be_augmented(experiment: Experiment) -> Iterator[Problem]:
                           other=("data", "name"))  # fmt: skip
 
 
-def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
+def check_partition(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the partition fits the numbers of classes, samples and nodes.
 
     If every node has files of its own, they must all exist if all nodes are on this machine; with several machines,
@@ -81,7 +81,7 @@ def every_node_gets_data(experiment: Experiment) -> Iterator[Problem]:
         yield dataclasses.replace(raised("data.partition", error), other=("graph",))
 
 
-def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
+def check_remaining_samples(experiment: Experiment) -> Iterator[Problem]:
     """Checks that every node has samples left to train and to test on after validation and drop_last."""
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or not (training.validation or training.drop_last):
@@ -93,7 +93,7 @@ def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
     try:
         parts = opened.shares()
         tests = {uid: opened.num_test(uid) for uid in parts} if source == "test" else {}
-    except UsageError:  # reported by every_node_gets_data
+    except UsageError:  # reported by check_partition
         return
     sizes = {uid: len(part) for uid, part in parts.items() if uid not in servers}
     for uid, size in (tests or sizes).items():
@@ -107,7 +107,7 @@ def samples_are_left(experiment: Experiment) -> Iterator[Problem]:
             return
 
 
-def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
+def check_task(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the task suits the data, and the loss the task."""
     if spec_of(experiment) is None:
         return
@@ -123,20 +123,20 @@ def task_suits_the_data(experiment: Experiment) -> Iterator[Problem]:
             yield dataclasses.replace(raised("training", error), other=("task",))
 
 
-def patterns_match_the_model(experiment: Experiment) -> Iterator[Problem]:
+def check_parameter_patterns(experiment: Experiment) -> Iterator[Problem]:
     """Checks that every pattern of `parameters` matches a parameter, and that every shared parameter has a fragment."""
     spec, graph = spec_of(experiment), graph_of(experiment)
     if experiment.parameters is None or spec is None or graph is None:
         return
     try:
         module = module_without_values(experiment, spec)
-    except UsageError:  # reported by model_can_be_trained
+    except UsageError:  # reported by check_model
         return
     for path, message, hint in problems_of(experiment.parameters, named(module), graph.num_nodes):
         yield Problem(("parameters", *path), message, hint, other=("model",))
 
 
-def batches_suit_the_model(experiment: Experiment) -> Iterator[Problem]:
+def check_batch_sizes(experiment: Experiment) -> Iterator[Problem]:
     """Checks that no node trains on single samples if batch normalization in the model needs at least two."""
     training, graph, spec = experiment.training, graph_of(experiment), spec_of(experiment)
     if not isinstance(training, SupervisedConfig) or graph is None or spec is None:
@@ -165,7 +165,7 @@ def _needs_two_samples(experiment: Experiment, spec: DataSpec) -> bool:
     return False
 
 
-def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
+def check_own_test_samples(experiment: Experiment) -> Iterator[Problem]:
     """Checks that training samples are not dealt again (resample) if nodes have test samples of their own: these match
     the training samples of the first epoch only."""
     training, spec = experiment.training, spec_of(experiment)
@@ -178,7 +178,7 @@ def own_tests_suit_the_sampling(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("training", "sampling"), message, "use data.test: global", other=("data", "test"))
 
 
-def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
+def check_learning_rate_schedule(experiment: Experiment) -> Iterator[Problem]:
     """Checks that a learning-rate schedule of fixed length (one_cycle) covers every round, or step, of the run."""
     training = experiment.training
     if not isinstance(training, SupervisedConfig) or (most := training.lr_schedule.most_ticks()) is None:
@@ -204,7 +204,7 @@ def schedule_lasts(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("training", "lr_schedule", *key), message, hint, other=("node", "rounds"))
 
 
-def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
+def check_orphans(experiment: Experiment) -> Iterator[Problem]:
     """Checks that nodes can adopt orphaned samples: every node can read every sample, and no sample is in the shares of
     two nodes or in the validation set of one."""
     training, data = experiment.training, experiment.data
@@ -237,7 +237,7 @@ def orphans_can_be_adopted(experiment: Experiment) -> Iterator[Problem]:
                       "training", "lr_schedule", hint="use local_steps")  # fmt: skip
 
 
-def figures_fit_into_a_message(experiment: Experiment) -> Iterator[Problem]:
+def check_number_of_metrics(experiment: Experiment) -> Iterator[Problem]:
     """Checks that a node's final figures fit into one message, which it sends only at the end of the run."""
     if spec_of(experiment) is None:
         return
@@ -246,15 +246,15 @@ def figures_fit_into_a_message(experiment: Experiment) -> Iterator[Problem]:
     except UsageError:
         return
     long = max((each.name for each in metrics), key=len)
-    if len(metrics) > MOST_METRICS:
-        message = f"must have at most {MOST_METRICS} metrics, with those of moving averages, training and own samples"
+    if len(metrics) > MAX_METRICS:
+        message = f"must have at most {MAX_METRICS} metrics, with those of moving averages, training and own samples"
         yield Problem(("task",), f"{message}, got {len(metrics)}", other=("training",))
     if len(f"{long}_merged") > MAX_SCALAR_NAME:
         message = f"must have metrics with names of at most {MAX_SCALAR_NAME - len('_merged')} characters, got {long}"
         yield Problem(("task",), message, other=("training",))
 
 
-def best_is_a_metric(experiment: Experiment) -> Iterator[Problem]:
+def check_best_metric(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the task measures the figures that choose the best checkpoint and that stop the run early."""
     checkpoint = experiment.node.checkpoint
     chosen: dict[tuple[str, ...], BestConfig | None] = {
