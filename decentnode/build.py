@@ -20,7 +20,7 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model, module_without_values
 from decentnode.graph.base import Graph
 from decentnode.mapping.base import Mapping, checked_device
-from decentnode.models.recurrent import expect_copies
+from decentnode.models.recurrent import log_weight_copies
 from decentnode.node.node import Node, NodeParts
 from decentnode.node.rounds import Record
 from decentnode.node.rules import Rules
@@ -143,7 +143,7 @@ def schemas_of(
 def place_model(experiment: Experiment, data: DataSpec, device: torch.device) -> torch.nn.Module:
     """Makes the initial model on the device where it will run, and logs the copies that recurrent layers make there."""
     module = make_model(experiment, data).to(device)
-    expect_copies(module, device)
+    log_weight_copies(module, device)
     return module
 
 
@@ -195,7 +195,7 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
     return SharedModel(model, fragments, make_rules)
 
 
-def partners_of(uid: int, graphs: Sequence[Graph]) -> frozenset[int] | None:
+def exchange_partners(uid: int, graphs: Sequence[Graph]) -> frozenset[int] | None:
     """Returns all nodes that this node ever exchanges with in these graphs, or None if that is too slow to find out."""
     found = [graph.partners(uid) for graph in {id(graph): graph for graph in graphs}.values()]
     known = [each for each in found if each is not None]
@@ -225,7 +225,7 @@ def build(
     if sampler is None and not rules[0].requirements.overrides_topology:
         buffers = [graph] if model.buffers.numel() else []
         of_fragments = [fragment.graph for fragment in shared.fragments] or [graph]
-        communication.partners = partners_of(uid, [*of_fragments, *buffers])
+        communication.partners = exchange_partners(uid, [*of_fragments, *buffers])
     sampling = None if sampler is None else Sampling(sampler, communication, len(schemas), _profile(sampler, model))
     node_parts = NodeParts(graph, training, rules, communication, shared.make_rules, shared.fragments, sampling)
     return Node(uid, experiment.node, node_parts, seed=experiment.seed, record=record)

@@ -38,7 +38,7 @@ from decentnode.experiment.simulation import SimulateConfig
 from decentnode.experiment.tree import Experiment
 from decentnode.faults import FAULTS, Fault
 from decentnode.graph import GRAPHS, WEIGHTS
-from decentnode.likeness import LIKENESS_ELSEWHERE, did_you_mean, nearest
+from decentnode.likeness import MIN_SIMILARITY_ELSEWHERE, did_you_mean, nearest
 from decentnode.mapping import MAPPINGS
 from decentnode.models import MODELS
 from decentnode.node.config import NodeConfig
@@ -85,7 +85,7 @@ KINDS: dict[str, str] = {
     "tracker": "Where a run sends its figures while it is running: the entries of the list `run.trackers`.",
 }
 """Every kind with a one-sentence description."""
-MOST_MEANT = 4
+MAX_SUGGESTIONS = 4
 """How many paths a message suggests at most for one name; a dozen components have a key `fraction`, for example."""
 OTHER_NAMES: dict[tuple[str, str], str] = {
     ("communication", "auto"): "The same as hybrid: every edge takes the fastest path that works for its two nodes.",
@@ -218,15 +218,15 @@ def _hint_of_path(path: str, known: Iterable[str] = KINDS) -> str:
     similar component names elsewhere.
     """
     word, dot, rest = path.partition(".")
-    exact = _elsewhere(word, dot + rest)
+    exact = _paths_elsewhere(word, dot + rest)
     if not exact and (near := did_you_mean(word, known)):
         return near
-    close = nearest(word, dict.fromkeys(name for table in TABLES.values() for name in table), LIKENESS_ELSEWHERE)
-    paths = exact or (_elsewhere(close, dot + rest) if close else [])
-    return f"; did you mean {' or '.join(map(repr, paths[:MOST_MEANT]))}?" if paths else ""
+    close = nearest(word, dict.fromkeys(name for table in TABLES.values() for name in table), MIN_SIMILARITY_ELSEWHERE)
+    paths = exact or (_paths_elsewhere(close, dot + rest) if close else [])
+    return f"; did you mean {' or '.join(map(repr, paths[:MAX_SUGGESTIONS]))}?" if paths else ""
 
 
-def _elsewhere(word: str, rest: str) -> list[str]:
+def _paths_elsewhere(word: str, rest: str) -> list[str]:
     """Returns the paths of the components of every kind with the name `word`, followed by `rest` if that exists too.
 
     If no component has that name, returns the paths of all keys with that name instead.

@@ -121,7 +121,7 @@ class PeerFault(Exception):
         self.reason, self.detail = reason, detail
 
 
-_OTHERS = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
+_NOT_USER_CODE = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"),
            sysconfig.get_path("stdlib"))  # fmt: skip
 """Folders with code that is not the user's own."""
 
@@ -129,7 +129,7 @@ _OTHERS = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Returns the frames of an exception's traceback that are the user's own code, the innermost last."""
     return [frame for frame in traceback.extract_tb(error.__traceback__)
-            if not frame.filename.startswith((*_OTHERS, "<"))]  # fmt: skip
+            if not frame.filename.startswith((*_NOT_USER_CODE, "<"))]  # fmt: skip
 
 
 def told(error: BaseException) -> str:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-LIKENESS = 0.6
+MIN_SIMILARITY = 0.6
 """The minimum similarity of two words for one to be suggested for the other: twice the number of letters that they have
 in common, in order, divided by the number of letters of both."""
-LIKENESS_SAME = 0.9
+MIN_SIMILARITY_MISSPELLED = 0.9
 """The minimum similarity for a word that is merely misspelled, such as a plural without its s."""
-LIKENESS_ELSEWHERE = 0.7
+MIN_SIMILARITY_ELSEWHERE = 0.7
 """The minimum similarity for words of other sections or kinds: there are so many that some are similar by chance."""
 
 
-def nearest(word: str, known: Iterable[str], likeness: float = LIKENESS) -> str | None:
+def nearest(word: str, known: Iterable[str], likeness: float = MIN_SIMILARITY) -> str | None:
     """Returns the entry of `known` that is most similar to `word`, ignoring case, or None if none is similar enough."""
     by_lower = {entry.lower(): entry for entry in known}
     found = difflib.get_close_matches(word.lower(), list(by_lower), 1, likeness)

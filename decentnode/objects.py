@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from decentnode.config import component
-from decentnode.data.torch_data import Held, TorchData, TorchDataConfig, as_lazy, batch
+from decentnode.data.torch_data import InMemorySamples, TorchData, TorchDataConfig, as_lazy, batch
 from decentnode.errors import DataError, UsageError
 from decentnode.graph.base import Graph
 from decentnode.graph.topology import NodesConfig, StaticTopology
@@ -115,7 +115,7 @@ class GivenData(TorchData):
         self.config = config
         self._made = dict(self.splits)
         self._given: dict[str, Any] = {}
-        self._takes = None if "whole" in self.splits else "train"
+        self._split_argument = None if "whole" in self.splits else "train"
         self._labels: np.ndarray | None = None
         self._first = self._split("train").fetch(np.zeros(1, np.int64))
 
@@ -145,7 +145,7 @@ def samples_of(given: Any, where: str) -> LazySamples:
         if inputs.shape[:1] != targets.shape[:1] or not inputs.ndim:
             raise DataError(f"{where} must have as many inputs as targets, got shapes {inputs.shape} and "
                             f"{targets.shape}")  # fmt: skip
-        return Held(batch(inputs, targets, where), given)
+        return InMemorySamples(batch(inputs, targets, where), given)
     if isinstance(given, type) or not (hasattr(given, "__getitem__") or hasattr(given, "__iter__")):
         kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
         raise DataError(f"{where} must be a Dataset, (inputs, targets) or an iterable of batches, got {kind}")

@@ -12,7 +12,17 @@ from click.testing import CliRunner
 
 from decentnode.cli import main
 from decentnode.config.component import load_class
-from decentnode.describe import GROUPS, KINDS, MOST_MEANT, TABLES, ComponentInfo, config_class, describe, find, names
+from decentnode.describe import (
+    GROUPS,
+    KINDS,
+    MAX_SUGGESTIONS,
+    TABLES,
+    ComponentInfo,
+    config_class,
+    describe,
+    find,
+    names,
+)
 from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 
@@ -100,7 +110,7 @@ def test_a_name_of_another_kind_is_told_with_its_whole_path(path: str, text: str
 def test_a_key_of_many_components_is_told_with_some_of_them() -> None:
     with pytest.raises(UsageError, match="did you mean") as caught:
         find("fraction")
-    assert 1 < str(caught.value).count(".fraction'") <= MOST_MEANT
+    assert 1 < str(caught.value).count(".fraction'") <= MAX_SUGGESTIONS
     with pytest.raises(UsageError, match=r"did you mean 'sharing\.topk'"):
         names("topk")
     with pytest.raises(UsageError) as caught:

@@ -40,7 +40,7 @@ class Settings(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _untyped_numbers(cls, value: Any) -> Any:
+    def _parse_untyped_numbers(cls, value: Any) -> Any:
         """Converts text such as 1e-3 to a number in keys unknown to the Config, which have no type to do so by."""
         if cls.model_config.get("extra") != "allow" or not isinstance(value, dict):
             return value
@@ -48,7 +48,7 @@ class Settings(pydantic.BaseModel):
 
     @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+    def _reject_booleans_for_numbers(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """Rejects booleans for numbers: pydantic takes true for 1, but in a YAML file it is a mistake."""
         if _holds_boolean(value) and not _allows_boolean(cls, str(info.field_name)):
             raise PydanticCustomError("boolean", "must not be true or false")
@@ -56,7 +56,7 @@ class Settings(pydantic.BaseModel):
 
     @pydantic.field_validator("*", mode="after")
     @classmethod
-    def _no_endless_numbers(cls, value: Any) -> Any:
+    def _reject_huge_numbers(cls, value: Any) -> Any:
         """Rejects integers beyond 64 bits and numbers beyond float32: torch, messages and files cannot hold them."""
         if _holds(value, lambda each: isinstance(each, int) and not -(1 << 63) <= each < 1 << 63):
             raise PydanticCustomError("bits", "must be within 64 bits, from -2^63 to 2^63 - 1")
@@ -77,7 +77,7 @@ class Added:
 ADDED = Added()
 
 
-def added_defaults(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def unchanged_added_keys(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """Yields the path of every `ADDED` key at or below `value` that has its default."""
     if isinstance(value, pydantic.BaseModel):
         fields = type(value).model_fields
@@ -85,10 +85,10 @@ def added_defaults(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str
             if key in fields and ADDED in fields[key].metadata and child == fields[key].get_default():
                 yield (*path, key)
             else:
-                yield from added_defaults(child, (*path, key))
+                yield from unchanged_added_keys(child, (*path, key))
     elif isinstance(value, list | tuple):
         for index, child in enumerate(value):
-            yield from added_defaults(child, (*path, str(index)))
+            yield from unchanged_added_keys(child, (*path, str(index)))
 
 
 class Config(Settings):
@@ -206,7 +206,7 @@ def imported(target: str, name: str, kind: str, what: str = "function or class")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        where = f"; searched in {', '.join(_beside)} and on Python's path" if _beside else ""
+        where = f"; searched in {', '.join(_added_folders)} and on Python's path" if _added_folders else ""
         raise UsageError(f"{kind} {name!r}: no module named {error.name!r}{where}") from error
     except Exception as error:  # a user's module may raise anything; odd names raise ValueError or TypeError
         raise UsageError(f"{kind} {name!r}: importing {module_name!r} raised {error!r}") from error
@@ -218,13 +218,13 @@ def imported(target: str, name: str, kind: str, what: str = "function or class")
     return found
 
 
-_beside: list[str] = []
+_added_folders: list[str] = []
 """Folders of experiments that were added to the module search path for the user's own components."""
 
 
-def looked_beside() -> list[Path]:
+def added_module_folders() -> list[Path]:
     """Returns the folders that `look_beside` added to this process's module search path."""
-    return [Path(each) for each in _beside]
+    return [Path(each) for each in _added_folders]
 
 
 def look_beside(folder: Path, first: bool = False) -> None:
@@ -239,8 +239,8 @@ def look_beside(folder: Path, first: bool = False) -> None:
     except OSError:
         return
     text = str(folder)
-    if text not in _beside:
-        _beside.append(text)
+    if text not in _added_folders:
+        _added_folders.append(text)
     if first and text not in sys.path[:1]:
         sys.path.insert(0, text)
     elif text not in sys.path:

@@ -38,11 +38,11 @@ _RULES = {
 def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.BaseModel], source: str) -> list[str]:
     """Returns every error rendered, in the order of the file. The rules of a union at one path are joined by "or"."""
     grouped: dict[tuple[str | int, ...], list[ErrorDetails]] = {}
-    for details in map(_placed, error.errors(include_url=False)):
+    for details in map(_located_at_key, error.errors(include_url=False)):
         grouped.setdefault(_written_path(tree, details), []).append(details)
     rendered: list[tuple[tuple[str, int, int], str]] = []
     for path, group in grouped.items():
-        if _another_choice_goes_deeper(path, group, grouped):
+        if _only_deeper_errors_matter(path, group, grouped):
             continue
         text, place = _explain_one(path, group, tree, model, source)
         order = (place.source, place.line, place.column) if place else (source, 0, 0)
@@ -50,7 +50,7 @@ def explain(error: pydantic.ValidationError, tree: Item, model: type[pydantic.Ba
     return [text for _, text in sorted(rendered, key=lambda pair: pair[0])]
 
 
-def _another_choice_goes_deeper(
+def _only_deeper_errors_matter(
     path: tuple[str | int, ...], group: Sequence[ErrorDetails], paths: Iterable[tuple[str | int, ...]]
 ) -> bool:
     """Returns whether only the errors below `path` matter: a section with a wrong key also fails as "must be text" in a
@@ -60,13 +60,13 @@ def _another_choice_goes_deeper(
                           for details in group)  # fmt: skip
 
 
-def _placed(details: ErrorDetails) -> ErrorDetails:
+def _located_at_key(details: ErrorDetails) -> ErrorDetails:
     """Returns an error of a whole section as an error of the key that it is about, if there is one.
 
     This includes the key by which a union of sections is discriminated (`component.told_apart`).
     """
     if details["type"] == "value_error":
-        return _at_its_key(details)
+        return _value_error_at_key(details)
     if details["type"] != "kind":
         return details
     key, known, given = details["ctx"]["key"], details["ctx"]["known"], details["input"]
@@ -79,7 +79,7 @@ def _placed(details: ErrorDetails) -> ErrorDetails:
     return {**at, "type": "component_name", "msg": f"must be one of {known}"}
 
 
-def _at_its_key(details: ErrorDetails) -> ErrorDetails:
+def _value_error_at_key(details: ErrorDetails) -> ErrorDetails:
     """Returns a section's error whose message begins with the name of one of its keys as an error of that key."""
     found, given = re.match(r"Value error, (\w+) ((?:must|needs) .*)", details["msg"], re.DOTALL), details["input"]
     if found is None or not isinstance(given, dict) or found[1] not in given:

@@ -13,10 +13,10 @@ from decentnode.config.key_docs import key_doc
 from decentnode.config.paths import descend, dotted
 from decentnode.config.section_models import model_at
 from decentnode.config.yaml_source import Item
-from decentnode.likeness import LIKENESS_ELSEWHERE, LIKENESS_SAME, nearest
+from decentnode.likeness import MIN_SIMILARITY_ELSEWHERE, MIN_SIMILARITY_MISSPELLED, nearest
 
 LISTS = ("list_type", "tuple_type")
-MOST_WRITTEN = 1e15
+MAX_WRITTEN_INTEGER = 1e15
 """Larger integers are not written out in hints for values such as 1e3."""
 
 
@@ -29,9 +29,9 @@ def value_hint(
     """
     details = group[0]
     value = details["input"]
-    replacing = _replacing(path, tree)
-    if replacing and "must be an argument of" in details["msg"]:
-        return replacing[1]
+    replaced = _replaced_section(path, tree)
+    if replaced and "must be an argument of" in details["msg"]:
+        return replaced[1]
     lists = [d for d in group if d["type"] in LISTS]
     if type(value) is int and lists and all(d in lists or d["type"] == "literal_error" for d in group):
         return f"write [{value}]"
@@ -53,7 +53,7 @@ def value_hint(
         if found:
             return f"did you mean '{found}'?"
         whole = details["type"] == "int_parsing" and re.fullmatch(r"[+-]?\d+(\.\d+)?[eE]\+?\d+", value)
-        if whole and abs(float(value)) < MOST_WRITTEN:
+        if whole and abs(float(value)) < MAX_WRITTEN_INTEGER:
             return f"write {int(float(value))}"
     return ""
 
@@ -63,27 +63,27 @@ def key_hint(path: tuple[str | int, ...], tree: Item, model: type[pydantic.BaseM
     owner = model_at(path[:-1], tree, model)
     if owner is None:
         return ""
-    known, places = list(owner.model_fields), dict(_places(tree, model))
+    known, known_paths = list(owner.model_fields), dict(_known_keys(tree, model))
     if any(isinstance(part, int) for part in path) and (near := nearest(str(path[-1]), known)):
             return f"did you mean '{near}'?"  # keys of other sections are no candidates for a list entry
-    if near := nearest(str(path[-1]), known, LIKENESS_SAME):
+    if near := nearest(str(path[-1]), known, MIN_SIMILARITY_MISSPELLED):
         return f"did you mean '{near}'?"
-    elsewhere = [place for place, key in places.items() if key == path[-1] and place != dotted(path)]
+    elsewhere = [place for place, key in known_paths.items() if key == path[-1] and place != dotted(path)]
     if elsewhere:
         return "did you mean " + " or ".join(f"'{place}'" for place in elsewhere[:3]) + "?"
     found = nearest(str(path[-1]), known)
     if found:
         return f"did you mean '{found}'?"
-    replacing = _replacing(path, tree)
-    if replacing:
-        return f"not a key of {replacing[0]!r}: {replacing[1]}"
-    near = nearest(str(path[-1]), places.values(), LIKENESS_ELSEWHERE)
+    replaced = _replaced_section(path, tree)
+    if replaced:
+        return f"not a key of {replaced[0]!r}: {replaced[1]}"
+    near = nearest(str(path[-1]), known_paths.values(), MIN_SIMILARITY_ELSEWHERE)
     if near:
-        return "did you mean '" + next(place for place, key in places.items() if key == near) + "'?"
+        return "did you mean '" + next(place for place, key in known_paths.items() if key == near) + "'?"
     return "known keys: " + ", ".join(known)
 
 
-def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
+def _replaced_section(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
     """Returns (name, advice) if --set or the environment changed the name of the section around `path` while the file
     has keys for the old name. Returns None if the key itself comes from --set or the environment."""
     item: Item | None = tree
@@ -98,7 +98,7 @@ def _replacing(path: Sequence[str | int], tree: Item) -> tuple[str, str] | None:
     return None if written is not None and written.place.origin in ("--set", "env") else found
 
 
-def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def _known_keys(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yields ("a.b.c", "c") for every key that the chosen components have and every constructor argument written."""
     owner = model_at(above, tree, model)
     section, depth = descend(tree, above)
@@ -109,7 +109,7 @@ def _places(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] 
             yield dotted((*above, key)), key
             found = owner.model_fields.get(key) if owner is not None else None
             if len(above) < 2 and (found is None or typing.get_origin(found.annotation) not in (list, tuple)):
-                yield from _places(tree, model, (*above, key))
+                yield from _known_keys(tree, model, (*above, key))
 
 
 def description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | int, ...]) -> str:

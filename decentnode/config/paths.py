@@ -15,7 +15,7 @@ def dotted(path: Sequence[str | int]) -> str:
     return text
 
 
-def place_of(tree: Item, path: Sequence[str | int]) -> Location | None:
+def location_of(tree: Item, path: Sequence[str | int]) -> Location | None:
     """Returns the location of the value at `path`, or of the nearest section around it; None if neither was written.
 
     The location of a section is that of its key.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from decentnode.config.paths import dotted, place_of
+from decentnode.config.paths import dotted, location_of
 from decentnode.config.yaml_source import Item, Location, problem
 
 
@@ -18,36 +18,36 @@ class Problem:
     message: str
     hint: str = ""
     other: tuple[str | int, ...] | None = None
-    doubt: bool = False
+    is_warning: bool = False
     """Whether it is only a warning, because the value may be intended."""
 
     def render(self, tree: Item, source: str) -> str:
         """Returns the problem with its location in `tree`, the tree it was found in, and the line of the file."""
-        return problem(*self._told(tree, source))
+        return problem(*self._parts(tree, source))
 
     def line(self, tree: Item, source: str) -> str:
         """Returns the problem in one line, without the line of the file."""
-        place, text, hint = self._told(tree, source)
+        place, text, hint = self._parts(tree, source)
         return f"{place}: {text}" + (f" ({hint})" if hint else "")
 
-    def _told(self, tree: Item, source: str) -> tuple[Location | str, str, str]:
+    def _parts(self, tree: Item, source: str) -> tuple[Location | str, str, str]:
         """Returns (location, text, hint)."""
-        place = place_of(tree, self.path) or source
+        place = location_of(tree, self.path) or source
         hint = self.hint
         if self.other is not None:
-            other = place_of(tree, self.other)
-            see = f"see {dotted(self.other)}" + (f" at {_short(other, place)}" if other else " (default)")
+            other = location_of(tree, self.other)
+            see = f"see {dotted(self.other)}" + (f" at {_location_text(other, place)}" if other else " (default)")
             hint = f"{hint}; {see}" if hint else see
         separator = "" if self.message.startswith(":") else " "
         return place, f"{dotted(self.path)}{separator}{self.message}", hint
 
 
-def _short(place: Location, beside: Location | str) -> str:
+def _location_text(place: Location, beside: Location | str) -> str:
     same = isinstance(beside, Location) and place.line and beside.source == place.source
     return f"line {place.line}" if same else str(place)
 
 
-def raised(section: str, error: Exception, keys: Iterable[str] = ()) -> Problem:
+def problem_from_error(section: str, error: Exception, keys: Iterable[str] = ()) -> Problem:
     """Returns the problem that an error raised while making a component describes.
 
     "section.key must be ...", "key must be ..." and "component: key must be ..." become problems of the key, all others

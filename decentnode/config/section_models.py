@@ -34,7 +34,7 @@ def model_at(
 
 
 def _models(annotations: Sequence[Any], value: Any) -> Iterator[type[pydantic.BaseModel]]:
-    for annotation in reversed(_chosen(annotations, value)):
+    for annotation in reversed(_selected_alternative(annotations, value)):
         if isinstance(annotation, Section):
             name = annotation.name_of(value)
             try:
@@ -44,28 +44,28 @@ def _models(annotations: Sequence[Any], value: Any) -> Iterator[type[pydantic.Ba
         elif isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
             yield annotation
         else:
-            yield from _models(_within(annotation), value)
+            yield from _models(_type_arguments(annotation), value)
 
 
 def _entry_types(annotations: Sequence[Any], value: list[Any]) -> Iterator[Any]:
     """Yields the annotations of the entries of a list."""
-    for annotation in _chosen(annotations, value):
+    for annotation in _selected_alternative(annotations, value):
         if typing.get_origin(annotation) in (list, tuple):
             yield typing.get_args(annotation)[0]
         elif not isinstance(annotation, type):
-            yield from _entry_types(_within(annotation), value)
+            yield from _entry_types(_type_arguments(annotation), value)
 
 
-def _within(annotation: Any) -> list[Any]:
+def _type_arguments(annotation: Any) -> list[Any]:
     return [each for each in typing.get_args(annotation) if not isinstance(each, str)]
 
 
-def _chosen(annotations: Sequence[Any], value: Any) -> Sequence[Any]:
+def _selected_alternative(annotations: Sequence[Any], value: Any) -> Sequence[Any]:
     """Returns the member of a union with a discriminator that the value belongs to; otherwise all `annotations`."""
     by = next((each for each in annotations if isinstance(each, pydantic.Discriminator)), None)
     if by is None or not callable(by.discriminator):
         return annotations
     tag = by.discriminator(value)
-    members = [member for each in annotations if each is not by for member in _within(each)]
-    tagged = [m for m in members if any(isinstance(t, pydantic.Tag) and t.tag == tag for t in _within(m))]
+    members = [member for each in annotations if each is not by for member in _type_arguments(each)]
+    tagged = [m for m in members if any(isinstance(t, pydantic.Tag) and t.tag == tag for t in _type_arguments(m))]
     return tagged if isinstance(tag, str) else annotations

@@ -107,12 +107,12 @@ class _Builder:
         text = self.lines[mark.line] if mark.line < len(self.lines) else ""
         return Location(self.source, mark.line + 1, mark.column + 1, text, f"{self.source}:{mark.line + 1}")
 
-    def complain(self, mark: yaml.Mark | None, message: str, hint: str = "") -> None:
+    def report(self, mark: yaml.Mark | None, message: str, hint: str = "") -> None:
         self.problems.append(problem(self.place(mark), message, hint))
 
     def build(self, node: yaml.Node) -> Item:
         if id(node) in self.open:
-            self.complain(node.start_mark, "a value must not contain itself")
+            self.report(node.start_mark, "a value must not contain itself")
             return Item(None, self.place(node.start_mark))
         if id(node) not in self.done:
             self.open.add(id(node))
@@ -123,7 +123,7 @@ class _Builder:
     def _build(self, node: yaml.Node) -> Item:
         place = self.place(node.start_mark)
         if node.tag not in _PLAIN_TAGS and node.tag != "tag:yaml.org,2002:merge":
-            self.complain(node.start_mark, f"the tag {node.tag} is not allowed here", "quote the value if it is text")
+            self.report(node.start_mark, f"the tag {node.tag} is not allowed here", "quote the value if it is text")
             return Item(None, place)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place)
@@ -136,7 +136,7 @@ class _Builder:
         try:
             return self.loader.construct_object(node)
         except (ValueError, ArithmeticError, LookupError, AttributeError, yaml.YAMLError):  # 2024-13-45, 0x_, !!bool x
-            self.complain(node.start_mark, f"{str(node.value)[:60]!r} cannot be read", "quote the value if it is text")
+            self.report(node.start_mark, f"{str(node.value)[:60]!r} cannot be read", "quote the value if it is text")
             return None
 
     def _mapping(self, node: yaml.MappingNode, place: Location) -> Item:
@@ -146,7 +146,7 @@ class _Builder:
                 continue
             if key.value in seen:
                 first = seen[key.value].line + 1
-                self.complain(key.start_mark, f"duplicate key {key.value!r}, first given at line {first}")
+                self.report(key.start_mark, f"duplicate key {key.value!r}, first given at line {first}")
             else:
                 seen[key.value] = key.start_mark
         self.loader.flatten_mapping(node)  # the merge key <<
@@ -165,7 +165,7 @@ class _Builder:
         hint = ""
         if isinstance(node, yaml.ScalarNode):
             hint = f"YAML reads a bare {node.value or 'nothing'} as {str(value).lower()}: quote it"
-        self.complain(node.start_mark, "a key must be text", hint)
+        self.report(node.start_mark, "a key must be text", hint)
         return None
 
 
@@ -190,7 +190,7 @@ def parse(text: str, source: str, origin: str = "", positions: bool = True) -> I
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = " ".join(p for p in (error.problem, error.context) if p)
-        builder.complain(mark, f"not valid YAML: {message}", _syntax_hint(builder.lines, mark))
+        builder.report(mark, f"not valid YAML: {message}", _syntax_hint(builder.lines, mark))
         raise ConfigError(builder.problems, source) from error
     except (ValueError, OverflowError) as error:  # PyYAML's scanner calls chr() for "\UFFFFFFFF"
         raise ConfigError([f"{source}: not valid YAML: {error}"], source) from error
@@ -230,7 +230,7 @@ def read(path: Path, shown: str) -> str:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
-        near = _near(path) if isinstance(error, FileNotFoundError) else ""
+        near = _most_similar_file(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError([f"{shown}: cannot be read: {reason}" + (f"; did you mean {near}?" if near else "")],
                           shown) from error  # fmt: skip
     if len(data) > MAX_BYTES:
@@ -243,7 +243,7 @@ def read(path: Path, shown: str) -> str:
         raise ConfigError([message], shown) from error
 
 
-def _near(path: Path) -> str:
+def _most_similar_file(path: Path) -> str:
     """Returns the path of the experiment in the same folder with the most similar name, or ""."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]

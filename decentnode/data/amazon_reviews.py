@@ -18,7 +18,7 @@ from decentnode.data.base import CachedConfig, checked_indices, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.sources import remedy
 from decentnode.data.token_rows import TokenRows, TokenRowsWriter
-from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
+from decentnode.data.tokens import FrequentWords, Tokenizer, TransformersTokenizer, WordPiece
 from decentnode.data.user_data import UserDataset
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec, Samples
@@ -140,9 +140,9 @@ class AmazonReviews(UserDataset):
         if self._vocabulary is not None:
             return WordPiece(self._vocabulary)
         if self.config.tokenizer is not None:
-            return OfTransformers(self.config.tokenizer)
+            return TransformersTokenizer(self.config.tokenizer)
         texts = (text for split, (_, _, text, _) in self._reviews() if split == "train")
-        return CountedWords(texts, self.config.vocabulary_size)
+        return FrequentWords(texts, self.config.vocabulary_size)
 
     def _build(self, writer: Writer) -> None:
         tokenizer, users = self._tokenizer(), dict[str, int]()

@@ -152,21 +152,21 @@ def indexed(
     """
     name = f"{kind}-{_key(kind, sources, options)}"
     base = folder or root()
-    if (found := _opened(base / name)) is not None:
+    if (found := _open_index(base / name)) is not None:
         return found
     try:
         base.mkdir(parents=True, exist_ok=True)
         with _locked(base / f".{name}.lock", wait_seconds):
-            if (found := _opened(base / name)) is not None:  # another process has made it in the meantime
+            if (found := _open_index(base / name)) is not None:  # another process has made it in the meantime
                 return found
             logger.info("indexing %s once: %d files into %s", kind, len(sources), base / name)
-            return _made(base, name, build)
+            return _build_index(base, name, build)
     except OSError as error:
         raise DataError(
             f"{base}: {kind} cannot be indexed there: {error}; DECENTNODE_CACHE names another folder") from error
 
 
-def _made(base: Path, name: str, build: Callable[[Writer], None]) -> Index:
+def _build_index(base: Path, name: str, build: Callable[[Writer], None]) -> Index:
     shutil.rmtree(base / name, ignore_errors=True)  # remove an incomplete index
     partial = Path(tempfile.mkdtemp(dir=base, prefix=f".{name}."))
     writer = Writer(partial)
@@ -182,7 +182,7 @@ def _made(base: Path, name: str, build: Callable[[Writer], None]) -> Index:
     return Index(base / name)
 
 
-def _opened(folder: Path) -> Index | None:
+def _open_index(folder: Path) -> Index | None:
     try:
         return Index(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the description may contain anything

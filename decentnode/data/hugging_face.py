@@ -15,7 +15,7 @@ from decentnode.config.component import Config
 from decentnode.data.base import CachedConfig, Dataset, checked_indices, checked_targets, existing
 from decentnode.data.cache import Writer, indexed
 from decentnode.data.token_rows import TokenRows, TokenRowsWriter, TokenWindows, TokenWindowsWriter
-from decentnode.data.tokens import CountedWords, OfTransformers, Tokenizer, WordPiece
+from decentnode.data.tokens import FrequentWords, Tokenizer, TransformersTokenizer, WordPiece
 from decentnode.errors import DataError, told
 from decentnode.samples import DataSpec, Samples
 from decentnode.system import hub_offline
@@ -23,7 +23,7 @@ from decentnode.system import hub_offline
 INPUTS = ("image", "img", "text", "sentence", "content")
 TARGETS = ("label", "labels", "fine_label")
 """The columns that are tried, in this order, if the section names none."""
-MOST_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
 """The maximum number of tokens of one text that is split into pieces."""
 BLOCK = 256
 """How many samples are in memory at once during the conversion."""
@@ -213,17 +213,17 @@ class HuggingFace(Dataset):
         if self._vocabulary is not None:
             return WordPiece(self._vocabulary)
         if self.config.tokenizer is not None:
-            return OfTransformers(self.config.tokenizer, padded=self._target is not None)
+            return TransformersTokenizer(self.config.tokenizer, padded=self._target is not None)
         texts = (text for tested, inputs, *_ in self._parts()
                  for text, aside in zip(inputs, tested, strict=True) if not aside)  # fmt: skip
-        return CountedWords(texts, self.config.vocabulary_size)
+        return FrequentWords(texts, self.config.vocabulary_size)
 
     def _build_windows(self, writer: Writer) -> None:
         tokenizer, length = self._tokenizer(), self.config.length
         writers = {split: TokenWindowsWriter(writer, split, length) for split in ("train", "test")}
         for tested, texts, _, users in self._parts():
             for aside, text, user in zip(tested, texts, users.tolist(), strict=True):
-                writers["test" if aside else "train"].add(tokenizer.encode(self._text(text), MOST_TOKENS), user)
+                writers["test" if aside else "train"].add(tokenizer.encode(self._text(text), MAX_TOKENS), user)
         self._check_both({split: each.count for split, each in writers.items()})
         writer.notes |= {"vocabulary": tokenizer.size, "shape": [length]}
 

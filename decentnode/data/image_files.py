@@ -55,7 +55,7 @@ class Preparation:
     scale: tuple[float, ...]
     offset: tuple[float, ...]
 
-    def middle(self, image: Any, path: Path) -> Any:
+    def center_crop(self, image: Any, path: Path) -> Any:
         """Returns the center of the scaled image, as torchvision's Resize and CenterCrop do. Raises DataError."""
         width, height = image.size
         shorter, longer = self.resize, self.resize * max(width, height) // min(width, height)
@@ -103,7 +103,7 @@ class FolderImages(ImageFiles):
         try:
             image = rgb_image(path)
             if crop is None:
-                image = self.preparation.middle(image, path)
+                image = self.preparation.center_crop(image, path)
             else:
                 image = _scaled(image.crop(crop(place, *image.size)), (size, size))
         except DataError as error:

@@ -16,11 +16,11 @@ from decentnode.data.partition import PARTITIONS
 from decentnode.errors import DataError
 from decentnode.samples import AnySamples, DataSpec, NodeSamples
 
-PLACES = ("{uid}", "{machine}")
+PLACEHOLDERS = ("{uid}", "{machine}")
 """Placeholders in paths of private data."""
-TOLD_FILES = 5
+MAX_LISTED_PROBLEMS = 5
 """How many problems with private files are described; further ones are only counted."""
-KEPT_DEALS = 3
+MAX_CACHED_DEALS = 3
 """How many epochs' shares are kept: the first epoch's, and those of nodes that are in different epochs."""
 
 
@@ -44,11 +44,11 @@ class OpenedData:
         self._opened: dict[tuple[str, ...], Dataset] = {}
         self._dealt: dict[tuple[tuple[str, ...], int], dict[int, np.ndarray]] = {}
         """By group of nodes and epoch: the shares of the nodes, for the most recently dealt epochs."""
-        self._among: dict[tuple[int, ...], dict[int, np.ndarray]] = {}
+        self._shares_among_members: dict[tuple[int, ...], dict[int, np.ndarray]] = {}
         """By members: their shares including those of absent nodes, for the most recently used sets of members."""
         self._test: AnySamples | None = None
         self._own_parts: dict[tuple[str, ...], dict[int, np.ndarray]] = {}
-        self._paths = [name for name, value in config if isinstance(value, Path) and _has_place(value)]
+        self._paths = [name for name, value in config if isinstance(value, Path) and _has_placeholder(value)]
 
     @property
     def num_nodes(self) -> int:
@@ -87,7 +87,8 @@ class OpenedData:
             self.dataset().check_private()
 
     def private_problems(self, uids: Collection[int]) -> list[str]:
-        """Returns the problems with the private files of these nodes: at most TOLD_FILES sentences, and how many more
+        """Returns the problems with the private files of these nodes: at most MAX_LISTED_PROBLEMS sentences, and how
+        many more
         there are. Files of other nodes are not opened."""
         found = []
         for group in self._groups() if self.private else ():
@@ -97,8 +98,8 @@ class OpenedData:
                 self._shares_of(group)
             except DataError as error:
                 found.append(f"node{'s' if len(mine) > 1 else ''} {', '.join(map(str, mine))}: {error}")
-        if len(found) > TOLD_FILES:
-            found[TOLD_FILES:] = [f"and {len(found) - TOLD_FILES} more of this kind"]
+        if len(found) > MAX_LISTED_PROBLEMS:
+            found[MAX_LISTED_PROBLEMS:] = [f"and {len(found) - MAX_LISTED_PROBLEMS} more of this kind"]
         return found
 
     def check_private_files(self, uids: Collection[int]) -> None:
@@ -109,10 +110,10 @@ class OpenedData:
     def dataset(self, uid: int | None = None) -> Dataset:
         """Returns the dataset that a node reads; None: any dataset that is readable here. Raises DataError."""
         if uid is None:
-            return self._any() if self.private else self._open(self._group(0), self.config)
+            return self._first_readable() if self.private else self._open(self._group(0), self.config)
         return self._open(self._group(uid), self._config_of(uid))
 
-    def _any(self) -> Dataset:
+    def _first_readable(self) -> Dataset:
         first: DataError | None = None
         for uid in range(len(self._machines)):
             try:
@@ -175,11 +176,11 @@ class OpenedData:
     def _shares_of(self, uids: Sequence[int], epoch: int = 0) -> dict[int, np.ndarray]:
         """Returns the shares of nodes that read the same files. epoch: from 1 on, all samples are dealt again for it.
 
-        The shares of the last KEPT_DEALS epochs are kept, because every node of a process asks for them.
+        The shares of the last MAX_CACHED_DEALS epochs are kept, because every node of a process asks for them.
         """
         key = self._group(uids[0]), epoch
         if key not in self._dealt:
-            while len(self._dealt) >= KEPT_DEALS * len(self._by_group):
+            while len(self._dealt) >= MAX_CACHED_DEALS * len(self._by_group):
                 del self._dealt[next(iter(self._dealt))]
             self._dealt[key] = self._deal(uids, epoch)
         return self._dealt[key]
@@ -215,18 +216,18 @@ class OpenedData:
         DataError.
         """
         key = tuple(sorted(members))
-        if key not in self._among:
-            while len(self._among) >= KEPT_DEALS:
-                del self._among[next(iter(self._among))]
-            self._among[key] = self._deal_among(key)
-        return self._among[key]
+        if key not in self._shares_among_members:
+            while len(self._shares_among_members) >= MAX_CACHED_DEALS:
+                del self._shares_among_members[next(iter(self._shares_among_members))]
+            self._shares_among_members[key] = self._deal_among(key)
+        return self._shares_among_members[key]
 
     def _deal_among(self, members: Sequence[int]) -> dict[int, np.ndarray]:
         shares = self._shares_of(range(self.num_nodes))
         orphans = np.sort(np.concatenate([np.empty(0, np.int64), *(mine for uid, mine in shares.items()
                                                                   if uid not in members)]))  # fmt: skip
-        heirs = [uid for uid in members if uid not in self._servers]
-        if not heirs or not len(orphans):
+        receivers = [uid for uid in members if uid not in self._servers]
+        if not receivers or not len(orphans):
             return {uid: shares[uid] for uid in members}
         dataset, chosen = self.dataset(), self.config.partition
         labels, keys = dataset.train_targets(), dataset.train_keys()
@@ -234,13 +235,13 @@ class OpenedData:
         draw = rng.stream(self._seed, rng.GLOBAL, "orphans")
         try:
             partition = load_class(chosen.name, PARTITIONS, "partition")(chosen)
-            parts = partition.split(labels, len(heirs), draw, None if keys is None else keys[orphans])
+            parts = partition.split(labels, len(receivers), draw, None if keys is None else keys[orphans])
             if sum(map(len, parts)) < len(orphans):
                 raise DataError(f"partition {chosen.name} assigns some samples to no node")
         except DataError:
             draw = rng.stream(self._seed, rng.GLOBAL, "orphans")
-            parts = np.array_split(draw.permutation(len(orphans)), len(heirs))
-        dealt = dict(zip(heirs, parts, strict=True))
+            parts = np.array_split(draw.permutation(len(orphans)), len(receivers))
+        dealt = dict(zip(receivers, parts, strict=True))
         return {uid: np.sort(np.concatenate([shares[uid], orphans[dealt[uid]]])) if uid in dealt else shares[uid]
                 for uid in members}  # fmt: skip
 
@@ -255,7 +256,7 @@ class OpenedData:
         """Returns the samples that one node trains and is tested on. Raises DataError."""
         self.check()
         if uid >= len(self._machines):
-            return self._of_newcomer(uid)
+            return self._newcomer_samples(uid)
         group = self._by_group[self._group(uid)]
         dataset, shares = self.dataset(uid), self._shares_of(group)
         train = dataset.train(shares[uid])
@@ -272,7 +273,7 @@ class OpenedData:
             return NodeSamples(train, self._own_test(dataset, shares, uid), shared_test=False, deal_again=deal_again,
                                deal_among=deal_among, trains=uid not in self._servers)  # fmt: skip
         if self.sharded:
-            test, shared = dataset.test_part(self._tested_by(uid)), False
+            test, shared = dataset.test_part(self._test_shard(uid)), False
         else:
             test, shared = self.global_test(dataset), True
         own = self._own_test(dataset, shares, uid) if self.test == "both" else None
@@ -283,10 +284,10 @@ class OpenedData:
         """Returns how many test samples a node has. Raises DataError."""
         if self.test == "own":
             return len(self._own_test(self.dataset(uid), self._shares_of(self._by_group[self._group(uid)]), uid))
-        sampled = self._tested_by(uid) if self.sharded else self.tested()
+        sampled = self._test_shard(uid) if self.sharded else self.tested()
         return self.dataset().num_test() if sampled is None else len(sampled)
 
-    def _tested_by(self, uid: int) -> np.ndarray:
+    def _test_shard(self, uid: int) -> np.ndarray:
         """Returns the indices of a node's part of the global test samples, with `shard_test`."""
         sampled = self.tested()
         return (sampled if sampled is not None else np.arange(self.dataset().num_test()))[uid :: len(self._machines)]
@@ -301,7 +302,7 @@ class OpenedData:
         found: np.ndarray = counts / np.float32(max(1.0, counts.sum()))
         return found
 
-    def _of_newcomer(self, uid: int) -> NodeSamples:
+    def _newcomer_samples(self, uid: int) -> NodeSamples:
         """Returns the samples of a node that is not in the mapping: those in its own files if data is private, else
         those of another node, or nothing to train on."""
         if self.private:
@@ -340,8 +341,8 @@ class OpenedData:
         return dataset.test_part(self._own_parts[group][uid])
 
 
-def _has_place(path: Path) -> bool:
-    return any(place in str(path) for place in PLACES)
+def _has_placeholder(path: Path) -> bool:
+    return any(place in str(path) for place in PLACEHOLDERS)
 
 
 def own_parts(dataset: Dataset, shares: Mapping[int, np.ndarray], seed: int) -> dict[int, np.ndarray]:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PAD = 0
 """The token that fills the shorter text of a pair."""
-GOES_ON = "@@"
+CONTINUATION_MARK = "@@"
 """The end of a word piece that is continued by the next one, as written by subword-nmt."""
 BLOCK = 1024
 """How many pairs are in memory at once during the conversion."""
@@ -105,7 +105,7 @@ class ParallelText(SequenceDataset):
         size = self.config.vocabulary_size
         counted = count_words((word for pair in self._pairs("train") for word in pair), size - FIRST_WORD + 2)
         words = [word for word in counted.numbers if counted.numbers[word] >= 2]
-        unfinished = [word for word in words if self.config.words == "spaced" and word.endswith(GOES_ON)]
+        unfinished = [word for word in words if self.config.words == "spaced" and word.endswith(CONTINUATION_MARK)]
         words = [*unfinished, *(word for word in words if word not in set(unfinished))]
         numbers = {word: number for number, word in enumerate(words, FIRST_WORD)}
         for split in self._files:

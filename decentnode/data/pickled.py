@@ -113,7 +113,7 @@ class _Machine:
         self.data = data
         self.records = records
         """Whether the file has records, whose keys may be integers and whose values are dicts."""
-        self.enough = False
+        self.has_enough_records = False
         self.at = self.start = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -128,7 +128,7 @@ class _Machine:
         for _ in range(most):
             self.start = self.at
             code = self._take(1)[0]
-            if code == ord(".") or self.enough:
+            if code == ord(".") or self.has_enough_records:
                 break
             action = _ACTIONS.get(code)
             if action is None:
@@ -218,7 +218,7 @@ class _Machine:
             if not isinstance(key, _Bytes) or len(key.view) > MAX_KEY_BYTES:
                 raise _Refused("a key that is not a short text")
             target[self.key(key)] = value
-        self.enough = self.records and len(self.stack) == 1 and len(target) >= MAX_RECORDS
+        self.has_enough_records = self.records and len(self.stack) == 1 and len(target) >= MAX_RECORDS
 
     def key(self, text: _Bytes) -> str:
         """Returns a text as a key. Records repeat the same few keys, often by references shorter than the text, so

@@ -19,7 +19,7 @@ from decentnode.data.vocabulary import Vocabulary, count_words, read_vocabulary
 from decentnode.errors import DataError
 from decentnode.samples import DataSpec
 
-BESIDE = Path("../../vocab/reddit_vocab.pck")
+DEFAULT_VOCABULARY = Path("../../vocab/reddit_vocab.pck")
 """The location of the vocabulary that LEAF's scripts write, relative to the folder of the training files."""
 
 
@@ -61,7 +61,7 @@ class Reddit(LeafText):
 
     def sources(self) -> list[Path]:
         if self._words is None:
-            beside = self.files["train"][0].parent / BESIDE
+            beside = self.files["train"][0].parent / DEFAULT_VOCABULARY
             self._words = beside if beside.is_file() else None
         return [self._words] if self._words is not None else []
 
@@ -82,13 +82,13 @@ class Reddit(LeafText):
             for user, found in users_of(path):
                 where = f"{path}: user {user!r:.60}"
                 samples = checked_user(found, where)
-                both = (("x", samples["x"]), ("y", self._behind(samples, where)))  # only y has the end of a comment
+                both = (("x", samples["x"]), ("y", self._targets(samples, where)))  # only y has the end of a comment
                 yield itertools.chain.from_iterable(row for key, each in both
                                                     for row in self._sequences(each, key, where))  # fmt: skip
 
     def encode(self, samples: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         inputs, following = (self._ids(self._sequences(each, key, where)) for key, each in
-                             (("x", samples["x"]), ("y", self._behind(samples, where))))  # fmt: skip
+                             (("x", samples["x"]), ("y", self._targets(samples, where))))  # fmt: skip
         if len(inputs) != len(following):
             raise DataError(f"{where}: has {len(inputs)} sequences and {len(following)} behind them")
         there = following != self._vocabulary.padding
@@ -97,7 +97,7 @@ class Reddit(LeafText):
         kept = there.any(1)
         return inputs[kept], targets[kept].astype(np.int64)
 
-    def _behind(self, samples: dict[str, Any], where: str) -> list[Any]:
+    def _targets(self, samples: dict[str, Any], where: str) -> list[Any]:
         """Returns for each comment of a user the sequences that follow those in x. Raises DataError."""
         found = [comment.get("target_tokens") if isinstance(comment, dict) else None for comment in samples["y"]]
         for comment, each in zip(samples["y"], found, strict=True):

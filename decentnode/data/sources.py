@@ -57,9 +57,9 @@ class Source:
     """The name of the dataset in YAML, if it differs."""
     keys: dict[str, str] = field(default_factory=dict)
     """Further keys of the section."""
-    by_hand: str = ""
+    manual: str = ""
     """How to get the files, if they cannot simply be downloaded."""
-    prepared: str = "checks and converts"
+    prepare_verb: str = "checks and converts"
     """What `decentnode data prepare` does with the files, as a verb."""
 
 
@@ -91,23 +91,23 @@ SOURCES: dict[str, Source] = {
     }), dataset="idx", keys={"mean": "0.2860", "std": "0.3530"}),
     "tiny_imagenet": Source((Remote(("http://cs231n.stanford.edu/tiny-imagenet-200.zip",), 248_100_043,
                                     "90528d7ca1a48142e341f4ef8d21d0de"),), "tiny-imagenet-200", unpack=True),
-    "image_folder": Source(by_hand="of ImageNet its authors (https://image-net.org/download) give out "
+    "image_folder": Source(manual="of ImageNet its authors (https://image-net.org/download) give out "
                                    "ILSVRC2012_img_train.tar, which holds an archive for each class, and "
                                    "ILSVRC2012_img_val.tar, whose images have to be moved into folders of their "
-                                   "classes", prepared="reads"),
-    "femnist": Source(by_hand="LEAF's data/femnist/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the "
+                                   "classes", prepare_verb="reads"),
+    "femnist": Source(manual="LEAF's data/femnist/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the "
                               "files from NIST's images; its folder data/femnist/data is the one to name"),
-    "celeba": Source(by_hand="the images img_align_celeba and the lists of identities and attributes are given out by "
+    "celeba": Source(manual="the images img_align_celeba and the lists of identities and attributes are given out by "
                              "their authors (https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html); LEAF's "
                              "data/celeba/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes the files"),
-    "shakespeare": Source(by_hand="LEAF's data/shakespeare/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes "
+    "shakespeare": Source(manual="LEAF's data/shakespeare/preprocess.sh (https://github.com/TalwalkarLab/leaf) makes "
                                   "the files; its folder data/shakespeare/data is the one to name"),
-    "reddit": Source(by_hand="LEAF's data/reddit (https://github.com/TalwalkarLab/leaf) says where its authors keep "
+    "reddit": Source(manual="LEAF's data/reddit (https://github.com/TalwalkarLab/leaf) says where its authors keep "
                              "the files, and its preprocess.sh makes those of users and the vocabulary; its folder "
                              "data/reddit/data is the one to name"),
-    "movielens": Source(by_hand="https://files.grouplens.org/datasets/movielens/ml-latest-small.zip holds ratings.csv; "
+    "movielens": Source(manual="https://files.grouplens.org/datasets/movielens/ml-latest-small.zip holds ratings.csv; "
                                 "its authors change it without a digest"),
-    "amazon_reviews": Source(by_hand="its authors give out reviews as lines of JSON "
+    "amazon_reviews": Source(manual="its authors give out reviews as lines of JSON "
                                      "(https://amazon-reviews-2023.github.io), FedScale as a CSV for each user"),
 }  # fmt: skip
 """The sources of datasets that are not part of the package."""
@@ -118,10 +118,10 @@ def remedy(name: str) -> str:
     source = SOURCES.get(name)
     if source is None:
         return ""
-    prepare = f"decentnode data prepare {name} --from DIR {source.prepared} what you have"
+    prepare = f"decentnode data prepare {name} --from DIR {source.prepare_verb} what you have"
     if source.files:
         return f"decentnode data get {name} downloads it; {prepare}"
-    return f"{source.by_hand}; {prepare}"
+    return f"{source.manual}; {prepare}"
 
 
 def get(name: str, target: Path, mirror: str | None = None, progress: Progress = lambda *_: None) -> Path:
@@ -165,17 +165,17 @@ def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Pro
     if path.is_file() and path.stat().st_size == remote.size and md5_of(path) == remote.md5:
         return path
     urls = [f"{mirror.rstrip('/')}/{remote.name}"] if mirror else list(remote.urls)
-    said, failures = "", 0
+    last_error, failures = "", 0
     while (have := _size(part)) < remote.size:
         if failures == ATTEMPTS * len(urls):
-            raise EnvironmentFault(f"{remote.name}: {said}; {have} of {remote.size} bytes are in {part}; the next "
-                                   "attempt resumes from there")  # fmt: skip
+            raise EnvironmentFault(f"{remote.name}: {last_error}; {have} of {remote.size} bytes are in {part}; the "
+                                   "next attempt resumes from there")  # fmt: skip
         url = urls[failures % len(urls)]
         try:
-            _receive(url, part, remote, progress)
+            _download(url, part, remote, progress)
         except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
-            said = f"{url}: {getattr(error, 'reason', None) or error}"
-            logger.info("%s", said)
+            last_error = f"{url}: {getattr(error, 'reason', None) or error}"
+            logger.info("%s", last_error)
         failures = failures + 1 if _size(part) <= have else 0
     if (found := md5_of(part)) != remote.md5 or _size(part) != remote.size:
         part.unlink()
@@ -184,7 +184,7 @@ def fetch(remote: Remote, target: Path, mirror: str | None = None, progress: Pro
     return path
 
 
-def _receive(url: str, part: Path, remote: Remote, progress: Progress) -> None:
+def _download(url: str, part: Path, remote: Remote, progress: Progress) -> None:
     """Appends the bytes that are missing from `part`, or starts again if the server does not support resuming."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})

@@ -13,7 +13,7 @@ from typing import Any
 from decentnode.data.vocabulary import count_words
 from decentnode.errors import DataError, told
 
-MOST_LETTERS = 100
+MAX_WORD_LENGTH = 100
 """The maximum length of a word; longer words are unknown, as in BERT's own code."""
 _WORD = re.compile(r"\w+|[^\w\s]")
 _IDEOGRAPHS = ((0x4E00, 0x9FFF), (0x3400, 0x4DBF), (0x20000, 0x2A6DF), (0x2A700, 0x2B73F), (0x2B740, 0x2B81F),
@@ -30,11 +30,11 @@ class Tokenizer(abc.ABC):
     """The number that fills the end of shorter texts, and occurs nowhere else."""
 
     @abc.abstractmethod
-    def encode(self, text: str, most: int) -> list[int]:
-        """Returns 1 to `most` numbers; longer texts are cut at the end."""
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Returns 1 to `max_tokens` numbers; longer texts are cut at the end."""
 
 
-class CountedWords(Tokenizer):
+class FrequentWords(Tokenizer):
     """The most frequent words and punctuation marks of some texts, in lower case; 0 is padding, 1 any other word."""
 
     padding = 0
@@ -43,8 +43,8 @@ class CountedWords(Tokenizer):
         vocabulary = count_words((words_of(text) for text in texts), size)
         self._numbers, self.size = vocabulary.numbers, vocabulary.size
 
-    def encode(self, text: str, most: int) -> list[int]:
-        return [self._numbers.get(word, 1) for word in words_of(text)[:most]] or [1]
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        return [self._numbers.get(word, 1) for word in words_of(text)[:max_tokens]] or [1]
 
 
 def words_of(text: str) -> list[str]:
@@ -71,16 +71,16 @@ class WordPiece(Tokenizer):
         self.padding, self._unknown, self._begin, self._end = (
             self._numbers[each] for each in ("[PAD]", "[UNK]", "[CLS]", "[SEP]"))
 
-    def encode(self, text: str, most: int) -> list[int]:
+    def encode(self, text: str, max_tokens: int) -> list[int]:
         found = [self._begin]
         for word in _basic_words(text):
-            if len(found) >= most - 1:
+            if len(found) >= max_tokens - 1:
                 break
             found += self._pieces(word)
-        return [*found[: most - 1], self._end] if most > 1 else found[:1]
+        return [*found[: max_tokens - 1], self._end] if max_tokens > 1 else found[:1]
 
     def _pieces(self, word: str) -> list[int]:
-        if len(word) > MOST_LETTERS:
+        if len(word) > MAX_WORD_LENGTH:
             return [self._unknown]
         found, start = [], 0
         while start < len(word):
@@ -95,7 +95,7 @@ class WordPiece(Tokenizer):
         return found
 
 
-class OfTransformers(Tokenizer):
+class TransformersTokenizer(Tokenizer):
     """A tokenizer of transformers from its local cache or a folder; nothing is downloaded."""
 
     def __init__(self, name: str, padded: bool = True) -> None:
@@ -114,8 +114,8 @@ class OfTransformers(Tokenizer):
             raise DataError(f"data.tokenizer: {name} has no token for padding")
         self.padding, self.size = int(self._tokenizer.pad_token_id or 0), len(self._tokenizer)
 
-    def encode(self, text: str, most: int) -> list[int]:
-        found: list[int] = self._tokenizer(text, truncation=True, max_length=most)["input_ids"]
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        found: list[int] = self._tokenizer(text, truncation=True, max_length=max_tokens)["input_ids"]
         return found or [self._tokenizer.unk_token_id or 0]
 
 

@@ -56,7 +56,7 @@ class TorchData(Dataset):
                  for key, value in arguments(config, type(self).of, FILLED).items()}  # fmt: skip
         self._made: dict[str, Any] = {}
         self._given = given
-        self._takes = next((key for key in ("train", "split") if key in parameters_of(type(self).of)
+        self._split_argument = next((key for key in ("train", "split") if key in parameters_of(type(self).of)
                             and key not in given), None)  # fmt: skip
         self._labels: np.ndarray | None = None
         train = self._split("train")
@@ -69,13 +69,13 @@ class TorchData(Dataset):
     def _split(self, split: Literal["train", "test"]) -> LazySamples:
         name = type(self).of.__name__
         try:
-            if self._takes is None:
+            if self._split_argument is None:
                 whole = self._whole()
                 order = rng.stream(0, rng.GLOBAL, "test samples").permutation(len(whole))
                 aside = max(1, round(self.config.test_fraction * len(whole)))
                 return whole.take(np.sort(order[:aside] if split == "test" else order[aside:]))
             if split not in self._made:
-                self._made[split] = as_lazy(type(self).of(**self._given, **self._chosen(split)), name)
+                self._made[split] = as_lazy(type(self).of(**self._given, **self._split_arguments(split)), name)
             found: LazySamples = self._made[split]
         except DataError:
             raise
@@ -84,13 +84,13 @@ class TorchData(Dataset):
         return found
 
     @property
-    def doubt(self) -> str:
-        """A hint for errors about samples that may really be batches; see `doubt_of`."""
-        return doubt_of(self._any_made())
+    def hint(self) -> str:
+        """A hint for errors about samples that may really be batches; see `batch_hint`."""
+        return batch_hint(self._any_made())
 
-    def _chosen(self, split: str) -> dict[str, Any]:
-        assert self._takes is not None
-        return {self._takes: SPLITS[split][self._takes]}
+    def _split_arguments(self, split: str) -> dict[str, Any]:
+        assert self._split_argument is not None
+        return {self._split_argument: SPLITS[split][self._split_argument]}
 
     def _whole(self) -> LazySamples:
         if "whole" not in self._made:
@@ -163,7 +163,7 @@ class TorchData(Dataset):
         return None if self.train_targets() is None else _targets_of(self._split("test"))
 
 
-class Items(LazySamples):
+class DatasetSamples(LazySamples):
     """Samples of a map-style Dataset."""
 
     def __init__(self, dataset: Any, indices: np.ndarray) -> None:
@@ -172,8 +172,8 @@ class Items(LazySamples):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def take(self, indices: np.ndarray) -> Items:
-        return Items(self.dataset, self.indices[indices])
+    def take(self, indices: np.ndarray) -> DatasetSamples:
+        return DatasetSamples(self.dataset, self.indices[indices])
 
     def fetch(self, indices: np.ndarray) -> Samples:
         pairs = []
@@ -196,7 +196,7 @@ class Items(LazySamples):
             ) from error
 
 
-class Held(LazySamples):
+class InMemorySamples(LazySamples):
     """Samples in memory, which were read from an iterable or given as arrays."""
 
     def __init__(self, samples: Samples, dataset: Any) -> None:
@@ -205,8 +205,8 @@ class Held(LazySamples):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def take(self, indices: np.ndarray) -> Held:
-        return Held(self.samples.take(indices), self.dataset)
+    def take(self, indices: np.ndarray) -> InMemorySamples:
+        return InMemorySamples(self.samples.take(indices), self.dataset)
 
     def fetch(self, indices: np.ndarray) -> Samples:
         return self.samples.take(indices)
@@ -234,10 +234,10 @@ def as_lazy(made: Any, where: str) -> LazySamples:
     """Returns the samples of a map-style Dataset, or of an iterable of batches, read to its end. Raises DataError."""
     streamed = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)  # it has __getitem__, too
     if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not streamed:
-        if len(shapes := _shapes_of_ends(made)) == 2 and shapes[0] != shapes[1] and (doubt := doubt_of(made)):
-            raise DataError(f"{where}: samples must have one shape, got {_told(shapes[0])} first and "
-                            f"{_told(shapes[1])} last; {doubt}")  # fmt: skip
-        return Items(made, np.arange(len(made)))
+        if len(shapes := _shapes_of_ends(made)) == 2 and shapes[0] != shapes[1] and (hint := batch_hint(made)):
+            raise DataError(f"{where}: samples must have one shape, got {_shapes_text(shapes[0])} first and "
+                            f"{_shapes_text(shapes[1])} last; {hint}")  # fmt: skip
+        return DatasetSamples(made, np.arange(len(made)))
     if not isinstance(made, Iterable):
         raise DataError(f"{where} must have __getitem__ and __len__, or be an iterable of batches")
     inputs, targets = [], []
@@ -248,7 +248,7 @@ def as_lazy(made: Any, where: str) -> LazySamples:
         targets.append(_array(y))
     if not inputs:
         raise DataError(f"{where} gave no batch")
-    return Held(batch(np.concatenate(inputs), np.concatenate(targets), where), made)
+    return InMemorySamples(batch(np.concatenate(inputs), np.concatenate(targets), where), made)
 
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
@@ -267,7 +267,7 @@ def _shapes_of_ends(made: Any) -> list[Shapes]:
     return [(tuple(x.shape), tuple(y.shape)) for x, y in ends]
 
 
-def doubt_of(made: Any) -> str:
+def batch_hint(made: Any) -> str:
     """Returns a hint if the items of a list, which are taken for samples, look like batches; else "".
 
     They look like batches if each has as many inputs as targets, more than one, and they are not sequences for next-
@@ -280,7 +280,7 @@ def doubt_of(made: Any) -> str:
     return "" if count < 2 else f"if each item is a batch, of {count} samples the first, give iter(...) of the list"
 
 
-def _told(shapes: Shapes) -> str:
+def _shapes_text(shapes: Shapes) -> str:
     return f"({list(shapes[0])}, {list(shapes[1])})"
 
 
@@ -312,12 +312,12 @@ def _arrays(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _targets_of(samples: LazySamples) -> np.ndarray:
-    if isinstance(samples, Items):
+    if isinstance(samples, DatasetSamples):
         for name in ("targets", "labels"):
             told = getattr(samples.dataset, name, None)
             if told is not None and len(told) == len(samples.dataset):
                 return _array(told).astype(np.int64)[samples.indices]
-    if isinstance(samples, Held):
+    if isinstance(samples, InMemorySamples):
         return _arrays(samples.samples)[1]
     blocks = (np.arange(start, min(start + 1024, len(samples))) for start in range(0, len(samples), 1024))
     return np.concatenate([_arrays(samples.fetch(block))[1] for block in blocks])

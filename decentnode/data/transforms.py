@@ -42,9 +42,9 @@ def transform_of(given: Any, key: str) -> Any:
     if not _is_named(given):
         return given
     if isinstance(given, str):
-        return _made(given, {}, key)
+        return _instantiate(given, {}, key)
     arguments = {at: _argument(value, f"{key}.{at}") for at, value in given.items() if at != "name"}
-    return _made(str(given["name"]), arguments, key)
+    return _instantiate(str(given["name"]), arguments, key)
 
 
 def _is_named(given: Any) -> bool:
@@ -60,7 +60,7 @@ def _argument(value: Any, key: str) -> Any:
     return number(value)
 
 
-def _made(name: str, given: Mapping[str, Any], key: str) -> Callable[..., Any]:
+def _instantiate(name: str, given: Mapping[str, Any], key: str) -> Callable[..., Any]:
     found = imported(name, name, key)
     try:
         made = found(**given) if isinstance(found, type) else functools.partial(found, **given) if given else found

@@ -118,7 +118,7 @@ def derive(experiment: Experiment, found: Mapping[str, float]) -> tuple[Experime
     return experiment, tuple(keys)
 
 
-def take_out(tree: Item, shown: str) -> tuple[Item, dict[str, Any]]:
+def remove_derived_values(tree: Item, shown: str) -> tuple[Item, dict[str, Any]]:
     """Returns the tree of a file without `derived` and the keys it lists, and their values. Raises ConfigError."""
     listed = tree.get(DERIVED)
     if listed is None:
@@ -147,7 +147,7 @@ def _without(item: Item, path: list[str]) -> tuple[Item, Any]:
     return dataclasses.replace(item, value=others), child.plain()
 
 
-def tell_changes(experiment: Experiment, seen: Mapping[str, Any]) -> None:
+def warn_about_changes(experiment: Experiment, seen: Mapping[str, Any]) -> None:
     """Warns about derived values that differ from those in a file (`seen`), where somebody may have changed them."""
     resolved = experiment.resolved()
     for key, before in seen.items():

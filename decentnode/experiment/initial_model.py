@@ -13,7 +13,7 @@ from decentnode.errors import UsageError, told
 from decentnode.experiment.tree import Experiment
 from decentnode.models import MODELS
 from decentnode.models.lora import add_adapters
-from decentnode.models.pointwise import thin_inputs
+from decentnode.models.pointwise import subsample_inputs
 from decentnode.models.weights import load_weights
 from decentnode.samples import DataSpec
 
@@ -37,7 +37,7 @@ def make_module(experiment: Experiment, data: DataSpec) -> nn.Module:
         add_adapters(module, lora)
     if any(each.device.type not in ("cpu", "meta") for each in (*module.parameters(), *module.buffers())):
         module = module.cpu()  # a user's own model may choose a device itself, but `mapping.device` decides
-    return thin_inputs(module)
+    return subsample_inputs(module)
 
 
 def make_model(experiment: Experiment, data: DataSpec) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pydantic
 
-from decentnode.config.component import look_beside, looked_beside
+from decentnode.config.component import added_module_folders, look_beside
 from decentnode.config.explain import explain
 from decentnode.config.run_files import CODE
 from decentnode.config.yaml_source import (
@@ -68,12 +68,12 @@ def load(
     tree = Item({}, Location(source)) if path is None else _read(Path(source), source, (), files, seen)
     assigned = assignments(overrides, environ)
     for keys, item in assigned[: len(assigned) - len(overrides)]:
-        tree = _overridden(tree, keys, item)
+        tree = _with_override(tree, keys, item)
     for layer in layers:
         tree = merge(tree, _layer(layer, source, seen), DEFAULT_NAMES, implied=IMPLIED_NAMES)
     for keys, item in assigned[len(assigned) - len(overrides) :]:
-        tree = _overridden(tree, keys, item)
-    tree = _with_present_names(_with_name(tree, source), source)
+        tree = _with_override(tree, keys, item)
+    tree = _with_renamed_keys(_with_name(tree, source), source)
     base_dir = Path(source).absolute().parent
     _make_importable(tree, base_dir)
     experiment = _validated(tree, source)
@@ -88,12 +88,12 @@ def load(
         from decentnode.experiment.crosschecks import CHECKS
         from decentnode.experiment.crosschecks.graph import check_machine_addresses
 
-        derived.tell_changes(experiment, seen)
+        derived.warn_about_changes(experiment, seen)
         checks = [one for one in CHECKS if connected or one is not check_machine_addresses]
-        doubted = [problem for one in checks for problem in one(experiment)]
-        if problems := [each.render(tree, source) for each in doubted if not each.doubt]:
+        found_problems = [problem for one in checks for problem in one(experiment)]
+        if problems := [each.render(tree, source) for each in found_problems if not each.is_warning]:
             raise ConfigError(problems, source)
-        experiment._doubts = tuple(each.line(tree, source) for each in doubted)
+        experiment._doubts = tuple(each.line(tree, source) for each in found_problems)
     return experiment
 
 
@@ -110,7 +110,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
                            "training"], shown)
     if not isinstance(tree.value, dict):
         raise ConfigError([problem(tree.place, "an experiment must consist of keys and values")], shown)
-    tree, found = derived.take_out(tree, shown)
+    tree, found = derived.remove_derived_values(tree, shown)
     seen.update(found)
     extends = tree.value.get("extends")
     if extends is None:
@@ -132,12 +132,12 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
 def _layer(values: Mapping[str, Any], source: str, seen: dict[str, Any]) -> Item:
     """Returns the tree of sections given as plain data, without derived values, which are noted in `seen`."""
     items = {key: from_plain(value, Location(f"{KEYWORD} {key}", origin=KEYWORD)) for key, value in values.items()}
-    tree, found = derived.take_out(Item(items, Location(source, origin=KEYWORD)), source)
+    tree, found = derived.remove_derived_values(Item(items, Location(source, origin=KEYWORD)), source)
     seen.update(found)
     return tree
 
 
-def _overridden(tree: Item, keys: list[str], item: Item) -> Item:
+def _with_override(tree: Item, keys: list[str], item: Item) -> Item:
     """Returns the tree with one key set. A key that implies a component (`graph.file`) replaces a section of
     another."""
     *above, last = keys
@@ -151,21 +151,21 @@ def _overridden(tree: Item, keys: list[str], item: Item) -> Item:
 def _make_importable(tree: Item, base_dir: Path) -> None:
     """Makes the modules that the experiment names importable from the folder of the file that names them, and from the
     experiment's own folder."""
-    named = list(_outsiders(tree))
+    named = list(_user_classes(tree))
     modules = {str(each.value).partition(":")[0] for each in named}
     if named and (base_dir / CODE).is_dir() and (base_dir / "nodes").is_dir():
         # A run's folder: use the modules that the run imported then, not versions elsewhere
-        _refuse_others(base_dir / CODE, modules)
+        _refuse_other_versions(base_dir / CODE, modules)
         if not modules <= sys.modules.keys():
             look_beside(base_dir / CODE, first=True)
     elif named:
         for folder in dict.fromkeys([base_dir, *(Path(each.place.source).absolute().parent for each in named
                                                  if each.place.line)]):  # fmt: skip
-            _refuse_others(folder, modules, looked_beside())
+            _refuse_other_versions(folder, modules, added_module_folders())
             look_beside(folder)
 
 
-def _refuse_others(folder: Path, modules: Set[str], only: Sequence[Path] | None = None) -> None:
+def _refuse_other_versions(folder: Path, modules: Set[str], only: Sequence[Path] | None = None) -> None:
     """Raises UsageError if one of these modules was already imported from another folder and its file differs.
 
     A long-lived program, such as a notebook, imports a module only once and would silently use the other one. only: the
@@ -180,11 +180,11 @@ def _refuse_others(folder: Path, modules: Set[str], only: Sequence[Path] | None 
                              f"in {folder}: restart the program, or use the command line")  # fmt: skip
 
 
-def _outsiders(item: Item) -> Iterator[Item]:
+def _user_classes(item: Item) -> Iterator[Item]:
     """Yields every value of the form "package.module:Class"."""
     if isinstance(item.value, dict | list):
         for below in item.value.values() if isinstance(item.value, dict) else item.value:
-            yield from _outsiders(below)
+            yield from _user_classes(below)
     elif isinstance(item.value, str) and re.fullmatch(r"[\w.]+:\w+", item.value):
         yield item
 
@@ -197,7 +197,7 @@ def _with_name(tree: Item, source: str) -> Item:
     return dataclasses.replace(tree, value={"name": Item(stem, Location(source)), **tree.value})
 
 
-def _with_present_names(tree: Item, source: str) -> Item:
+def _with_renamed_keys(tree: Item, source: str) -> Item:
     """Returns the tree with the keys of `RENAMED` under their new names. Raises ConfigError if a section has both."""
     for old, new in RENAMED.items():
         section_name, key = old.split(".")

@@ -28,10 +28,10 @@ def schema_text() -> str:
     }
     needed = [key for key in schema.pop("required") if key != "name"]
     schema["anyOf"] = [{"required": ["extends"]}, {"required": needed}]
-    return json.dumps(_with_repeats_shared(schema), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    return json.dumps(_with_shared_definitions(schema), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def _with_repeats_shared(schema: dict[str, Any]) -> dict[str, Any]:
+def _with_shared_definitions(schema: dict[str, Any]) -> dict[str, Any]:
     """Returns the same schema, in which large alternatives that occur several times are moved to $defs."""
     found: dict[str, list[str]] = {}
 

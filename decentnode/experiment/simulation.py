@@ -10,7 +10,7 @@ from decentnode.config.component import Settings
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 
 
-class ComingConfig(Settings):
+class SimulatedNewcomerConfig(Settings):
     """A node that is in no mapping and comes to a simulated run, as with `decentnode join` to one on machines."""
 
     at_seconds: float = Field(ge=0)
@@ -47,5 +47,5 @@ class SimulateConfig(Settings):
     evaluations have `virtual_seconds`."""
     links: LinksConfig | None = None
     """The connections between nodes: bandwidths and latencies. Default: unlimited."""
-    newcomers: tuple[ComingConfig, ...] = ()
+    newcomers: tuple[SimulatedNewcomerConfig, ...] = ()
     """Nodes beyond the mapping that join the run (`node.newcomers` says how many may), each with the next free uid."""

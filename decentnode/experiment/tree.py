@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from decentnode.communication import COMMUNICATIONS
 from decentnode.communication.parts import CommunicationConfig
-from decentnode.config.component import ADDED, Config, Settings, added_defaults, load_class, section
+from decentnode.config.component import ADDED, Config, Settings, load_class, section, unchanged_added_keys
 from decentnode.config.file_digest import content_digest
 from decentnode.config.run_files import DERIVED
 from decentnode.config.yaml_source import Item, Location
@@ -361,15 +361,16 @@ def portable_text(experiment: Experiment) -> str:
     """
     graph = experiment.make_graph()
     edges = _first_edges(graph)
-    apart = [_first_edges(each) for each in experiment.make_fragment_graphs() if each is not graph]
+    fragment_edges = [_first_edges(each) for each in experiment.make_fragment_graphs() if each is not graph]
     weights = None
     if experiment.weights is not None and any(paths_of(experiment.weights, ())):
         weights = [sorted(graph.weights(uid, 0).items()) for uid in range(graph.num_nodes)]
-    paths, added = {path for path, _ in paths_of(experiment, ())}, {*added_defaults(experiment)}
+    paths, added = {path for path, _ in paths_of(experiment, ())}, {*unchanged_added_keys(experiment)}
     content = _portable(_without(experiment.resolved(), {*added, ("simulate",)}, ()), paths, ())
     if getattr(experiment.model, "init", None) is not None:
         content["model"]["init"] = content_digest(experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
-    return json.dumps([content, edges, weights, *([apart] if apart else [])], sort_keys=True, separators=(",", ":"))
+    parts = [content, edges, weights, *([fragment_edges] if fragment_edges else [])]
+    return json.dumps(parts, sort_keys=True, separators=(",", ":"))
 
 
 def _first_edges(graph: Graph) -> list[list[tuple[int, ...]]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from decentnode.metrics.figures import COUNTS_TEXT
+from decentnode.metrics.figures import MAX_COUNTS_CHARACTERS
 
 
 @dataclass
@@ -24,11 +24,12 @@ class Dealt:
 
 
 def packed(dealt: Iterable[Dealt]) -> str:
-    """Returns the generations as one short text, the newest first, as many as fit into COUNTS_TEXT characters."""
+    """Returns the generations as one short text, the newest first, as many as fit into MAX_COUNTS_CHARACTERS
+    characters."""
     text = ""
     for each in sorted(dealt, key=lambda each: (-each.first_round, -each.generation)):
         longer = f"{text} {':'.join(map(str, astuple(each)))}".strip()
-        if len(longer) > COUNTS_TEXT:
+        if len(longer) > MAX_COUNTS_CHARACTERS:
             break
         text = longer
     return text

@@ -349,16 +349,17 @@ def curve_name(metric: Metric) -> str:
     return "test_loss" if metric.name == "loss" else metric.name
 
 
-COUNTS_TEXT = 240
+MAX_COUNTS_CHARACTERS = 240
 """The maximum number of characters of counts by uid in one figure of a node."""
 
 
 def packed_counts(counts: Mapping[int, int]) -> str:
-    """Returns counts by uid as one short text, "uid:count" by descending count, as many as fit into COUNTS_TEXT."""
+    """Returns counts by uid as one short text, "uid:count" by descending count, as many as fit into
+    MAX_COUNTS_CHARACTERS."""
     text = ""
     for uid, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         longer = f"{text} {uid}:{count}".strip()
-        if len(longer) > COUNTS_TEXT:
+        if len(longer) > MAX_COUNTS_CHARACTERS:
             break
         text = longer
     return text

@@ -12,9 +12,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MORE_DIGITS = re.compile(rb"\d{309}")
+TOO_MANY_DIGITS = re.compile(rb"\d{309}")
 """More digits than the largest float has before its decimal point."""
-OF_A_ROUND = ("round", "evaluation")
+KINDS_WITH_ROUND = ("round", "evaluation")
 """The kinds of records that must have a round."""
 
 
@@ -27,11 +27,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for line in file:
             try:
-                record = None if MORE_DIGITS.search(line) else json.loads(line)
+                record = None if TOO_MANY_DIGITS.search(line) else json.loads(line)
             except (ValueError, RecursionError):
                 torn += 1
                 continue
-            if isinstance(record, dict) and _is_placed(record):
+            if isinstance(record, dict) and _is_valid(record):
                 yield record
             else:
                 torn += 1
@@ -39,11 +39,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         logger.debug("%s: skipped %d torn lines", path, torn)
 
 
-def _is_placed(record: dict[str, Any]) -> bool:
+def _is_valid(record: dict[str, Any]) -> bool:
     """Returns whether a record's time, if it has one, is finite, and whether it has a round if its kind needs one."""
     time = record.get("time", 0.0)
     return (not isinstance(time, float) or math.isfinite(time)) and (
-        record.get("kind") not in OF_A_ROUND or isinstance(record.get("round"), int)
+        record.get("kind") not in KINDS_WITH_ROUND or isinstance(record.get("round"), int)
     )
 
 

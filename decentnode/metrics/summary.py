@@ -37,7 +37,7 @@ def combine(
     }
 
 
-OF_SIDES = ("consensus_rms", "consensus_distance", "evaluated_round", "rounds")
+FIGURES_OF_SIDES = ("consensus_rms", "consensus_distance", "evaluated_round", "rounds")
 """The figures of each side of a partitioned network, in addition to those of the task's metrics."""
 
 
@@ -47,7 +47,7 @@ def of_sides(nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterabl
     `sides` has the figures of each side; figures that only nodes that evaluate together have in common become None.
     """
     metrics = [figure for metric in measured.metrics for figure in metric.figures(metric is measured.main)]
-    told = [*metrics, *(measured.by_name[name] for name in OF_SIDES)]
+    told = [*metrics, *(measured.by_name[name] for name in FIGURES_OF_SIDES)]
     found = []
     for uids in sides:
         of = [nodes[uid] for uid in uids if uid in nodes]

@@ -71,10 +71,10 @@ class MetricsWriter:
         self._pending_bytes = 0
         self._refused = False
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        if self._torn():
+        if self._ends_incomplete():
             self._keep(b"\n")
 
-    def _torn(self) -> bool:
+    def _ends_incomplete(self) -> bool:
         """Returns whether the file ends with an incomplete line, left by an earlier writer."""
         if not os.fstat(self._file).st_size:
             return False

@@ -52,14 +52,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """mask: [B, 1, 1, S] bool, the positions of the memory to attend to. causal: position t attends to 0 .. t."""
-        return self.look(x, self.keys_and_values(memory), mask=mask, causal=causal)
+        return self.attend(x, self.keys_and_values(memory), mask=mask, causal=causal)
 
     def keys_and_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a memory [B, S, W]: two [B, H, S, W / H]."""
         keys, values = self.memory(memory).chunk(2, -1)
         return self._by_head(keys), self._by_head(values)
 
-    def look(
+    def attend(
         self, x: Tensor, at: tuple[Tensor, Tensor], *, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
         found = functional.scaled_dot_product_attention(

@@ -16,7 +16,7 @@ from decentnode.models.attention import Activation, Attention, AttentionConfig, 
 from decentnode.models.base import Model, vocabulary_of
 from decentnode.samples import DataSpec
 
-SPREAD = 0.02
+INIT_STD = 0.02
 """The standard deviation of initial weights."""
 
 
@@ -66,10 +66,10 @@ class GptModule(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.output = None if config.tied else nn.Linear(config.width, vocabulary, bias=False)
         self._last = last
-        self.apply(_begin)
+        self.apply(_init_weights)
         for name, parameter in self.named_parameters():
             if name.endswith(("attention.output.weight", "linear.3.weight")):
-                nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * config.layers))
+                nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * config.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -97,8 +97,8 @@ class GptLayer(nn.Module):
         return added
 
 
-def _begin(part: nn.Module) -> None:
+def _init_weights(part: nn.Module) -> None:
     if isinstance(part, nn.Linear | nn.Embedding):
-        nn.init.normal_(part.weight, std=SPREAD)
+        nn.init.normal_(part.weight, std=INIT_STD)
     if isinstance(part, nn.Linear) and part.bias is not None:
         nn.init.zeros_(part.bias)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from decentnode.config.component import Config
 from decentnode.errors import UsageError, told
 from decentnode.models.base import Model, ModelConfig
-from decentnode.models.libraries import called, library
+from decentnode.models.libraries import call_library, import_library
 from decentnode.samples import DataSpec
 
 KINDS = {
@@ -45,25 +45,25 @@ class HuggingFace(Model):
 
     def make(self, data: DataSpec) -> nn.Module:
         name, kind = self.config.name, _kind(self.config.name, data)
-        transformers = library("transformers", name, "hf")
+        transformers = import_library("transformers", name, "hf")
         settings = self._settings(transformers, kind, data)
         automatic = getattr(transformers, KINDS[kind])
         if self.config.pretrained:
-            module = called(name, lambda: self._pretrained(automatic, settings))
+            module = call_library(name, lambda: self._pretrained(automatic, settings))
         else:
-            module = called(name, lambda: automatic.from_config(settings))
+            module = call_library(name, lambda: automatic.from_config(settings))
         _check_vocabulary(name, kind, settings, data)
         return HuggingFaceModule(module.float(), kind, data)
 
     @property
-    def _called(self) -> str:
+    def _model_id(self) -> str:
         return self.config.name.partition(":")[2]
 
     def _settings(self, transformers: Any, kind: str, data: DataSpec) -> Any:
         """Returns the configuration of the model, from the folder, the local cache, or, without pretrained weights,
         from
         a type of model."""
-        name, given = self._called, {**_of_data(kind, data), **self.config.arguments}
+        name, given = self._model_id, {**_of_data(kind, data), **self.config.arguments}
         if self.config.pretrained:  # pretrained weights determine the vocabulary and the number of positions
             given = {key: value for key, value in given.items() if key in ("num_labels", *self.config.arguments)}
         types = getattr(transformers, "CONFIG_MAPPING", {})
@@ -88,10 +88,10 @@ class HuggingFace(Model):
     def _pretrained(self, automatic: Any, settings: Any) -> nn.Module:
         try:
             found: nn.Module = automatic.from_pretrained(
-                self._called, config=settings, local_files_only=True, use_safetensors=True)
+                self._model_id, config=settings, local_files_only=True, use_safetensors=True)
         except (OSError, ValueError) as error:
-            text = f"model.pretrained: the weights of {self._called} are not in the local cache as safetensors; "
-            how = f"`hf download {self._called}` loads them where there is a network"
+            text = f"model.pretrained: the weights of {self._model_id} are not in the local cache as safetensors; "
+            how = f"`hf download {self._model_id}` loads them where there is a network"
             raise UsageError(f"{text}{how}: {told(error)[:300]}") from error
         return found
 

@@ -11,7 +11,7 @@ from torch import nn
 from decentnode.errors import UsageError, told
 
 
-def library(module: str, model: str, extra: str = "") -> Any:
+def import_library(module: str, model: str, extra: str = "") -> Any:
     """Imports and returns a library's module. Raises UsageError, naming the model, if it cannot be imported."""
     try:
         return importlib.import_module(module)
@@ -25,7 +25,7 @@ def library(module: str, model: str, extra: str = "") -> Any:
         raise UsageError(f"model {model}: importing {module} raised {told(error)}") from error
 
 
-def called(model: str, make: Callable[[], nn.Module]) -> nn.Module:
+def call_library(model: str, make: Callable[[], nn.Module]) -> nn.Module:
     """Returns what `make` returns. Raises UsageError for anything that the library raises."""
     try:
         return make()

@@ -17,7 +17,7 @@ from decentnode.errors import UsageError
 
 FACTORS = ("lora_a", "lora_b")
 """The names of an adapter's parameters in its layer."""
-MOST_NAMED = 6
+MAX_LISTED = 6
 """How many layers a message names at most."""
 
 
@@ -140,4 +140,4 @@ def _listed(names: Any) -> str:
     some = [*names]
     if not some:
         return "this model has none"
-    return f"names: {', '.join(some[:MOST_NAMED])}" + (", ..." if len(some) > MOST_NAMED else "")
+    return f"names: {', '.join(some[:MAX_LISTED])}" + (", ..." if len(some) > MAX_LISTED else "")

@@ -11,7 +11,7 @@ ONEDNN_CHANNELS = 16
 """From this many channels on, oneDNN's workspace is large enough: its block of channels, which is 8 without AVX-512."""
 
 
-def thin_inputs(module: nn.Module) -> nn.Module:
+def subsample_inputs(module: nn.Module) -> nn.Module:
     """Makes every strided 1x1 convolution of few channels subsample its input before it, and have stride 1 itself,
     which is the same function of the same parameters. Returns the module.
 
@@ -22,7 +22,7 @@ def thin_inputs(module: nn.Module) -> nn.Module:
     """
     for part in module.modules():
         if type(part) is nn.Conv2d and _is_affected(part):  # subclasses may use their stride, or the input's size
-            part.register_forward_pre_hook(partial(_thinned, part.stride), with_kwargs=True)
+            part.register_forward_pre_hook(partial(_subsampled, part.stride), with_kwargs=True)
             part.stride = (1, 1)
     return module
 
@@ -34,7 +34,7 @@ def _is_affected(layer: nn.Conv2d) -> bool:
     )  # fmt: skip
 
 
-def _thinned(
+def _subsampled(
     stride: tuple[int, ...], _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Tensor], dict[str, Any]]:
     images = inputs[0] if inputs else named["input"]  # [B, C, H, W] or [C, H, W]

@@ -82,7 +82,7 @@ class PyramidBlock(nn.Module):
         super().__init__()
         self._stride = stride
         outputs = width * (EXPANSION if config.bottleneck else 1)
-        self._more = outputs - inputs
+        self._new_channels = outputs - inputs
         # The first convolution of basic blocks and the 3x3 one of bottlenecks have the stride.
         shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)] if config.bottleneck else [
             (inputs, width, 3, stride), (width, outputs, 3, 1)]  # fmt: skip
@@ -93,6 +93,6 @@ class PyramidBlock(nn.Module):
         self.inner = nn.Sequential(*layers, make_norm(config.norm, outputs, config.groups))
 
     def forward(self, x: Tensor) -> Tensor:
-        past = x if self._stride == 1 else functional.avg_pool2d(x, 2, ceil_mode=True)
-        found: Tensor = self.inner(x) + functional.pad(past, (0, 0, 0, 0, 0, self._more))
+        shortcut = x if self._stride == 1 else functional.avg_pool2d(x, 2, ceil_mode=True)
+        found: Tensor = self.inner(x) + functional.pad(shortcut, (0, 0, 0, 0, 0, self._new_channels))
         return found

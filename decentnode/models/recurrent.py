@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 WARNING = "RNN module weights are not part of single contiguous chunk of memory"
 """The beginning of torch's warning, which it issues at every call of such a layer."""
-_told: set[str] = set()
+_logged_kinds: set[str] = set()
 """The kinds of layers that were logged in this process."""
 
 
-def expect_copies(module: nn.Module, device: torch.device) -> None:
+def log_weight_copies(module: nn.Module, device: torch.device) -> None:
     """Logs, once per process and instead of torch's warnings, that cuDNN copies the weights of recurrent layers before
     each forward pass.
 
@@ -30,7 +30,7 @@ def expect_copies(module: nn.Module, device: torch.device) -> None:
     if not kinds:
         return
     warnings.filterwarnings("ignore", message=WARNING, category=UserWarning)
-    if kinds - _told:
-        _told.update(kinds)
+    if kinds - _logged_kinds:
+        _logged_kinds.update(kinds)
         logger.info("the weights of %s are copied before each forward pass on the GPU: they are part of the model's "
                     "flat tensor, but cuDNN needs them at the start of a tensor", ", ".join(sorted(kinds)))  # fmt: skip

@@ -99,7 +99,7 @@ class TransformerModule(nn.Module):
         """
         memory, mask = self.encode(source)
         layers = cast("list[DecoderLayer]", list(self.decoder))
-        states = [State(layer.attended.keys_and_values(memory)) for layer in layers]
+        states = [DecoderState(layer.attended.keys_and_values(memory)) for layer in layers]
         token = torch.full_like(source[:, 0], BEGIN)
         ended = torch.zeros_like(token, dtype=torch.bool)
         found = []
@@ -125,7 +125,7 @@ class TransformerModule(nn.Module):
         return values
 
 
-class State:
+class DecoderState:
     """The keys and values that a decoder layer attends to when it decodes one position at a time."""
 
     def __init__(self, memory: tuple[Tensor, Tensor]) -> None:
@@ -133,7 +133,7 @@ class State:
         self.memory = memory
         self._before: tuple[Tensor, Tensor] | None = None
 
-    def with_place(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, attention: Attention, x: Tensor) -> tuple[Tensor, Tensor]:
         """Appends x [B, 1, W], and returns keys and values of all target positions so far."""
         new = attention.keys_and_values(x)
         if self._before is not None:
@@ -156,18 +156,18 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """mask: [B, 1, 1, S] bool, the positions of x to attend to."""
-        normal = self._entering(self.norm, x)
-        x = self._leaving(self.norm, x, self.attention(normal, normal, mask=mask))
-        return self._through_linear(x)
+        normal = self._norm_input(self.norm, x)
+        x = self._add_residual(self.norm, x, self.attention(normal, normal, mask=mask))
+        return self._feed_forward(x)
 
-    def _through_linear(self, x: Tensor) -> Tensor:
-        return self._leaving(self.linear_norm, x, self.linear(self._entering(self.linear_norm, x)))
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self._add_residual(self.linear_norm, x, self.linear(self._norm_input(self.linear_norm, x)))
 
-    def _entering(self, norm: nn.Module, x: Tensor) -> Tensor:
+    def _norm_input(self, norm: nn.Module, x: Tensor) -> Tensor:
         found: Tensor = norm(x) if self._before else x
         return found
 
-    def _leaving(self, norm: nn.Module, x: Tensor, added: Tensor) -> Tensor:
+    def _add_residual(self, norm: nn.Module, x: Tensor, added: Tensor) -> Tensor:
         x = x + self.dropout(added)
         found: Tensor = x if self._before else norm(x)
         return found
@@ -184,16 +184,16 @@ class DecoderLayer(Layer):
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None) -> Tensor:
         """mask: the positions of the memory to attend to."""
         assert memory is not None
-        normal = self._entering(self.norm, x)
-        x = self._leaving(self.norm, x, self.attention(normal, normal, causal=True))
-        return self._through_rest(x, self.attended.keys_and_values(memory), mask)
+        normal = self._norm_input(self.norm, x)
+        x = self._add_residual(self.norm, x, self.attention(normal, normal, causal=True))
+        return self._attend_and_feed(x, self.attended.keys_and_values(memory), mask)
 
-    def next(self, x: Tensor, state: State, mask: Tensor) -> Tensor:
+    def next(self, x: Tensor, state: DecoderState, mask: Tensor) -> Tensor:
         """Computes `forward` for one more position, x [B, 1, W]."""
-        normal = self._entering(self.norm, x)
-        x = self._leaving(self.norm, x, self.attention.look(normal, state.with_place(self.attention, normal)))
-        return self._through_rest(x, state.memory, mask)
+        normal = self._norm_input(self.norm, x)
+        x = self._add_residual(self.norm, x, self.attention.attend(normal, state.append(self.attention, normal)))
+        return self._attend_and_feed(x, state.memory, mask)
 
-    def _through_rest(self, x: Tensor, memory: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        looked = self.attended.look(self._entering(self.attended_norm, x), memory, mask=mask)
-        return self._through_linear(self._leaving(self.attended_norm, x, looked))
+    def _attend_and_feed(self, x: Tensor, memory: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+        attended_values = self.attended.attend(self._norm_input(self.attended_norm, x), memory, mask=mask)
+        return self._feed_forward(self._add_residual(self.attended_norm, x, attended_values))

@@ -13,7 +13,7 @@ from torch import nn
 from decentnode.config.component import Config
 from decentnode.errors import UsageError, told
 from decentnode.models.base import Model, ModelConfig, image_shape, outputs_of
-from decentnode.models.libraries import called, library
+from decentnode.models.libraries import call_library, import_library
 from decentnode.samples import DataSpec
 from decentnode.system import hub_offline
 
@@ -47,7 +47,7 @@ class Timm(Model):
     def make(self, data: DataSpec) -> nn.Module:
         name, config = self.config.name, self.config
         channels, outputs = image_shape(name, data, 1)[0], outputs_of(name, data)
-        timm = library("timm", name, "timm")
+        timm = import_library("timm", name, "timm")
         chosen = name.partition(":")[2]
         if not timm.is_model(chosen):
             near = ", ".join(timm.list_models(f"*{chosen}*")[:5])
@@ -81,7 +81,7 @@ class Torchvision(Model):
         channels, outputs = image_shape(name, data, 1)[0], outputs_of(name, data)
         if channels != 3:
             raise UsageError(f"model {name} needs images of 3 channels, got {channels}")
-        models: Any = library("torchvision.models", name)
+        models: Any = import_library("torchvision.models", name)
         chosen = name.partition(":")[2]
         known = models.list_models(models)  # only classifiers: others (segmentation...) may download a backbone
         if chosen not in known:
@@ -91,7 +91,7 @@ class Torchvision(Model):
         given = config.arguments
         if chosen in AUXILIARY:  # as for torchvision's pretrained weights, and to avoid a warning about defaults
             given = {"transform_input": config.pretrained, "init_weights": True, **given}
-        module = called(name, lambda: models.get_model(chosen, weights=None, num_classes=outputs, **given))
+        module = call_library(name, lambda: models.get_model(chosen, weights=None, num_classes=outputs, **given))
         if chosen in AUXILIARY:
             module.auxiliary_weight = AUXILIARY[chosen]  # type: ignore[assignment]
         if config.pretrained:

@@ -11,7 +11,7 @@ from torch import nn
 from decentnode.errors import UsageError
 from decentnode.models.lora import adapter_names
 
-MOST_NAMED = 4
+MAX_LISTED = 4
 """How many tensors a message names at most."""
 
 
@@ -33,7 +33,7 @@ def check_weights(module: nn.Module, path: Path) -> None:
         if names:
             wrong.append(f"{what} {_few(sorted(names))}")
     if wrong:
-        raise UsageError(f"init must hold the weights of this model, {path} does not: {'; '.join(wrong[:MOST_NAMED])}")
+        raise UsageError(f"init must hold the weights of this model, {path} does not: {'; '.join(wrong[:MAX_LISTED])}")
 
 
 def load_weights(module: nn.Module, path: Path) -> None:
@@ -47,4 +47,4 @@ def load_weights(module: nn.Module, path: Path) -> None:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")

@@ -15,7 +15,7 @@ from torch import nn
 
 from decentnode import Experiment, objects
 from decentnode.data.partition.iid import Iid
-from decentnode.data.torch_data import doubt_of
+from decentnode.data.torch_data import batch_hint
 from decentnode.errors import ConfigError, DataError, UsageError
 from decentnode.experiment import load
 from decentnode.graph import build as build_graph
@@ -217,4 +217,4 @@ def test_ready_batches_in_a_list_are_told_from_samples() -> None:
     (torch.ones(1, 2), torch.ones(1)), (torch.ones(3), torch.tensor(1)),
 ])  # fmt: skip
 def test_samples_in_a_list_are_not_taken_for_batches(pair: tuple[Any, Any]) -> None:
-    assert not doubt_of([pair] * 5) and not doubt_of(Points(5))
+    assert not batch_hint([pair] * 5) and not batch_hint(Points(5))

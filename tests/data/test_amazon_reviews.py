@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from decentnode.build import build_in_process, step_all
 from decentnode.cli import main
-from decentnode.data.tokens import CountedWords, OfTransformers, WordPiece
+from decentnode.data.tokens import FrequentWords, TransformersTokenizer, WordPiece
 from decentnode.errors import DataError
 from decentnode.experiment import load
 from decentnode.samples import Rows
@@ -72,7 +72,7 @@ def test_words_are_counted_in_training_reviews_alone(tmp_path: Path) -> None:
     assert isinstance(inputs, Rows) and inputs.padded().tolist() == [[2, 3, 2, 4]]  # good , good book
     tested = data.test().inputs
     assert isinstance(tested, Rows) and tested.padded().tolist() == [[1]] and data.spec.vocabulary == 5
-    assert CountedWords(["b a a"], 3).encode("a b", 9) == [2, 1] and CountedWords(["a"], 9).encode("", 9) == [1]
+    assert FrequentWords(["b a a"], 3).encode("a b", 9) == [2, 1] and FrequentWords(["a"], 9).encode("", 9) == [1]
 
 
 def test_pieces_of_words(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_pieces_are_those_of_transformers(tmp_path: Path) -> None:
         for most in (4, 64):
             assert ours.encode(text, most) == theirs(text, truncation=True, max_length=most)["input_ids"], text
     theirs.save_pretrained(tmp_path / "saved")
-    found = OfTransformers(str(tmp_path / "saved"))
+    found = TransformersTokenizer(str(tmp_path / "saved"))
     assert found.encode("A lovely book!", 64) == ours.encode("A lovely book!", 64)
     assert (found.size, found.padding) == (ours.size, ours.padding)
 

@@ -211,7 +211,7 @@ def test_what_has_no_download(tmp_path: Path) -> None:
 def test_the_catalogue() -> None:
     for name, source in SOURCES.items():
         assert (source.dataset or name) in DATASETS
-        assert bool(source.files) != bool(source.by_hand)
+        assert bool(source.files) != bool(source.manual)
         for each in source.files:
             assert len(each.md5) == 32 and each.size > 1000 and all(url.endswith(each.name) for url in each.urls)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decentnode.models.pointwise import ONEDNN_CHANNELS, thin_inputs
+from decentnode.models.pointwise import ONEDNN_CHANNELS, subsample_inputs
 
 TRAINED = """
 import decentnode
@@ -51,7 +51,7 @@ def test_it_is_the_same_function(stride: Any, bias: bool) -> None:
     layer = nn.Conv2d(3, 5, 1, stride, bias=bias).double()
     for shape in ((2, 3, 7, 8), (3, 5, 5), (1, 3, 1, 1)):
         images = torch.randn(shape, dtype=torch.float64)
-        thinned = thin_inputs(nn.Sequential(copy.deepcopy(layer)))[0]  # type: ignore[index]
+        thinned = subsample_inputs(nn.Sequential(copy.deepcopy(layer)))[0]  # type: ignore[index]
         assert thinned.stride == (1, 1)
         torch.testing.assert_close(gradients(thinned, images), gradients(copy.deepcopy(layer), images))
 
@@ -60,8 +60,8 @@ def test_it_is_done_once_and_its_copies_are_such_layers_too() -> None:
     net = nn.Sequential(nn.Conv2d(4, 8, 1, 2))
     images, names = torch.randn(2, 4, 6, 6), list(net.state_dict())
     expected = net(images)
-    assert thin_inputs(net) is net and list(net.state_dict()) == names
-    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net)), thin_inputs(net)):
+    assert subsample_inputs(net) is net and list(net.state_dict()) == names
+    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net)), subsample_inputs(net)):
         torch.testing.assert_close(each(images), expected)
     torch.testing.assert_close(net[0](input=images), expected)
 
@@ -76,5 +76,5 @@ class Own(nn.Conv2d):
 ], ids=str)  # fmt: skip
 def test_all_others_stay_as_they_are(layer: nn.Conv2d) -> None:
     stride = layer.stride
-    thin_inputs(nn.Sequential(layer))
+    subsample_inputs(nn.Sequential(layer))
     assert layer.stride == stride and not layer._forward_pre_hooks

@@ -109,7 +109,7 @@ def _check_arrivals(experiment: Experiment) -> Iterator[Problem]:
         message = f"is more than a node receives in a round of the graph, {most}, got {enough}: every round lasts " \
                   "until " \
                   "its deadline"  # fmt: skip
-        yield Problem(("node", "asynchronous", "arrivals"), message, doubt=True, other=("graph",))
+        yield Problem(("node", "asynchronous", "arrivals"), message, is_warning=True, other=("graph",))
 
 
 def check_weights_are_used(experiment: Experiment) -> Iterator[Problem]:
@@ -121,7 +121,8 @@ def check_weights_are_used(experiment: Experiment) -> Iterator[Problem]:
     if experiment.weights is not None and what is not None:
         yield Problem(("weights",), f": {name} takes {what} and ignores weights; leave the section out, or write "
                                     "weights: null",
-                                    doubt=True, other=("sharing",) if serves else ("node", "schedule"))  # fmt: skip
+                                    other=("sharing",) if serves else ("node", "schedule"),
+                                    is_warning=True)  # fmt: skip
 
 
 def _check_ad_psgd(experiment: Experiment) -> Iterator[Problem]:

@@ -88,10 +88,10 @@ def check_key_files(experiment: Experiment) -> Iterator[Problem]:
         if path is not None and mapping is not None and not (place := experiment.base_dir / path).exists():
             elsewhere = mapping.num_machines > 1
             yield Problem(("communication", key), f": {place} does not exist{' on this machine' * elsewhere}; "
-                          f"decentnode {maker} creates it", doubt=elsewhere)  # fmt: skip
+                          f"decentnode {maker} creates it", is_warning=elsewhere)  # fmt: skip
     if getattr(config, "bulk_security", "") == "aes-gcm" and config.key_folder is None:
         yield Problem(("communication", "bulk_security"), ": aes-gcm needs keys, got none; set communication.keys to "
-                                                          "the folder that decentnode keygen makes", doubt=True)
+                                                          "the folder that decentnode keygen makes", is_warning=True)
 
 
 def check_timeouts(experiment: Experiment) -> Iterator[Problem]:
@@ -105,7 +105,7 @@ def check_timeouts(experiment: Experiment) -> Iterator[Problem]:
     if config.networked and config.start_timeout_seconds < config.timeout_seconds:
         yield Problem(("communication", "start_timeout_seconds"), f"is less than timeout_seconds, "
                       f"{config.timeout_seconds:g}, got {config.start_timeout_seconds:g}: the start would give up on "
-                      "nodes for which a round would still wait; leave it out to use timeout_seconds", doubt=True,
+                      "nodes for which a round would still wait; leave it out to use timeout_seconds", is_warning=True,
                       other=("communication", "timeout_seconds"))  # fmt: skip
     if experiment.node.missing != "regroup" or not config.networked:
         return

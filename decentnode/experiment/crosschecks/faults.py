@@ -28,14 +28,14 @@ def check_fault_targets(experiment: Experiment) -> Iterator[Problem]:
     for index, fault in enumerate(experiment.faults):
         if fault.at_round is not None and fault.at_round >= rounds:
             message = f"is not below node.rounds, {rounds}, got {fault.at_round}: the fault will never occur"
-            yield Problem(("faults", index, "at_round"), message, doubt=True, other=("node", "rounds"))
+            yield Problem(("faults", index, "at_round"), message, is_warning=True, other=("node", "rounds"))
         if isinstance(fault, Restart) and (fault.at_round is not None or fault.probability is not None):
             key = "at_round" if fault.at_round is not None else "probability"
             yield Problem(("faults", index, key), ": a node that was killed begins no round; a restart needs "
                           "at_seconds, or every_seconds with until_seconds")  # fmt: skip
         if isinstance(fault, Restart) and (never := _never_killed(experiment.faults, fault)):
             yield Problem(("faults", index, "nodes"), f": no other fault kills node {never}, and only dead nodes are "
-                                                      "restarted", doubt=True)  # fmt: skip
+                                                      "restarted", is_warning=True)  # fmt: skip
         if graph is None:
             continue
         stop = graph.num_nodes + experiment.node.newcomers
@@ -78,7 +78,7 @@ def _named_uids(fault: Fault) -> Iterator[tuple[tuple[str | int, ...], int]]:
 
 def check_fault_plan(experiment: Experiment) -> Iterator[Problem]:
     """Checks that the faults can be made, among others that they are not too many."""
-    if graph_of(experiment) is None or any(not each.doubt for each in check_fault_targets(experiment)):
+    if graph_of(experiment) is None or any(not each.is_warning for each in check_fault_targets(experiment)):
         return
     try:
         experiment.make_faults()
@@ -104,7 +104,7 @@ def check_faults_are_possible(experiment: Experiment) -> Iterator[Problem]:
         elif isinstance(fault, Kill) and experiment.node.missing == "return_weight":
             message = ": a node that never comes back ends the run at the next evaluation, which needs all nodes; " \
                       "with missing: regroup, the others continue without it"  # fmt: skip
-            yield Problem(path, message, doubt=True, other=("node", "missing"))
+            yield Problem(path, message, is_warning=True, other=("node", "missing"))
         elif isinstance(fault, Restart) and experiment.node.missing != "regroup":
             message = f": a restarted node can rejoin only with missing: regroup, got {experiment.node.missing}"
             yield Problem(path, message, other=("node", "missing"))

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from decentnode.config.problems import Problem, raised
+from decentnode.config.problems import Problem, problem_from_error
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import fragment_path, graph_of, mapping_of
 from decentnode.experiment.tree import Experiment
@@ -23,10 +23,10 @@ def graph_can_be_made(experiment: Experiment) -> Iterator[Problem]:
         try:
             build_graph(experiment.graph, None, experiment.seed, experiment.base_dir).weights(0, 0)
         except UsageError:
-            yield raised("graph", error, type(experiment.graph).model_fields)
+            yield problem_from_error("graph", error, type(experiment.graph).model_fields)
         else:
             keys = type(experiment.weights).model_fields if experiment.weights is not None else ()
-            yield dataclasses.replace(raised("weights", error, keys), other=("graph",))
+            yield dataclasses.replace(problem_from_error("weights", error, keys), other=("graph",))
 
 
 def check_fragment_graphs(experiment: Experiment) -> Iterator[Problem]:
@@ -95,10 +95,11 @@ def _check_simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
         # A fault that ends one of them makes room for another, so this may be intended.
         yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits {most}, so "
                       f"that {staying - most} would never be admitted; leaves_at_seconds frees places",
-                      doubt=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
+                      is_warning=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
     elif (waiting := _first_without_place(experiment)) is not None:
         yield Problem(("simulate", "newcomers", waiting), f": the run admits {most}, and that many are present "
-                      "then: it waits until one of them leaves", doubt=True, other=("node", "newcomers"))  # fmt: skip
+                      "then: it waits until one of them leaves",
+                      is_warning=True, other=("node", "newcomers"))  # fmt: skip
     for index, each in enumerate(coming):
         if each.samples_of is not None and mapping is not None and each.samples_of >= mapping.num_nodes:
             yield Problem(("simulate", "newcomers", index, "samples_of"), "must be a node of the mapping, below "
@@ -121,7 +122,7 @@ def check_mapping(experiment: Experiment) -> Iterator[Problem]:
     try:
         experiment.make_mapping()
     except UsageError as error:
-        yield raised("mapping", error, type(experiment.mapping).model_fields)
+        yield problem_from_error("mapping", error, type(experiment.mapping).model_fields)
 
 
 def check_machine_addresses(experiment: Experiment) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from decentnode.config.problems import Problem, raised
+from decentnode.config.problems import Problem, problem_from_error
 from decentnode.errors import UsageError, told
 from decentnode.experiment.crosschecks.parts import spec_of
 from decentnode.experiment.initial_model import make_model, module_without_values
@@ -62,7 +62,7 @@ def check_model(experiment: Experiment) -> Iterator[Problem]:
     try:
         module = module_without_values(experiment, spec)
     except UsageError as error:
-        yield dataclasses.replace(raised("model", error, keys), other=("data",))
+        yield dataclasses.replace(problem_from_error("model", error, keys), other=("data",))
         return
     if problem := problem_of(module) or _too_large(module):
         yield Problem(("model",), f": {problem}")
@@ -71,7 +71,7 @@ def check_model(experiment: Experiment) -> Iterator[Problem]:
         if getattr(experiment.model, "init", None) is not None:
             check_weights(module, experiment.base_dir / experiment.model.init)  # type: ignore[attr-defined]
     except UsageError as error:
-        yield raised("model", error, keys)
+        yield problem_from_error("model", error, keys)
         return
     try:
         task = experiment.make_task()
@@ -83,8 +83,8 @@ def check_model(experiment: Experiment) -> Iterator[Problem]:
         try:
             _try_training(experiment, task, module, spec)
         except Unsuitable as found:
-            doubt = getattr(experiment.open_data().dataset(), "doubt", "")
-            yield dataclasses.replace(found.problem, hint=found.problem.hint or doubt)
+            hint = getattr(experiment.open_data().dataset(), "hint", "")
+            yield dataclasses.replace(found.problem, hint=found.problem.hint or hint)
 
 
 def _too_large(module: nn.Module) -> str:
@@ -233,7 +233,7 @@ def _blame(path: Path, what: str, other: str = "") -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise Unsuitable(dataclasses.replace(raised(".".join(map(str, path)), error), other=see)) from error
+        raise Unsuitable(dataclasses.replace(problem_from_error(".".join(map(str, path)), error), other=see)) from error
     except Exception as error:
         if isinstance(error, NotImplementedError | RuntimeError) and "meta" in str(error):
             raise NeedsValues from error

@@ -12,7 +12,7 @@ import torch
 
 from decentnode.checkpoint.config import BestConfig
 from decentnode.config.component import load_class
-from decentnode.config.problems import Problem, raised
+from decentnode.config.problems import Problem, problem_from_error
 from decentnode.data.partition import PARTITIONS
 from decentnode.errors import UsageError
 from decentnode.experiment.crosschecks.parts import graph_of, mapping_of, spec_of
@@ -38,7 +38,7 @@ def check_data(experiment: Experiment) -> Iterator[Problem]:
         experiment.open_data().dataset()
         experiment.open_data().check()
     except UsageError as error:
-        yield raised("data", error, type(experiment.data).model_fields)
+        yield problem_from_error("data", error, type(experiment.data).model_fields)
 
 
 def check_augmentation(experiment: Experiment) -> Iterator[Problem]:
@@ -78,7 +78,7 @@ def check_partition(experiment: Experiment) -> Iterator[Problem]:
     try:
         data.shares()
     except UsageError as error:
-        yield dataclasses.replace(raised("data.partition", error), other=("graph",))
+        yield dataclasses.replace(problem_from_error("data.partition", error), other=("graph",))
 
 
 def check_remaining_samples(experiment: Experiment) -> Iterator[Problem]:
@@ -120,7 +120,7 @@ def check_task(experiment: Experiment) -> Iterator[Problem]:
         try:
             experiment.training.loss_for(task.loss)
         except UsageError as error:
-            yield dataclasses.replace(raised("training", error), other=("task",))
+            yield dataclasses.replace(problem_from_error("training", error), other=("task",))
 
 
 def check_parameter_patterns(experiment: Experiment) -> Iterator[Problem]:
