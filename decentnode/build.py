@@ -57,8 +57,8 @@ def processes_of(experiment: Experiment, machine: int) -> list[tuple[int, ...]]:
     """Returns the nodes of one machine, ascending, grouped by the process that runs them
     (`mapping.nodes_per_process`)."""
     local = experiment.make_mapping().local(machine)
-    asked = getattr(experiment.mapping, "nodes_per_process", 1)
-    each = _nodes_per_process(experiment, local) if asked == "auto" else asked
+    configured = getattr(experiment.mapping, "nodes_per_process", 1)
+    each = _nodes_per_process(experiment, local) if configured == "auto" else configured
     return [local[first : first + each] for first in range(0, len(local), each)]
 
 
@@ -107,8 +107,8 @@ def device_of(wanted: str, rank: int = 0, key: str = "mapping.device") -> torch.
         return torch.device("cuda", rank % count) if count else torch.device("cpu")
     device = torch.device(wanted)
     if (device.index or 0) >= count:
-        here = "no GPU is" if not count else "only one GPU is" if count == 1 else f"only {count} GPUs are"
-        raise EnvironmentFault(f"{key} is {wanted}, but {here} usable here; use auto or cpu")
+        available = "no GPU is" if not count else "only one GPU is" if count == 1 else f"only {count} GPUs are"
+        raise EnvironmentFault(f"{key} is {wanted}, but {available} usable here; use auto or cpu")
     return device
 
 
@@ -167,8 +167,8 @@ def shared_model(experiment: Experiment, module: torch.nn.Module, run_graph: Gra
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     machines = experiment.make_mapping().nodes_by_machine()
     graphs, parameters = experiment.make_fragment_graphs(), experiment.parameters
-    run_graph, whole = run_graph or experiment.make_graph(), experiment.make_graph()
-    graphs = tuple(run_graph if graph is whole else experiment.repaired(graph) for graph in graphs)
+    run_graph, base_graph = run_graph or experiment.make_graph(), experiment.make_graph()
+    graphs = tuple(run_graph if graph is base_graph else experiment.repaired(graph) for graph in graphs)
     fragments: tuple[Fragment, ...] = ()
     if parameters is None:
         model = FlatModel(module)
@@ -241,13 +241,13 @@ def sampler_of(experiment: Experiment, uid: int) -> Sampler | None:
     if config is None:
         return None
     graph, kind = experiment.make_graph(), load_class(config.name, SAMPLERS, "sampler")
-    told, shares = kind.tells(config), None
-    if told.of == "labels":
+    profile_spec, shares = kind.tells(config), None
+    if profile_spec.of == "labels":
         shares = experiment.open_data().label_shares(uid)
         if shares is None:
             raise DataError(f"sampler {config.name} compares nodes by their labels, but this data has none; use by: "
                             "model")  # fmt: skip
-    elements = told.elements if shares is None else len(shares)
+    elements = profile_spec.elements if shares is None else len(shares)
     around = Surroundings(uid, graph.num_nodes, graph.neighbors(uid, 0), experiment.seed, elements)
     sampler: Sampler = kind(config, around)
     if shares is not None:
@@ -261,11 +261,11 @@ def _profile(sampler: Sampler, model: FlatModel) -> Callable[[int], np.ndarray |
     The function returns None in rounds in which no new profile is due. A node that joins a running experiment has no
     profile yet and therefore computes one at once.
     """
-    told = sampler.tells(sampler.config)
-    if told.of != "model":
+    profile_spec = sampler.tells(sampler.config)
+    if profile_spec.of != "model":
         return lambda _round: None
-    sketch = Sketch(sampler.around.seed, model.num_parameters, told.elements)
-    return lambda round: None if round % told.every and len(sampler.profile) else sketch(model.parameters)
+    sketch = Sketch(sampler.around.seed, model.num_parameters, profile_spec.elements)
+    return lambda round: None if round % profile_spec.every and len(sampler.profile) else sketch(model.parameters)
 
 
 def build_in_process(

@@ -233,12 +233,12 @@ def _paths_elsewhere(word: str, rest: str) -> list[str]:
     """
     components = [f"{kind}.{word}" for kind, table in TABLES.items() if word in table]
     if components or rest:
-        return [path + rest if rest and _is_found(path + rest) else path for path in components]
+        return [path + rest if rest and _exists(path + rest) else path for path in components]
     owners = [describe(kind, name) for kind in (*GROUPS, *TABLES) for name in names(kind)]
     return [f"{owner.path}.{word}" for owner in owners if any(key.name == word for key in owner.keys)]
 
 
-def _is_found(path: str) -> bool:
+def _exists(path: str) -> bool:
     try:
         find(path)
     except UsageError:

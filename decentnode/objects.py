@@ -128,7 +128,7 @@ def make_data(train: Any, test: Any = None) -> tuple[type[Any], dict[str, Any]]:
         if not len(samples):
             raise DataError(f"{'train' if name == 'whole' else name} has no sample")
     counts = " and ".join(f"{len(samples):,} samples" for samples in splits.values())
-    made = type("GivenData", (GivenData,), {"splits": splits, "of": type(train)})
+    made = type("GivenData", (GivenData,), {"splits": splits, "adapted_class": type(train)})
     return made, {"what": f"{type(train).__name__} of {counts}"}
 
 

@@ -90,13 +90,13 @@ class Rows:
 
     def padded(self) -> np.ndarray:
         """Returns all rows as one array [N, longest, ...], a copy."""
-        places = self.starts[:, None] + np.arange(self.longest)
+        positions = self.starts[:, None] + np.arange(self.longest)
         if isinstance(self.lengths, int):
-            return self.values[places]
-        there = np.arange(self.longest) < self.lengths[:, None]
+            return self.values[positions]
+        is_inside = np.arange(self.longest) < self.lengths[:, None]
         kind = np.result_type(self.values.dtype, np.int64) if self.padding < 0 else self.values.dtype
-        found = self.values[np.where(there, places, 0)].astype(kind, copy=False)
-        found[~there] = self.padding
+        found = self.values[np.where(is_inside, positions, 0)].astype(kind, copy=False)
+        found[~is_inside] = self.padding
         return found
 
 

@@ -157,8 +157,8 @@ def _rule(details: ErrorDetails) -> str:
         return "must be a number"
     pattern = _RULES.get(kind) or _RULES.get(re.sub(r"_(type|parsing|attributes_type)$", "", kind))
     if pattern:
-        said = pattern.format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
-        return re.sub(r"\b1 (entr|character)(ies|s)$", lambda found: f"1 {found[1]}{'y' * (found[2] == 'ies')}", said)
+        rule = pattern.format(**{k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()})
+        return re.sub(r"\b1 (entr|character)(ies|s)$", lambda found: f"1 {found[1]}{'y' * (found[2] == 'ies')}", rule)
     message = details["msg"]
     return message if message.startswith(("must ", "needs ")) else f"must be valid: {message[:1].lower()}{message[1:]}"
 

@@ -98,18 +98,18 @@ def _replaced_section(path: Sequence[str | int], tree: Item) -> tuple[str, str] 
     return None if written is not None and written.place.origin in ("--set", "env") else found
 
 
-def _known_keys(tree: Item, model: type[pydantic.BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+def _known_keys(tree: Item, model: type[pydantic.BaseModel], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yields ("a.b.c", "c") for every key that the chosen components have and every constructor argument written."""
-    owner = model_at(above, tree, model)
-    section, depth = descend(tree, above)
-    free = owner is not None and owner.model_config.get("extra") == "allow" and depth == len(above)
+    owner = model_at(outer, tree, model)
+    section, depth = descend(tree, outer)
+    free = owner is not None and owner.model_config.get("extra") == "allow" and depth == len(outer)
     taken = list(section.value) if free and isinstance(section.value, dict) else []
     for key in dict.fromkeys([*(owner.model_fields if owner is not None else ()), *taken]):
         if key != "name":
-            yield dotted((*above, key)), key
+            yield dotted((*outer, key)), key
             found = owner.model_fields.get(key) if owner is not None else None
-            if len(above) < 2 and (found is None or typing.get_origin(found.annotation) not in (list, tuple)):
-                yield from _known_keys(tree, model, (*above, key))
+            if len(outer) < 2 and (found is None or typing.get_origin(found.annotation) not in (list, tuple)):
+                yield from _known_keys(tree, model, (*outer, key))
 
 
 def description(model: type[pydantic.BaseModel], tree: Item, path: tuple[str | int, ...]) -> str:

@@ -131,10 +131,10 @@ class Cifar(Dataset):
         indices = checked_indices(indices, ends[-1])
         pixels, targets = np.empty((len(indices), PIXELS), np.uint8), np.empty(len(indices), np.int64)
         for file, start, end in zip(self._train, ends - counts, ends, strict=True):
-            here = np.flatnonzero((indices >= start) & (indices < end))
-            if len(here):
-                pixels[here] = file.pixels()[indices[here] - start]
-                targets[here] = file.labels()[indices[here] - start]
+            in_file = np.flatnonzero((indices >= start) & (indices < end))
+            if len(in_file):
+                pixels[in_file] = file.pixels()[indices[in_file] - start]
+                targets[in_file] = file.labels()[indices[in_file] - start]
         return _samples(pixels, targets)
 
     def test(self) -> Samples:

@@ -87,8 +87,8 @@ class HuggingFace(Dataset):
         if not len(first):
             raise DataError(f"{config.name} has no samples")
         self._texts = isinstance(first[0], str)
-        alone = self._texts and config.target is None and not set(TARGETS) & set(columns)
-        self._target = None if alone else _column("target", config.target, TARGETS, columns)
+        has_only_texts = self._texts and config.target is None and not set(TARGETS) & set(columns)
+        self._target = None if has_only_texts else _column("target", config.target, TARGETS, columns)
         self._task = self._task_of()
         if config.key is not None:
             _column("key", config.key, (), columns)
@@ -103,7 +103,7 @@ class HuggingFace(Dataset):
         self.num_classes, self.input_shape = notes["classes"], tuple(notes["shape"])
         self._rows: dict[str, TokenRows | TokenWindows] = {}
         if self._texts:
-            self._rows = {split: TokenWindows(self.index, split) if alone else
+            self._rows = {split: TokenWindows(self.index, split) if has_only_texts else
                           TokenRows(self.index, split, notes["padding"]) for split in ("train", "test")}  # fmt: skip
 
     @property
@@ -173,7 +173,7 @@ class HuggingFace(Dataset):
         """The number of classes according to the type of the target column; None if the type does not say."""
         return getattr(self._splits["train"].features[self._target], "num_classes", None)
 
-    def _parts(self, classes: int | None = None) -> Iterator[tuple[np.ndarray, list[Any], np.ndarray, np.ndarray]]:
+    def _blocks(self, classes: int | None = None) -> Iterator[tuple[np.ndarray, list[Any], np.ndarray, np.ndarray]]:
         """Yields (which samples are for tests [n], inputs, targets [n], owners [n]), a block of samples at a time.
 
         Raises DataError for a target that is not one of `classes` classes, or not a number.
@@ -182,20 +182,20 @@ class HuggingFace(Dataset):
         draw = rng.stream(0, rng.GLOBAL, "test samples")
         for split, rows in self._splits.items():
             for start in range(0, len(rows), BLOCK):
-                some = rows[start : start + BLOCK]
-                inputs = list(some[self._input])
+                block = rows[start : start + BLOCK]
+                inputs = list(block[self._input])
                 tested = np.full(len(inputs), split == "test")
                 if "test" not in self._splits:
                     tested = draw.random(len(inputs)) < self.config.test_fraction
                 where = f"{self.config.name}, {split} sample {start} on"
-                targets = self._checked(some, classes, where, len(inputs))
-                owners = some[self.config.key] if self.config.key is not None else [0] * len(inputs)
+                targets = self._checked(block, classes, where, len(inputs))
+                owners = block[self.config.key] if self.config.key is not None else [0] * len(inputs)
                 yield tested, inputs, targets, np.array([users.setdefault(each, len(users)) for each in owners])
 
-    def _checked(self, some: Any, classes: int | None, where: str, count: int) -> np.ndarray:
+    def _checked(self, block: Any, classes: int | None, where: str, count: int) -> np.ndarray:
         if self._target is None:
             return np.zeros(count, np.int64)
-        raw = np.array(some[self._target])
+        raw = np.array(block[self._target])
         if self._task == "regression":
             if raw.shape != (count,) or raw.dtype.kind not in "iuf" or not np.isfinite(raw).all():
                 raise DataError(f"{where}: column {self._target} must have one finite number for each sample")
@@ -206,7 +206,7 @@ class HuggingFace(Dataset):
         """Returns the number of classes: as the column's type says, else the highest training label + 1."""
         known = self._named_classes
         if known is None:
-            known = max(int(targets[~tested].max(initial=0)) for tested, _, targets, _ in self._parts()) + 1
+            known = max(int(targets[~tested].max(initial=0)) for tested, _, targets, _ in self._blocks()) + 1
         return int(known)
 
     def _tokenizer(self) -> Tokenizer:
@@ -214,16 +214,16 @@ class HuggingFace(Dataset):
             return WordPiece(self._vocabulary)
         if self.config.tokenizer is not None:
             return TransformersTokenizer(self.config.tokenizer, padded=self._target is not None)
-        texts = (text for tested, inputs, *_ in self._parts()
-                 for text, aside in zip(inputs, tested, strict=True) if not aside)  # fmt: skip
+        texts = (text for tested, inputs, *_ in self._blocks()
+                 for text, is_test in zip(inputs, tested, strict=True) if not is_test)  # fmt: skip
         return FrequentWords(texts, self.config.vocabulary_size)
 
     def _build_windows(self, writer: Writer) -> None:
         tokenizer, length = self._tokenizer(), self.config.length
         writers = {split: TokenWindowsWriter(writer, split, length) for split in ("train", "test")}
-        for tested, texts, _, users in self._parts():
-            for aside, text, user in zip(tested, texts, users.tolist(), strict=True):
-                writers["test" if aside else "train"].add(tokenizer.encode(self._text(text), MAX_TOKENS), user)
+        for tested, texts, _, users in self._blocks():
+            for is_test, text, user in zip(tested, texts, users.tolist(), strict=True):
+                writers["test" if is_test else "train"].add(tokenizer.encode(self._text(text), MAX_TOKENS), user)
         self._check_both({split: each.count for split, each in writers.items()})
         writer.notes |= {"vocabulary": tokenizer.size, "shape": [length]}
 
@@ -235,10 +235,10 @@ class HuggingFace(Dataset):
     def _build_texts(self, writer: Writer, classes: int | None) -> None:
         tokenizer = self._tokenizer()
         writers = {split: TokenRowsWriter(writer, split) for split in ("train", "test")}
-        for tested, texts, targets, users in self._parts(classes):
-            for aside, text, target, user in zip(tested, texts, targets.tolist(), users.tolist(), strict=True):
+        for tested, texts, targets, users in self._blocks(classes):
+            for is_test, text, target, user in zip(tested, texts, targets.tolist(), users.tolist(), strict=True):
                 tokens = tokenizer.encode(self._text(text), self.config.length)
-                writers["test" if aside else "train"].add(tokens, target, user)
+                writers["test" if is_test else "train"].add(tokens, target, user)
         for each in writers.values():
             each.flush()
         self._check_both({split: each.count for split, each in writers.items()})
@@ -247,7 +247,7 @@ class HuggingFace(Dataset):
     def _build_arrays(self, writer: Writer, classes: int | None) -> None:
         shape: tuple[int, ...] | None = None
         counts = {"train": 0, "test": 0}
-        for tested, inputs, targets, users in self._parts(classes):
+        for tested, inputs, targets, users in self._blocks(classes):
             arrays = [_array(each) for each in inputs]
             shape = shape or arrays[0].shape
             wrong = next((each.shape for each in arrays if each.shape != shape), None)

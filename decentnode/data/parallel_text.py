@@ -72,7 +72,7 @@ class ParallelText(SequenceDataset):
         options: dict[str, Any] = {"words": config.words, "size": config.vocabulary_size, "length": config.length}
         sources = [path for both in self._files.values() for path in both]
         self.index = indexed("parallel_text", sources, options, self._build, config.cache_folder(base_dir))
-        self._places = {split: np.array(self.index[f"{split}_length"]) for split in self._files}
+        self._lengths = {split: np.array(self.index[f"{split}_length"]) for split in self._files}
         # Mapped once: rows of the same array object are gathered together, and are copied to a device only once.
         self._mapped = {name: self.index[name] for split in self._files for name in (f"{split}_tokens", f"{split}_y")}
 
@@ -91,10 +91,10 @@ class ParallelText(SequenceDataset):
         return words
 
     def _count(self, part: Part) -> int:
-        return len(self._places[part])
+        return len(self._lengths[part])
 
     def _samples(self, part: Part, indices: np.ndarray) -> Samples:
-        places = self._places[part]
+        places = self._lengths[part]
         lengths, starts = places[indices], (np.cumsum(places) - places)[indices]
         return Samples(Rows(self._mapped[f"{part}_tokens"], starts, lengths, PAD),
                        Rows(self._mapped[f"{part}_y"], starts, lengths, PADDING), ids=True)  # fmt: skip
@@ -114,36 +114,39 @@ class ParallelText(SequenceDataset):
         writer.notes |= {"vocabulary": FIRST_WORD + len(words), "pieces": len(unfinished)}
 
     def _write(self, writer: Writer, split: str, numbers: dict[str, int]) -> None:
-        most, count, longer = self.config.length, 0, 0
-        held: list[tuple[np.ndarray, np.ndarray]] = []
+        max_length, count, num_too_long = self.config.length, 0, 0
+        rows: list[tuple[np.ndarray, np.ndarray]] = []
         for source, target in self._pairs(split):
-            if max(len(source), len(target)) > most:
-                longer += 1
+            if max(len(source), len(target)) > max_length:
+                num_too_long += 1
                 if split == "train":
                     continue
             count += 1
-            held.append(_row(*([numbers.get(word, UNKNOWN) for word in text[:most]] for text in (source, target))))
-            if len(held) == BLOCK:
-                _append(writer, split, held)
-        _append(writer, split, held)
+            tokens = ([numbers.get(word, UNKNOWN) for word in text[:max_length]] for text in (source, target))
+            rows.append(_row(*tokens))
+            if len(rows) == BLOCK:
+                _append(writer, split, rows)
+        _append(writer, split, rows)
         if not count:
-            few = f"no pair of at most {most} words (data.length)" if longer else "no line with a text in both files"
-            raise DataError(f"{self._files[split][0]}: {few}")
-        if longer:
-            logger.info("%s: %d of %d pairs are longer than %d words, and %s", self._files[split][0], longer,
-                        count + longer * (split == "train"), most, "left out" if split == "train" else "cut")
+            why = (f"no pair of at most {max_length} words (data.length)" if num_too_long else
+                   "no line with a text in both files")
+            raise DataError(f"{self._files[split][0]}: {why}")
+        if num_too_long:
+            logger.info("%s: %d of %d pairs are longer than %d words, and %s", self._files[split][0], num_too_long,
+                        count + num_too_long * (split == "train"), max_length,
+                        "left out" if split == "train" else "cut")
 
     def _pairs(self, split: str) -> Iterator[Pair]:
         """Yields both texts of each line. Raises DataError if one file has more lines than the other."""
         paths = self._files[split]
-        divided = words_of if self.config.words == "marked" else str.split
+        split_words = words_of if self.config.words == "marked" else str.split
         source, target = map(_lines, paths)
         with contextlib.closing(source), contextlib.closing(target):
             for number, line in enumerate(source, 1):
                 other = next(target, None)
                 if other is None:
                     raise DataError(f"{paths[1]}: has {number - 1} lines, fewer than {paths[0]}")
-                pair = divided(line), divided(other)
+                pair = split_words(line), split_words(other)
                 if all(pair):
                     yield pair
             if next(target, None) is not None:
@@ -170,9 +173,9 @@ def _row(source: list[int], target: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return inputs, wanted
 
 
-def _append(writer: Writer, split: str, held: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    if held:
-        writer.append(f"{split}_tokens", np.concatenate([inputs for inputs, _ in held]))
-        writer.append(f"{split}_y", np.concatenate([wanted for _, wanted in held]))
-        writer.append(f"{split}_length", np.array([len(wanted) for _, wanted in held], np.int64))
-        held.clear()
+def _append(writer: Writer, split: str, rows: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    if rows:
+        writer.append(f"{split}_tokens", np.concatenate([inputs for inputs, _ in rows]))
+        writer.append(f"{split}_y", np.concatenate([wanted for _, wanted in rows]))
+        writer.append(f"{split}_length", np.array([len(wanted) for _, wanted in rows], np.int64))
+        rows.clear()

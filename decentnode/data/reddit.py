@@ -91,10 +91,10 @@ class Reddit(LeafText):
                              (("x", samples["x"]), ("y", self._targets(samples, where))))  # fmt: skip
         if len(inputs) != len(following):
             raise DataError(f"{where}: has {len(inputs)} sequences and {len(following)} behind them")
-        there = following != self._vocabulary.padding
-        last = self.config.length - 1 - there[:, ::-1].argmax(1)
+        is_word = following != self._vocabulary.padding
+        last = self.config.length - 1 - is_word[:, ::-1].argmax(1)
         targets = following[np.arange(len(following)), last]
-        kept = there.any(1)
+        kept = is_word.any(1)
         return inputs[kept], targets[kept].astype(np.int64)
 
     def _targets(self, samples: dict[str, Any], where: str) -> list[Any]:

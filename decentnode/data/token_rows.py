@@ -32,25 +32,25 @@ class TokenRowsWriter:
 
     def __init__(self, writer: Writer, split: str) -> None:
         self._writer, self._split = writer, split
-        self._held: list[tuple[list[int], float, int]] = []
+        self._pending: list[tuple[list[int], float, int]] = []
         self.count = 0
 
     def add(self, tokens: list[int], target: float, user: int) -> None:
-        self._held.append((tokens, target, user))
+        self._pending.append((tokens, target, user))
         self.count += 1
-        if len(self._held) >= BLOCK:
+        if len(self._pending) >= BLOCK:
             self.flush()
 
     def flush(self) -> None:
-        if not self._held:
+        if not self._pending:
             return
-        tokens, targets, users = zip(*self._held, strict=True)
+        tokens, targets, users = zip(*self._pending, strict=True)
         self._writer.append(f"{self._split}_tokens", np.array([each for row in tokens for each in row], np.int32))
         self._writer.append(f"{self._split}_length", np.array([len(row) for row in tokens], np.int32))
         kind = np.int64 if all(isinstance(target, int) for target in targets) else np.float32
         self._writer.append(f"{self._split}_y", np.array(targets, kind))
         self._writer.append(f"{self._split}_user", np.array(users, np.int64))
-        self._held.clear()
+        self._pending.clear()
 
 
 class TokenWindows:

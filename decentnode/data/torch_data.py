@@ -46,17 +46,17 @@ class TorchData(Dataset):
     """
 
     Config: ClassVar[type[Config]] = TorchDataConfig
-    of: ClassVar[Any]
+    adapted_class: ClassVar[Any]
     """The class that is adapted."""
 
     def __init__(self, config: TorchDataConfig, base_dir: Path) -> None:
         self.config = config
         given = {key: base_dir / value if isinstance(value, Path) else
                  transform_of(value, f"data.{key}") if key in ARGUMENTS else value
-                 for key, value in arguments(config, type(self).of, FILLED).items()}  # fmt: skip
+                 for key, value in arguments(config, type(self).adapted_class, FILLED).items()}  # fmt: skip
         self._made: dict[str, Any] = {}
         self._given = given
-        self._split_argument = next((key for key in ("train", "split") if key in parameters_of(type(self).of)
+        self._split_argument = next((key for key in ("train", "split") if key in parameters_of(type(self).adapted_class)
                             and key not in given), None)  # fmt: skip
         self._labels: np.ndarray | None = None
         train = self._split("train")
@@ -67,7 +67,7 @@ class TorchData(Dataset):
     # -- samples of the class ---------------------------------------------------------------------------------
 
     def _split(self, split: Literal["train", "test"]) -> LazySamples:
-        name = type(self).of.__name__
+        name = type(self).adapted_class.__name__
         try:
             if self._split_argument is None:
                 whole = self._whole()
@@ -75,7 +75,8 @@ class TorchData(Dataset):
                 aside = max(1, round(self.config.test_fraction * len(whole)))
                 return whole.take(np.sort(order[:aside] if split == "test" else order[aside:]))
             if split not in self._made:
-                self._made[split] = as_lazy(type(self).of(**self._given, **self._split_arguments(split)), name)
+                made = type(self).adapted_class(**self._given, **self._split_arguments(split))
+                self._made[split] = as_lazy(made, name)
             found: LazySamples = self._made[split]
         except DataError:
             raise
@@ -94,7 +95,7 @@ class TorchData(Dataset):
 
     def _whole(self) -> LazySamples:
         if "whole" not in self._made:
-            self._made["whole"] = as_lazy(type(self).of(**self._given), type(self).of.__name__)
+            self._made["whole"] = as_lazy(type(self).adapted_class(**self._given), type(self).adapted_class.__name__)
         found: LazySamples = self._made["whole"]
         return found
 
@@ -329,4 +330,4 @@ def adapted(chosen: type[Any]) -> type[Dataset] | None:
     if not (hasattr(chosen, "__getitem__") or hasattr(chosen, "__iter__")):
         return None
     config = config_of(chosen, TorchDataConfig, FILLED & parameters_of(chosen).keys(), ARGUMENTS)
-    return type(chosen.__name__, (TorchData,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__})
+    return type(chosen.__name__, (TorchData,), {"Config": config, "adapted_class": chosen, "__doc__": chosen.__doc__})

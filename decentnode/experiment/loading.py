@@ -70,7 +70,7 @@ def load(
     for keys, item in assigned[: len(assigned) - len(overrides)]:
         tree = _with_override(tree, keys, item)
     for layer in layers:
-        tree = merge(tree, _layer(layer, source, seen), DEFAULT_NAMES, implied=IMPLIED_NAMES)
+        tree = merge(tree, _parse_layer(layer, source, seen), DEFAULT_NAMES, implied=IMPLIED_NAMES)
     for keys, item in assigned[len(assigned) - len(overrides) :]:
         tree = _with_override(tree, keys, item)
     tree = _with_renamed_keys(_with_name(tree, source), source)
@@ -129,7 +129,7 @@ def _read(path: Path, shown: str, children: tuple[Path, ...], files: list[str], 
     return merge(parent, own, DEFAULT_NAMES, implied=IMPLIED_NAMES)
 
 
-def _layer(values: Mapping[str, Any], source: str, seen: dict[str, Any]) -> Item:
+def _parse_layer(values: Mapping[str, Any], source: str, seen: dict[str, Any]) -> Item:
     """Returns the tree of sections given as plain data, without derived values, which are noted in `seen`."""
     items = {key: from_plain(value, Location(f"{KEYWORD} {key}", origin=KEYWORD)) for key, value in values.items()}
     tree, found = derived.remove_derived_values(Item(items, Location(source, origin=KEYWORD)), source)

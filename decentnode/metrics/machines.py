@@ -97,13 +97,13 @@ def differences(found: list[Machine]) -> list[str]:
     }
     lines: list[str] = []
     for what, value in told.items():
-        by: dict[str, list[int]] = {}
+        numbers_by_text: dict[str, list[int]] = {}
         for each in found:
             text = _printable(value(each)[:200])
             if text or value is not _modules:  # modules are known only after a run; those of a newcomer never are
-                by.setdefault(text or UNKNOWN, []).append(each.number)
-        if len(by) > 1 and len(lines) < MOST_LINES:
-            values = "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in by.items())
+                numbers_by_text.setdefault(text or UNKNOWN, []).append(each.number)
+        if len(numbers_by_text) > 1 and len(lines) < MOST_LINES:
+            values = "; ".join(f"{text} on machine {names(numbers)}" for text, numbers in numbers_by_text.items())
             lines.append(f"{_printable(what[:80])}: {values}")
     return lines
 

@@ -28,9 +28,9 @@ def combine(
     figures are not among `nodes`.
     """
     by_uid = [nodes[uid] for uid in sorted(nodes)]
-    told = [*by_uid, beside] if beside else by_uid
+    all_figures = [*by_uid, beside] if beside else by_uid
     return {
-        **{figure.name: figure.combined(told) for figure in measured.figures if figure.of},
+        **{figure.name: figure.combined(all_figures) for figure in measured.figures if figure.of},
         "waiting": waiting(nodes),
         "losses": losses(nodes),
         "nodes": {str(uid): dict(nodes[uid]) for uid in sorted(nodes)},
@@ -47,12 +47,12 @@ def of_sides(nodes: Mapping[int, Figures], measured: TaskMetrics, sides: Iterabl
     `sides` has the figures of each side; figures that only nodes that evaluate together have in common become None.
     """
     metrics = [figure for metric in measured.metrics for figure in metric.figures(metric is measured.main)]
-    told = [*metrics, *(measured.by_name[name] for name in FIGURES_OF_SIDES)]
+    all_figures = [*metrics, *(measured.by_name[name] for name in FIGURES_OF_SIDES)]
     found = []
     for uids in sides:
         of = [nodes[uid] for uid in uids if uid in nodes]
-        found.append({"nodes": [*uids], **{figure.name: figure.combined(of) for figure in told}})
-    return {**{figure.name: None for figure in told if figure.common}, "sides": found}
+        found.append({"nodes": [*uids], **{figure.name: figure.combined(of) for figure in all_figures}})
+    return {**{figure.name: None for figure in all_figures if figure.common}, "sides": found}
 
 
 def waiting(nodes: Mapping[int, Figures]) -> dict[str, Any]:

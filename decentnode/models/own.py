@@ -19,14 +19,14 @@ class OwnModel(Model):
     takes arguments of these names, the input_shape, num_classes, vocabulary, users and items of the data."""
 
     Config: ClassVar[type[component.Config]] = ModelConfig
-    of: ClassVar[type[nn.Module]]
+    adapted_class: ClassVar[type[nn.Module]]
     """The class of the modules."""
 
     def __init__(self, config: component.Config) -> None:
         self.config = config
 
     def make(self, data: DataSpec) -> nn.Module:
-        made, given = type(self).of, arguments(self.config, type(self).of, FACTS)
+        made, given = type(self).adapted_class, arguments(self.config, type(self).adapted_class, FACTS)
         known = data.facts()
         for name, parameter in parameters_of(made).items():
             if name in given or name not in FACTS:
@@ -50,5 +50,5 @@ def adapted(chosen: type[Any]) -> type[Model] | None:
         return None
     filled = FACTS & parameters_of(chosen).keys()
     config = config_of(chosen, ModelConfig, filled)
-    return type(chosen.__name__, (OwnModel,), {"Config": config, "of": chosen, "__doc__": chosen.__doc__,
+    return type(chosen.__name__, (OwnModel,), {"Config": config, "adapted_class": chosen, "__doc__": chosen.__doc__,
                                                "__module__": chosen.__module__})  # fmt: skip

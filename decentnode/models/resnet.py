@@ -95,7 +95,7 @@ class ResnetModule(nn.Sequential):
 
     def __init__(self, config: ResnetConfig, channels: int, num_classes: int) -> None:
         widths, counts = SHAPES[config.depth]
-        pads = config.shortcut == "pad" or (config.shortcut == "auto" and widths[0] == 16)
+        pads_with_zeros = config.shortcut == "pad" or (config.shortcut == "auto" and widths[0] == 16)
         widths = config.widths or widths
         bottlenecks = config.depth in BOTTLENECKS
         kernel, stride = (3, 1) if config.stem == "small" else (7, 2)
@@ -109,7 +109,7 @@ class ResnetModule(nn.Sequential):
         for stage, (width, count) in enumerate(zip(widths, counts, strict=True)):
             for block in range(count):
                 made = Bottleneck if bottlenecks else BasicBlock
-                layers.append(made(inputs, width, 2 if stage and not block else 1, config, pads))
+                layers.append(made(inputs, width, 2 if stage and not block else 1, config, pads_with_zeros))
                 inputs = EXPANSION * width if bottlenecks else width
         side = config.features or (2 if config.depth == 8 else 1)
         layers += [nn.AdaptiveAvgPool2d(side), nn.Flatten(), nn.Linear(inputs * side * side, num_classes)]
@@ -119,14 +119,14 @@ class ResnetModule(nn.Sequential):
 class BasicBlock(nn.Module):
     """x -> relu(shortcut(x) + two 3x3 convolutions of x)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, config: ResnetConfig, pads: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, config: ResnetConfig, pads_with_zeros: bool) -> None:
         """pads: whether the shortcut pads with zeros instead of having parameters."""
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         self.norm1 = make_norm(config.norm, outputs, config.groups)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.norm2 = make_norm(config.norm, outputs, config.groups, zero=config.zero_init)
-        self.shortcut = _shortcut(inputs, outputs, stride, config, pads)
+        self.shortcut = _shortcut(inputs, outputs, stride, config, pads_with_zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.norm1(self.conv1(x)))
@@ -137,7 +137,7 @@ class Bottleneck(nn.Module):
     """x -> relu(shortcut(x) + a 1x1, a 3x3 and a 1x1 convolution of x). The first convolution reduces the channels to
     `width`, the last expands them again to EXPANSION * width."""
 
-    def __init__(self, inputs: int, width: int, stride: int, config: ResnetConfig, pads: bool) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, config: ResnetConfig, pads_with_zeros: bool) -> None:
         """pads: whether the shortcut pads with zeros instead of having parameters."""
         super().__init__()
         outputs = EXPANSION * width
@@ -147,7 +147,7 @@ class Bottleneck(nn.Module):
         self.norm2 = make_norm(config.norm, width, config.groups)
         self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
         self.norm3 = make_norm(config.norm, outputs, config.groups, zero=config.zero_init)
-        self.shortcut = _shortcut(inputs, outputs, stride, config, pads)
+        self.shortcut = _shortcut(inputs, outputs, stride, config, pads_with_zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.relu(self.norm1(self.conv1(x)))
@@ -155,11 +155,11 @@ class Bottleneck(nn.Module):
         return functional.relu(self.norm3(self.conv3(inner)) + self.shortcut(x))
 
 
-def _shortcut(inputs: int, outputs: int, stride: int, config: ResnetConfig, pads: bool) -> nn.Module:
+def _shortcut(inputs: int, outputs: int, stride: int, config: ResnetConfig, pads_with_zeros: bool) -> nn.Module:
     """Returns the module whose output is added to a block's convolutions: the identity if they keep the shape."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
-    if pads:
+    if pads_with_zeros:
         return PaddedShortcut(stride, outputs - inputs)
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 1, stride, bias=False), make_norm(config.norm, outputs, config.groups)

@@ -71,8 +71,8 @@ class ByKey(Partition):
             for uid, mine in enumerate(np.array_split(order, num_nodes)):
                 node_of[mine] = uid
             return node_of
-        held = np.zeros(num_nodes, dtype=np.int64)
+        num_samples = np.zeros(num_nodes, dtype=np.int64)
         for owner in order:
-            node_of[owner] = held.argmin()
-            held[node_of[owner]] += sizes[owner]
+            node_of[owner] = num_samples.argmin()
+            num_samples[node_of[owner]] += sizes[owner]
         return node_of

@@ -52,18 +52,18 @@ def check_fragment_graphs(experiment: Experiment) -> Iterator[Problem]:
 def check_newcomers(experiment: Experiment) -> Iterator[Problem]:
     """Checks that newcomers (node.newcomers) can join: the graph can grow, and members have ports that newcomers on
     machines outside of the mapping can connect to."""
-    most, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
-    if not most and getattr(experiment.communication, "invitations", None) is not None:
+    max_newcomers, graph, mapping = experiment.node.newcomers, graph_of(experiment), mapping_of(experiment)
+    if not max_newcomers and getattr(experiment.communication, "invitations", None) is not None:
         yield Problem(("communication", "invitations"), ": the run admits no newcomers; set node.newcomers",
                       other=("node",))  # fmt: skip
     yield from _check_simulated_newcomers(experiment)
-    if not most or graph is None or mapping is None:
+    if not max_newcomers or graph is None or mapping is None:
         return
     path = ("node", "newcomers")
     try:
-        check_growth(experiment.graph.name, graph, experiment.graph_of_size, most)
+        check_growth(experiment.graph.name, graph, experiment.graph_of_size, max_newcomers)
     except UsageError as error:
-        yield Problem(path, f": with {most} of them, {error}", other=("graph",))
+        yield Problem(path, f": with {max_newcomers} of them, {error}", other=("graph",))
     without = [uid for uid in range(mapping.num_nodes) if mapping.place(uid).port is None]
     if without:
         yield Problem(path, f": a newcomer reaches members at their ports, and node {without[0]} has none; set "
@@ -87,20 +87,21 @@ def check_newcomers(experiment: Experiment) -> Iterator[Problem]:
 def _check_simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
     """Checks that simulate.newcomers join a run that admits them, and that their samples are those of existing
     nodes."""
-    coming, mapping, most = experiment.simulate.newcomers, mapping_of(experiment), experiment.node.newcomers
-    if coming and not most:
+    newcomers, mapping, max_newcomers = experiment.simulate.newcomers, mapping_of(experiment), experiment.node.newcomers
+    if newcomers and not max_newcomers:
         yield Problem(("simulate", "newcomers"), ": the run admits no newcomers; set node.newcomers",
                       other=("node",))  # fmt: skip
-    elif (staying := sum(each.leaves_at_seconds is None for each in coming)) > most:
+    elif (staying := sum(each.leaves_at_seconds is None for each in newcomers)) > max_newcomers:
         # A fault that ends one of them makes room for another, so this may be intended.
-        yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits {most}, so "
-                      f"that {staying - most} would never be admitted; leaves_at_seconds frees places",
-                      is_warning=bool(experiment.faults), other=("node", "newcomers"))  # fmt: skip
+        yield Problem(("simulate", "newcomers"), f": {staying} of them stay to the end and the run admits "
+                      f"{max_newcomers}, so that {staying - max_newcomers} would never be admitted; "
+                      "leaves_at_seconds frees places", is_warning=bool(experiment.faults),
+                      other=("node", "newcomers"))  # fmt: skip
     elif (waiting := _first_without_place(experiment)) is not None:
-        yield Problem(("simulate", "newcomers", waiting), f": the run admits {most}, and that many are present "
-                      "then: it waits until one of them leaves",
+        yield Problem(("simulate", "newcomers", waiting), f": the run admits {max_newcomers}, and that many are "
+                      "present then: it waits until one of them leaves",
                       is_warning=True, other=("node", "newcomers"))  # fmt: skip
-    for index, each in enumerate(coming):
+    for index, each in enumerate(newcomers):
         if each.samples_of is not None and mapping is not None and each.samples_of >= mapping.num_nodes:
             yield Problem(("simulate", "newcomers", index, "samples_of"), "must be a node of the mapping, below "
                           f"{mapping.num_nodes}, got {each.samples_of}", other=("mapping",))  # fmt: skip
@@ -108,12 +109,12 @@ def _check_simulated_newcomers(experiment: Experiment) -> Iterator[Problem]:
 
 def _first_without_place(experiment: Experiment) -> int | None:
     """Returns the index of the first of simulate.newcomers who asks to join while the run is full, or None."""
-    coming = experiment.simulate.newcomers
-    for index, each in enumerate(coming):
-        there = [other for place, other in enumerate(coming)
+    newcomers = experiment.simulate.newcomers
+    for index, each in enumerate(newcomers):
+        present = [other for place, other in enumerate(newcomers)
                  if (other.at_seconds, place) < (each.at_seconds, index)
                  and (other.leaves_at_seconds or math.inf) > each.at_seconds]  # fmt: skip
-        if len(there) >= experiment.node.newcomers:
+        if len(present) >= experiment.node.newcomers:
             return index
     return None
 
