@@ -13,7 +13,7 @@ def folder() -> Path:
     found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "decentnode"
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not ours(found):
-        raise OSError(f"{found} belongs to, or can be written by, somebody else")
+        raise OSError(f"{found} belongs to, or can be written by, another user")
     return found
 
 

@@ -34,7 +34,7 @@ def test_nothing_is_taken_that_others_may_have_written(tmp_path: Path) -> None:
     assert user_cache.read("link") is None
     path.parent.chmod(0o777)
     assert user_cache.read("step") is None
-    with pytest.raises(OSError, match="somebody else"):
+    with pytest.raises(OSError, match="another user"):
         user_cache.folder()
 
 

@@ -69,7 +69,7 @@ def _signature(chosen: type[Any]) -> inspect.Signature:
     try:
         return inspect.signature(chosen)
     except ValueError as error:
-        raise UsageError(f"{chosen.__module__}:{chosen.__name__} does not tell the arguments of its constructor; "
+        raise UsageError(f"{chosen.__module__}:{chosen.__name__} has a constructor without a signature; "
                          "derive a class from it that does") from error  # fmt: skip
 
 

@@ -197,7 +197,7 @@ def _locked(path: Path, wait_seconds: float) -> Iterator[None]:
             file.seek(0)
             raise DataError(
                 f"{path}: process {file.read(20).strip() or 'unknown'} has been making this index for "
-                f"{wait_seconds:g} s; waited for it in vain"
+                f"{wait_seconds:g} s; this process has stopped waiting for it"
             )
         file.truncate(0)
         file.write(f"{os.getpid()}\n")

@@ -113,10 +113,10 @@ class Cifar(Dataset):
                             f"(data.folder); {remedy(form.dataset)}")  # fmt: skip
         missing = [name + suffix for name in (*train, test) if not (folder / (name + suffix)).is_file()]
         if missing:
-            fewer = ", or data.batches is to be less" if len(train) > 1 and missing != [test + suffix] else ""
+            fewer = ", or use fewer data.batches" if len(train) > 1 and missing != [test + suffix] else ""
             raise DataError(
                 f"{folder}: must hold {train[0]}{suffix} to {train[-1]}{suffix} and {test}{suffix}, got no "
-                f"{', '.join(missing[:8])}; the folder is not whole{fewer}; {remedy(form.dataset)}"
+                f"{', '.join(missing[:8])}; the folder is incomplete{fewer}; {remedy(form.dataset)}"
             )
         self.num_classes = form.num_classes
         self._train = [_File(folder / (name + suffix), form) for name in train]

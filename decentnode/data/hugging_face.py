@@ -281,7 +281,7 @@ def _load(config: HuggingFaceConfig, base_dir: Path) -> dict[str, Any]:
             found: Any = (datasets.load_from_disk(str(folder)) if folder.is_dir()
                           else datasets.load_dataset(name, config.subset))  # fmt: skip
     except Exception as error:
-        how = f"where there is a network, datasets.load_dataset({name!r}) loads it"
+        how = f"datasets.load_dataset({name!r}) downloads it on a machine with a network"
         raise DataError(f"data: {config.name} is neither in the local cache nor a folder of save_to_disk; {how}: "
                         f"{told(error)[:300]}") from error  # fmt: skip
     return {str(key): found[key] for key in found} if hasattr(found, "keys") else {config.train_split: found}

@@ -256,13 +256,13 @@ class _JsonStream:
 
     def end(self) -> None:
         if self._peek(final=True):
-            raise ValueError("something follows its end")
+            raise ValueError("there is more text after its end")
 
     def _scalar(self) -> Any:
         """Returns a number, true, false or null, whose end is known only when another character follows."""
         while not (found := _SCALAR.match(self._text, self._at)):
             if self._ended or len(self._text) - self._at > CHUNK:
-                raise ValueError("a value that is none, or the file is cut short")
+                raise ValueError("an invalid value, or the file is cut short")
             self._more(CHUNK)
         self._at = found.end()
         return json.loads(found[0])
@@ -282,7 +282,7 @@ class _JsonStream:
 
     def _expect(self, character: str) -> None:
         if (found := self._peek()) != character:
-            raise ValueError(f"{character!r} must stand where {found!r} does")
+            raise ValueError(f"expected {character!r}, got {found!r}")
         self._at += 1
 
     def _more(self, count: int) -> None:

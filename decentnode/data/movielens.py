@@ -79,7 +79,7 @@ class Movielens(Dataset):
         seen: set[int] = set()
         for user, rows in itertools.groupby(self._ratings(), key=lambda row: row[0]):
             if user in seen:
-                raise DataError(f"{self._path}: must be sorted by user, but user {user} comes again")
+                raise DataError(f"{self._path}: must be sorted by user, but user {user} occurs again")
             found = np.array([(film, rating) for _, film, rating in rows])
             inputs = np.stack([np.full(len(found), len(seen)), np.searchsorted(films, found[:, 0])], 1).astype(np.int64)
             seen.add(user)

@@ -132,14 +132,14 @@ class _Machine:
                 break
             action = _ACTIONS.get(code)
             if action is None:
-                raise _Refused(f"instruction 0x{code:02x}, which such files do not have")
+                raise _Refused(f"instruction 0x{code:02x}, which is not supported in such files")
             action(self)
             if len(self.marks) > MAX_DEPTH:
-                raise _Refused(f"more than {MAX_DEPTH} objects in one another")
+                raise _Refused(f"objects are nested more than {MAX_DEPTH} deep")
         else:
             raise _Refused(f"more than {most} instructions")
         if len(self.stack) != 1 or not isinstance(self.stack[0], dict) or self.marks:
-            raise _Refused("what it holds is not one dict")
+            raise _Refused("it does not contain exactly one dict")
         if self.records:
             return {key: self.record(key, value) for key, value in [*self.stack[0].items()][:MAX_RECORDS]}
         return {key: self.plain(key, value) for key, value in self.stack[0].items()}
@@ -171,7 +171,7 @@ class _Machine:
 
     def pop(self) -> Any:
         if not self.stack or (self.marks and len(self.stack) <= self.marks[-1]):
-            raise _Refused("takes an object where there is none")
+            raise _Refused("takes an object from an empty stack")
         return self.stack.pop()
 
     def mark(self) -> None:
@@ -249,7 +249,7 @@ class _Machine:
     def reduce(self) -> None:
         arguments, function = self.pop(), self.pop()
         if not isinstance(function, _Global) or function.name not in _CALLABLE or not isinstance(arguments, tuple):
-            raise _Refused("calls something else than what makes an array")
+            raise _Refused("calls something other than a constructor of arrays")
         if function.name == "_codecs encode":  # Python 3 bytes in Python 2's format: a text of Latin-1 characters
             if arguments and isinstance(arguments[0], _Bytes):
                 self.count_copied(len(arguments[0].view) // 2)  # a non-ASCII character takes two bytes there
@@ -280,7 +280,7 @@ class _Machine:
         _, shape, dtype, fortran, content = state
         sound = isinstance(shape, tuple) and 1 <= len(shape) <= 4 and all(type(n) is int and n >= 0 for n in shape)
         if not sound or not isinstance(dtype, _Array) or dtype.kind != "dtype" or not isinstance(content, _Bytes):
-            raise _Refused("an array whose shape, dtype or bytes are not such")
+            raise _Refused("an array with an invalid shape, dtype or bytes")
         if fortran is not False:
             raise _Refused("an array in Fortran order")
         if math.prod(shape) != len(content.view):
@@ -328,7 +328,7 @@ def _encoded(arguments: tuple[Any, ...]) -> _Bytes:
     """Returns the bytes that a text represents, one per Latin-1 character."""
     right = len(arguments) == 2 and all(isinstance(each, _Bytes) for each in arguments)
     if not right or arguments[1].text() not in ("latin1", "latin-1"):
-        raise _Refused("encodes something else than a text as latin1")
+        raise _Refused("encodes something other than a text as latin1")
     return _Bytes(memoryview(bytes(arguments[0].view).decode("utf-8").encode("latin-1")))
 
 

@@ -90,7 +90,7 @@ class Reddit(LeafText):
         inputs, following = (self._ids(self._sequences(each, key, where)) for key, each in
                              (("x", samples["x"]), ("y", self._targets(samples, where))))  # fmt: skip
         if len(inputs) != len(following):
-            raise DataError(f"{where}: has {len(inputs)} sequences and {len(following)} behind them")
+            raise DataError(f"{where}: has {len(inputs)} sequences and {len(following)} following sequences")
         is_word = following != self._vocabulary.padding
         last = self.config.length - 1 - is_word[:, ::-1].argmax(1)
         targets = following[np.arange(len(following)), last]

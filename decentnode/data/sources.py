@@ -232,7 +232,7 @@ def _check(members: list[tuple[str, int, bool]], archive: Path) -> None:
     for name, _, plain in members:
         path = PurePosixPath(name)
         if not plain or path.is_absolute() or ".." in path.parts or "\\" in name:
-            raise DataError(f"{archive}: holds {name!r:.80}, which is no file or folder below it")
+            raise DataError(f"{archive}: holds {name!r:.80}, which is not a file or folder below the archive's")
     if (total := sum(size for _, size, _ in members)) > MAX_UNPACKED:
         raise DataError(f"{archive}: unpacks to {total} bytes, more than {MAX_UNPACKED}")
 

@@ -109,7 +109,8 @@ class TransformersTokenizer(Tokenizer):
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
         except Exception as error:
             raise DataError(f"data.tokenizer: {name} is neither in the local cache nor a folder with a tokenizer; "
-                            f"`hf download {name}` loads it where there is a network: {told(error)[:300]}") from error
+                            f"`hf download {name}` downloads it on a machine with a network: "
+                            f"{told(error)[:300]}") from error
         if self._tokenizer.pad_token_id is None and padded:
             raise DataError(f"data.tokenizer: {name} has no token for padding")
         self.padding, self.size = int(self._tokenizer.pad_token_id or 0), len(self._tokenizer)

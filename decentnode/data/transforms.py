@@ -36,7 +36,7 @@ def transform_of(given: Any, key: str) -> Any:
     if isinstance(given, list) and any(map(_is_named, given)):
         for each in given:
             if not _is_named(each):
-                raise UsageError(f"{key} must have 'package.module:Name' of something to call, or sections with such a "
+                raise UsageError(f"{key} must contain 'package.module:Name' of callables, or sections with such a "
                                  f"name, got {each!r}")  # fmt: skip
         return Composed([transform_of(each, f"{key}[{place}]") for place, each in enumerate(given)])
     if not _is_named(given):

@@ -20,7 +20,7 @@ Purpose = Literal["data", "metadata", "protocol", "evaluation", "control"]
 
 PURPOSES: dict[Purpose, str] = {
     "data": "tensors of payloads that carry values, as the sharing rule gave them to the transport",
-    "metadata": "what payloads carry besides values: indices, scales, scalars",
+    "metadata": "what payloads carry in addition to values: indices, scales, scalars",
     "protocol": "what transports add: headers, doorbells, acknowledgements, checksums, resent data",
     "evaluation": "tensors of means over all nodes that evaluations ask for",
     "control": "messages about the run: joining, barriers, generations of members, reports, and their means",
@@ -138,8 +138,8 @@ FIGURES = (
     ),
     Figure("bytes_saved_total", "bytes", "of data and metadata, not sent: one call of a whole clique (all_reduce) did",
            "communication/torch_distributed/group_collective.py", "saved MB", 1e-6, of=("bytes_saved",), how=_total),
-    Figure("bytes_relayed_total", "bytes", "that nodes forwarded for nodes behind NAT, besides their own: all data on "
-                                           "these connections, counted once for each relay",
+    Figure("bytes_relayed_total", "bytes", "that nodes forwarded for nodes behind NAT, in addition to their own: all "
+                                           "data on these connections, counted once for each relay",
            "wire/relay.py", "relayed MB", 1e-6, of=("bytes_relayed",),
            how=_total),
     Figure("bytes_resent_total", "bytes", "of protocol: what was sent again because it did not arrive",

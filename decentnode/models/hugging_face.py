@@ -75,7 +75,7 @@ class HuggingFace(Model):
         except Exception as error:
             known = "" if self.config.pretrained else ", nor a type of model such as bert or gpt2"
             text = f"{self.config.name} is neither in the local cache nor a folder with config.json{known}; "
-            how = f"`hf download {name}` loads it where there is a network"
+            how = f"`hf download {name}` downloads it on a machine with a network"
             raise UsageError(f"{text}{how}: {told(error)[:300]}") from error
         longest = data.input_shape[0] if kind != "image" else 0
         places = getattr(settings, "max_position_embeddings", None)
@@ -91,7 +91,7 @@ class HuggingFace(Model):
                 self._model_id, config=settings, local_files_only=True, use_safetensors=True)
         except (OSError, ValueError) as error:
             text = f"model.pretrained: the weights of {self._model_id} are not in the local cache as safetensors; "
-            how = f"`hf download {self._model_id}` loads them where there is a network"
+            how = f"`hf download {self._model_id}` downloads them on a machine with a network"
             raise UsageError(f"{text}{how}: {told(error)[:300]}") from error
         return found
 

@@ -109,7 +109,7 @@ def _load_pretrained(module: nn.Module, weights: Any, name: str, outputs: int) -
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise UsageError(f"model.pretrained: {path} is not there; {url} has it where there is a network") from error
+        raise UsageError(f"model.pretrained: {path} does not exist; download it from {url}") from error
     except Exception as error:
         raise UsageError(f"model.pretrained: {path} cannot be read as weights: {told(error)[:300]}") from error
     found = {OLDER_KEY.sub(r"\1\2", key): value for key, value in found.items()}

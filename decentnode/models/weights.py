@@ -29,7 +29,7 @@ def check_weights(module: nn.Module, path: Path) -> None:
         expected = {name: shape for name, shape in expected.items() if name not in adapters}
     wrong = [f"{name} is {list(found[name])} instead of {list(shape)}" for name, shape in expected.items()
              if name in found and found[name] != shape]  # fmt: skip
-    for names, what in ((expected.keys() - found, "it lacks"), (found.keys() - expected, "it has besides")):
+    for names, what in ((expected.keys() - found, "it lacks"), (found.keys() - expected, "it also has")):
         if names:
             wrong.append(f"{what} {_few(sorted(names))}")
     if wrong:

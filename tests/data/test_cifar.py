@@ -48,7 +48,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         open_dataset(SECTION, tmp_path)
     write_cifar10(folder)
     (folder / "test_batch.bin").unlink()
-    with pytest.raises(DataError, match=r"got no test_batch\.bin; the folder is not whole; decentnode data get"):
+    with pytest.raises(DataError, match=r"got no test_batch\.bin; the folder is incomplete; decentnode data get"):
         open_dataset(SECTION, tmp_path)
     write_cifar10(folder)
     whole = (folder / "data_batch_2.bin").read_bytes()

@@ -145,7 +145,7 @@ def test_classes_of_the_column(library: Any) -> None:
 
 
 @pytest.mark.parametrize("name, keys, problem", [
-    ("none", {}, r"hf:none is neither in the local cache nor a folder of save_to_disk; where .* not in the cache"),
+    ("none", {}, r"hf:none is neither in the local cache nor a folder of save_to_disk; .* not in the cache"),
     ("images", {"input": "picture"}, "data.input must be one of the columns image, label, got 'picture'"),
     ("numbers", {"input": None}, "data.input must be one of the columns row, kind, got none of the usual ones"),
     ("texts", {"key": "owner"}, "data.key must be one of the columns text, label, writer, got 'owner'"),

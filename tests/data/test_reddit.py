@@ -113,7 +113,7 @@ def test_a_node_holds_its_share_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     ([[[1] * 10]], [{"target_tokens": [["a"] * 10]}], "'x' must have words, got"),
     ([[["a"] * 10]], [["a"] * 10], "'y' must be dicts with 'target_tokens'"),
     ([[["a"] * 10]], [{"target_tokens": 3}], "'y' must be dicts with 'target_tokens'"),
-    ([[["a"] * 10]], [{"target_tokens": []}], "has 1 sequences and 0 behind them"),
+    ([[["a"] * 10]], [{"target_tokens": []}], "has 1 sequences and 0 following sequences"),
 ])
 def test_comments_that_are_none(tmp_path: Path, x: Any, y: Any, problem: str) -> None:
     write_leaf(tmp_path / "d" / "data", {"me": (x, y)}, {"me": (x, y)})

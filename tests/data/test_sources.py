@@ -181,7 +181,7 @@ def test_files_that_stay_packed(server: Server, tmp_path: Path, monkeypatch: pyt
 def test_archives_that_lead_elsewhere(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     archive = tmp_path / "a.tar.gz"
     archive.write_bytes(tar_of({name: b""}, **changes))
-    with pytest.raises(DataError, match="which is no file or folder below it"):
+    with pytest.raises(DataError, match="which is not a file or folder below the archive's"):
         unpack(archive, tmp_path / "to")
     assert not (tmp_path / "to").exists()
 

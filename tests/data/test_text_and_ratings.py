@@ -66,7 +66,7 @@ def test_ratings_are_split_by_user(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text, problem", [
     ("userId,movieId,rating,timestamp\n1,2,9.5,0\n", r"ratings\.csv:2: must be user, film and a rating from 0 to 5"),
     ("1,2\n", r"ratings\.csv:1: must be"), ("1,x,3,0\n", r"ratings\.csv:1: must be"), ("", "has no ratings"),
-    ("1,2,3,0\n2,2,3,0\n1,3,3,0\n", "must be sorted by user, but user 1 comes again"),
+    ("1,2,3,0\n2,2,3,0\n1,3,3,0\n", "must be sorted by user, but user 1 occurs again"),
 ])
 def test_ratings_that_are_none(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "ratings.csv").write_text(text)

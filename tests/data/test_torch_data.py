@@ -168,7 +168,7 @@ def test_what_is_called_with_samples_is_named_as_classes_are() -> None:
 @pytest.mark.parametrize(("transform", "says"), [
     (f"{HERE}:mnius", "data.transform '.*:mnius': module .* has no function or class 'mnius'; did you mean 'minus'"),
     ([f"{HERE}:minus", {"name": f"{HERE}:Times"}], r"data.transform\[1\]: making .*:Times raised TypeError: .*factor"),
-    ([f"{HERE}:minus", "left"], "data.transform must have 'package.module:Name' of something to call, .* got 'left'"),
+    ([f"{HERE}:minus", "left"], "data.transform must contain 'package.module:Name' of callables, .* got 'left'"),
     ("nothing.there:X", "no module named 'nothing'"), (f"{HERE}:HERE", "must be something to call with a sam"),
 ])  # fmt: skip
 def test_transforms_that_cannot_be_made_are_refused(transform: Any, says: str) -> None:

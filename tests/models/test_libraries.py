@@ -227,7 +227,7 @@ def test_torchvision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         make("torchvision:resnet9", DataSpec((1, 8, 8), num_classes=4))
     with pytest.raises(UsageError, match="torchvision has no model 'resnet' that classifies images; it has resnet9"):
         make("torchvision:resnet", IMAGES)
-    with pytest.raises(UsageError, match=r"checkpoints/resnet9-abc\.pth is not there; https://download"):
+    with pytest.raises(UsageError, match=r"checkpoints/resnet9-abc\.pth does not exist; download it from https"):
         make("torchvision:resnet9", IMAGES, pretrained=True)
     (tmp_path / "checkpoints").mkdir()
     path = tmp_path / "checkpoints" / "resnet9-abc.pth"

@@ -127,7 +127,7 @@ def _batch(experiment: Experiment, spec: DataSpec) -> tuple[Tensor, Tensor]:
         chosen = np.array([0, min(1, dataset.num_train() - 1)])
         batch = Source(dataset.train(chosen), torch.device("cpu")).take(torch.arange(2))
     if spec.inputs == "values" and batch[0].shape[1:] != spec.input_shape:
-        text = f"samples must have the shape {list(spec.input_shape)} that the data tells, got "
+        text = f"samples must have the shape {list(spec.input_shape)} that the dataset declares, got "
         raise Unsuitable(Problem(("data",), f": {text}{list(batch[0].shape[1:])}"))
     return batch
 

@@ -31,7 +31,7 @@ def check_trackers(experiment: Experiment) -> Iterator[Problem]:
     names = [each.name for each in experiment.run.trackers]
     for index, name in enumerate(names):
         if name in names[:index]:
-            yield Problem(("run", "trackers", index), f": {name} is told already; name each tracker once",
+            yield Problem(("run", "trackers", index), f": {name} is listed already; list each tracker once",
                           other=("run", "trackers", names.index(name)))  # fmt: skip
 
 
