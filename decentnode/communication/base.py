@@ -1,6 +1,7 @@
-"""The contract of a transport: payloads to neighbors, barriers and means over all nodes.
+"""The contract of a transport: it exchanges payloads with neighbors, and offers barriers and means over all nodes.
 
-What every transport has to do is here; what it may add is in hooks.py, what it is made from in parts.py.
+Every transport implements the classes of this file. hooks.py has the methods that a transport may add; parts.py has
+what a transport is constructed from.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from decentnode.payload import Payload
 
 @dataclass(frozen=True)
 class Arrival:
-    """One slice of the exchange, complete for every source that will still come.
+    """One slice of the exchanged model, complete for every source whose payload can still arrive.
 
-    `received` payloads are valid only until the next slice is asked for.
+    The `received` payloads are valid only until the caller asks for the next slice.
     """
 
     start: int
@@ -32,201 +33,212 @@ class Arrival:
     received: Mapping[int, Payload]
     missing: frozenset[int]
     total: Tensor | None = None
-    """Instead of `received`: the sum of an averaging group's payloads, this node's own among them."""
+    """In place of `received`: the sum of the payloads of an averaging group, including this node's own payload."""
 
 
 @dataclass(frozen=True)
 class AveragingGroup:
-    """Nodes that in one phase all exchange with all others of them, and with nobody else; all of them know.
+    """A set of nodes each of which, in one phase, exchanges payloads with all others in the set and with no other node.
 
-    A transport may then let all act at once (communication/torch_distributed/group_collective.py). The same rule and
-    round everywhere decide.
+    Every member knows the set, so a transport may replace the point-to-point sends by one collective call
+    (communication/torch_distributed/group_collective.py). All members decide this by the same rule in the same round.
     """
 
     members: tuple[int, ...]
-    """Ascending."""
+    """Uids, ascending."""
     own: Payload | None = None
-    """What this node would send to itself, where the sum of everybody's payloads is all that is wanted; None where each
-    is, on all of them."""
+    """The payload that this node would send to itself, if the rule needs only the sum of all payloads. None on all
+    members if the rule needs every payload separately."""
 
 
 class Exchange(abc.ABC):
-    """The exchange of one round in flight. Used from one thread at a time."""
+    """The exchange of one round while it is in flight. Only one thread uses it at a time."""
 
     @abc.abstractmethod
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
-        """Blocking: slices of the model in ascending order, covering it once.
+        """Yields slices of the model in ascending order that together cover it exactly once. Blocks until each slice
+        has arrived.
 
-        With an elementwise schema a slice comes as soon as it is there from every source; otherwise there is one
-        slice with whole payloads. Sources that departed or passed the deadline are in `missing` from then on.
-        Raises PeerLost when the transport was told of a failure elsewhere in the run.
+        With an elementwise schema, a slice is yielded as soon as every source has delivered it; otherwise there is a
+        single slice with whole payloads. Sources that departed or missed the deadline are in `missing` from then on.
+        Raises PeerLost if the transport learned of a failure elsewhere in the run.
         """
 
     def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait | None]:
-        """As `arrivals`. A transport that does not block gives waits between them, as `run_state.Steps` do."""
+        """Yields what `arrivals` yields. A transport that does not block yields waits in between, as `run_state.Steps`
+        do."""
         return self.arrivals(timeout_seconds)
 
     @property
     def in_place(self) -> bool:
-        """Whether payloads of the slice that was given last lie where a neighbor wrote them: what is made of them is to
-        go to memory of its own, and to be kept only if nothing is `spoiled`."""
+        """Whether payloads of the last yielded slice lie in memory that a neighbor can overwrite. If so, the caller
+        writes the mixed result to other memory and keeps it only if no source is `spoiled`."""
         return False
 
     def spoiled(self) -> frozenset[int]:
-        """Sources of the slice that was given last whose payload changed while it was read. What was made of it is not
-        to be kept: the slice has to be mixed again without them, from now on they are in `missing`. Not blocking."""
+        """Returns the sources of the last yielded slice whose payload changed while the caller read it. The caller
+        discards its result and mixes the slice again without these sources, which are in `missing` from now on. Does
+        not block."""
         return frozenset()
 
     @property
     def seconds(self) -> float:
-        """From the call of `exchange` until the last slice was there; 0 where nothing flies."""
+        """Seconds from the call of `exchange` until the last slice arrived; 0 for transports that send nothing over a
+        link."""
         return 0.0
 
     @property
     @abc.abstractmethod
     def missing(self) -> frozenset[int]:
-        """Sources that did not deliver in full, known once `arrivals` is exhausted."""
+        """Sources that did not deliver their whole payload; complete once `arrivals` is exhausted."""
 
     @property
     @abc.abstractmethod
     def undelivered(self) -> frozenset[int]:
-        """Neighbors that certainly did not get our payload."""
+        """Neighbors that certainly did not receive this node's payload."""
 
     @property
     @abc.abstractmethod
     def departed(self) -> frozenset[int]:
-        """The part of `missing` that said goodbye, failed or was rejected (the rest ran into the deadline)."""
+        """The sources in `missing` that said goodbye, failed or were rejected. All others in `missing` exceeded the
+        deadline."""
 
 
 class Pending(abc.ABC):
-    """A collective call in flight: `wait` blocks, everything before it does not."""
+    """A collective call in flight. Only `wait` blocks."""
 
     @property
     def ready(self) -> bool:
-        """Whether `wait` may be called: always, but in process, where it cannot block until others are stepped."""
+        """Whether `wait` may be called. Always True, except in process, where `wait` cannot block until other nodes are
+        stepped."""
         return True
 
     @property
     @abc.abstractmethod
     def arrived(self) -> bool:
-        """Whether the mean is here: all have contributed. Not blocking."""
+        """Whether the mean is available because all nodes have contributed. Does not block."""
 
     @abc.abstractmethod
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
-        """(mean, on the device of what was given; number of contributors). Raises PeerLost naming who was waited for,
-        Interrupted on a stop."""
+        """Blocks until the mean is available. Returns (mean, number of contributors); the mean is on the device of the
+        contributed tensor. Raises PeerLost naming the nodes that did not contribute, Interrupted on a stop."""
 
     def steps(self, timeout_seconds: float) -> Steps[tuple[Tensor, int]]:
-        """As `wait`."""
+        """Returns the steps of `wait`."""
         return at_once(self.wait(timeout_seconds))
 
 
 class FaultCourse(Protocol):
-    """Faults between nodes, which come about by the time and the node's rounds."""
+    """Injected faults between nodes, scheduled by time and by the node's rounds."""
 
     touched: dict[str, int]
-    """How many messages met with a fault, by its kind."""
+    """Number of messages that a fault affected, by kind of fault."""
 
     def begin(self, zero: float, again: bool = False) -> None:
-        """The run began at `zero` (`clock.now()`). again: whether this is not the node's first process."""
+        """Starts the schedule. `zero` is when the run began (`clock.now()`). again: whether an earlier process of this
+        node has taken part in the run."""
 
     def enter(self, round: int) -> None:
-        """The node begins a round."""
+        """Tells the schedule that the node begins a round."""
 
 
 class Communication(Hooks[ConfigT], Component, abc.ABC):
-    """One node's end of a transport. All methods are called from the node's training thread, unless they say more."""
+    """One node's end of a transport. All methods are called from the node's training thread unless they say
+    otherwise."""
 
     uid: int
     counters: Counters
     config: ConfigT
     partners: frozenset[int] | None = None
-    """Set before `start`, and alike at both ends: whom payloads are ever exchanged with; anybody when None."""
+    """Set before `start`: the only nodes with which payloads are ever exchanged, consistent on both ends of an edge.
+    None allows any node."""
     goes_on: bool = False
-    """Set before `start`: rounds go on without neighbors that are late. A neighbor that takes no payloads is then sent
-    none after a moment; otherwise it is waited for as long as one of which none come."""
+    """Set before `start`: whether rounds continue without late neighbors. If so, a neighbor that takes no payloads is
+    skipped after a short wait. Otherwise the node waits for it as long as for a neighbor that delivers none."""
     quorum: Quorum | None = None
-    """Set before `start`: when rounds go on without neighbors that are late, before the time-out; never when None."""
+    """Set before `start`: when rounds continue without late neighbors before the time-out has passed. None: never."""
 
     def gone_on(self, round: int, uid: int) -> bool:  # noqa: ARG002
-        """Returns whether something has come of a node that it sent in a later round than this one. Not blocking."""
+        """Returns whether `uid` has already delivered something of a round later than `round`. Does not block."""
         return False
 
     fault_course: FaultCourse | None = None
-    """None where nothing goes wrong with messages but what really does."""
+    """Injected message faults; None if the experiment has none."""
     run_began: float | None = None
-    """When the run began (`clock.now()`), where the experiment has faults, which come about by that time."""
+    """When the run began (`clock.now()`), if the experiment has faults, which are scheduled relative to it."""
 
     @abc.abstractmethod
     def start(self, timeout_seconds: float) -> None:
-        """Join the run. Blocking until every node has. After the time-out raises AssemblyError, naming who is
-        missing."""
+        """Joins the run. Blocks until every node has joined. Raises AssemblyError after the time-out, naming the
+        missing nodes."""
 
     @abc.abstractmethod
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
         group: AveragingGroup | None = None,
     ) -> Exchange:
-        """Send and return at once. Payload tensors may be changed as soon as this returns, but for the model in a place
-        that `acquire_slot` gave.
+        """Starts sending and returns at once. The caller may change payload tensors as soon as this returns, except the
+        model if it lies in a slot that `acquire_slot` returned.
 
-        group: given where neighbors and sources are all other members of an averaging group; its payloads have no
-        scalars. With `group.own`, arrivals may have a `total` instead of payloads, and where one member is missing all
-        are.
+        group: given if the neighbors and sources are exactly the other members of an averaging group; its payloads have
+        no scalars. With `group.own`, arrivals may have a `total` instead of payloads. If one member is missing then,
+        all of them are.
         """
 
     def exchange_steps(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
         group: AveragingGroup | None = None,
     ) -> Steps[Exchange]:
-        """As `exchange`, which waits where too much waits for a neighbor already."""
+        """Returns the steps of `exchange`, which waits while too many payloads are queued for a neighbor."""
         return at_once(self.exchange(round, outgoing, expected, phase, group))
 
     @abc.abstractmethod
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
-        """Start the mean of a tensor over all nodes: equal `key`, shape and dtype everywhere; not blocking.
+        """Starts the mean of a tensor over all nodes, which must pass equal `key`, shape and dtype. Does not block.
 
-        key: not used before in this generation; its beginning says what its bytes count for (`purpose_of`).
-        closing: part of the end of the run. Other means are given up (`wait` raises Interrupted) once a stop is
-        announced, because nodes then close after different rounds.
+        key: not used before in this generation; its prefix decides which purpose its bytes count for (`purpose_of`).
+        closing: whether the mean is part of the end of the run. Other means are abandoned (`wait` raises Interrupted)
+        once a stop is announced, because nodes then close after different rounds.
         """
 
     @abc.abstractmethod
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        """Blocking until every node called it with the same name. Raises PeerLost naming who is missing after the
-        time-out, or who failed."""
+        """Blocks until every node has called it with the same name. Raises PeerLost naming the missing nodes after the
+        time-out, or the node that failed."""
 
     @abc.abstractmethod
     def report(self, figures: Mapping[str, float | int | str]) -> None:
-        """Send this node's closing figures to the lowest uid; not blocking."""
+        """Sends this node's closing figures to the lowest uid. Does not block."""
 
     @abc.abstractmethod
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
-        """On the lowest uid: the figures of every node that reported in time, by uid; empty elsewhere. Blocking for
-        at most the time-out, until those have come that pass through this node: on the lowest uid all."""
+        """Returns, on the lowest uid, the figures of every node that reported in time, by uid; empty elsewhere. Blocks
+        for at most the time-out, until all reports that pass through this node have arrived: on the lowest uid, all of
+        them."""
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
-        """As `reports`."""
+        """Returns the steps of `reports`."""
         return at_once(self.reports(timeout_seconds))
 
     @abc.abstractmethod
     def announce_stop(self) -> None:
-        """Tell every node to finish its round and stop; not blocking."""
+        """Tells every node to finish its round and stop. Does not block."""
 
     @property
     @abc.abstractmethod
     def stopping(self) -> bool:
-        """Whether some node announced a stop."""
+        """Whether any node has announced a stop."""
 
     @abc.abstractmethod
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:
-        """Tell `neighbors` that this node sent payloads of rounds below `rounds` and sends none after. Not blocking."""
+        """Tells `neighbors` that this node has sent its payloads of all rounds below `rounds` and will send no more.
+        Does not block."""
 
     @abc.abstractmethod
     def fail(self, uid: int, reason: str) -> None:
-        """Any thread: tell every node that `uid` failed; their waits raise PeerLost. Not blocking."""
+        """Any thread: tells every node that `uid` failed, so that their waits raise PeerLost. Does not block."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release everything. Blocking for seconds at most, in which bytes already accepted for sending still leave.
+        """Releases all resources. Blocks for seconds at most, while bytes already accepted for sending leave.
         Idempotent."""

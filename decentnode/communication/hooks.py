@@ -1,4 +1,5 @@
-"""What a transport may add: methods that a node calls and that do nothing, or refuse, unless overridden."""
+"""Optional methods of a transport: a node calls them, and unless overridden they do nothing or raise
+NotImplementedError."""
 
 from __future__ import annotations
 
@@ -18,39 +19,40 @@ from decentnode.wire.orders import Action, Next
 
 
 class PendingGeneration(abc.ABC):
-    """The next generation of members, asked for by `Communication.regroup`: `wait` blocks, nothing before it does."""
+    """The next membership generation, requested by `Communication.regroup`. Only `wait` blocks."""
 
     @property
     def ready(self) -> bool:
-        """As `Pending.ready`."""
+        """Whether `wait` may be called, as `Pending.ready` says."""
         return True
 
     @abc.abstractmethod
     def wait(self) -> Generation:
-        """The generation in force, its paths open. Raises PeerLost where none can be had within the time-outs."""
+        """Blocks until the next generation is in force and its paths are open, and returns it. Raises PeerLost if the
+        nodes agree on none within the time-outs."""
 
     def steps(self) -> Steps[Generation]:
-        """As `wait`."""
+        """Returns the steps of `wait`."""
         return at_once(self.wait())
 
 
 class Hooks(Generic[ConfigT]):
-    """The second level of `Communication` (base.py), called from the node's training thread like the first."""
+    """The optional part of `Communication` (base.py), called from the node's training thread like the rest."""
 
-    # -- a transport whose nodes are processes of their own
+    # -- transports whose nodes run in separate processes
 
     @classmethod
     def make(cls, config: ConfigT, parts: TransportParts) -> Self:
-        """One node's transport, for a process of its own. Raises EnvironmentFault, UsageError."""
+        """Returns one node's transport, for a node with its own process. Raises EnvironmentFault, UsageError."""
         raise NotImplementedError(f"communication {config.name} runs in one process: its nodes must be made together")
 
     def bind(self) -> Endpoints | None:
-        """Before `start`: listen. The endpoints for nodes on the same host; None where nothing listens. Raises
-        EnvironmentFault when a port is taken."""
+        """Starts to listen; called before `start`. Returns the endpoints for nodes on the same host, or None if nothing
+        listens. Raises EnvironmentFault if a port is taken."""
         return None
 
     def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
-        """After `bind`, before `start`: where the other uids listen."""
+        """Tells the transport where the other nodes listen, by uid. Called after `bind` and before `start`."""
 
     @property
     def absent(self) -> tuple[int, ...]:
@@ -64,55 +66,58 @@ class Hooks(Generic[ConfigT]):
 
     @property
     def waiting(self) -> tuple[tuple[int, ...], float] | None:
-        """(uids, `clock.now()` of when the wait began) that a call of this moment waits for; any thread."""
+        """(uids, `clock.now()` when the wait began) of the nodes that the current call waits for; None if it waits for
+        none. Any thread."""
         return None
 
-    # -- a run that goes on from a checkpoint
+    # -- resuming a run from a checkpoint
 
     @property
     def run_id(self) -> bytes:
-        """By what all nodes know the run, once it has begun; empty where nobody gave it an id."""
+        """The id by which all nodes know the run, once it has begun; empty if the run has no id."""
         return b""
 
     def begin_at(self, round: int) -> None:
-        """Before the first round: rounds below `round` are over."""
+        """Called before the first round when the run is resumed: rounds below `round` are over."""
 
-    # -- mixing in the background: another thread takes in arrivals while the training thread makes its local steps
+    # -- mixing in the background: another thread consumes arrivals while the training thread makes its local steps
 
     concurrent: bool = False
-    """Whether another thread may take in an exchange's arrivals."""
+    """Whether a thread other than the training thread may consume the arrivals of an exchange."""
     exposed_since: float = 0.0
-    """Since when (`clock.now()`) the training thread itself waits for these arrivals, infinite while it does not: only
-    from then on do time-outs run and waits count."""
+    """`clock.now()` when the training thread itself began to wait for these arrivals; infinite while it does not wait.
+    Time-outs and counted waits begin only then."""
 
     @property
     def ahead_bytes(self) -> float:
-        """How many bytes of a payload are received before somebody takes in its arrivals."""
+        """How many bytes of a payload are received before anybody consumes its arrivals."""
         return math.inf
 
-    # -- models that neighbors read where they lie
+    # -- models that neighbors read in place
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:  # noqa: ARG002
-        """A place [P] for the model's next values, from where sending them costs no copy; None without such a place.
+        """Returns a tensor [P] for the model's next values that can be sent without a copy; None if the transport has
+        no such memory.
 
-        current: where the model is now, and stays unchanged until the next call. Only for elementwise schemas of one
-        tensor. What was sent from the place before is no longer needed by anybody; blocking for a moment until that is
-        so. After it a place of its own comes back, as it does when others still read both.
+        current: where the model is now; it must stay unchanged until the next call. Only for elementwise schemas with
+        one tensor. Blocks briefly until nobody reads what was sent from the previous slot. If every slot is still read
+        after that, returns private memory, from which sending needs a copy.
         """
         return None
 
     def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
-        """As `acquire_slot`."""
+        """Returns the steps of `acquire_slot`."""
         return at_once(self.acquire_slot(current, timeout_seconds))
 
-    # -- payloads that nobody waits for by their rounds (`CommunicationConfig.has_mailboxes`)
+    # -- asynchronous payloads, which belong to no exchange (`CommunicationConfig.has_mailboxes`)
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
-        """Send payloads to nodes that do not expect them, in a channel whose schema is that of a mailbox. Not blocking:
-        whoever has not taken what was sent before gets nothing. Returns the uids to which nothing was sent.
+        """Sends payloads to nodes that do not expect them, on a channel whose schema is that of a mailbox. Does not
+        block: a neighbor that has not taken the earlier payloads gets nothing. Returns the uids to which nothing was
+        sent.
 
-        round: tells the payloads of this node in this channel and generation apart, and which of them is newest.
-        Payload tensors may be changed as soon as this returns.
+        round: distinguishes the payloads of this node on this channel and in this generation, and orders them by age.
+        The caller may change payload tensors as soon as this returns.
         """
         raise NotImplementedError(f"{type(self).__name__} has no mailboxes")
 
@@ -120,116 +125,123 @@ class Hooks(Generic[ConfigT]):
         self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
         seconds: float = 0.0,
     ) -> Steps[list[Collected]]:
-        """Take what has come whole into a mailbox, ascending by source, then round.
+        """Takes complete payloads out of a mailbox. The result is ascending by source, then by round.
 
-        round: only payloads of this round, of which later ones stay and earlier ones are dropped; None: all. Waits for
-        `seconds` at most until there are `count` payloads and one of each of `sources`; without either for nothing.
-        Raises Regrouping once the generation is over.
+        round: takes only payloads of this round, keeps later ones and drops earlier ones; None takes all. Waits for at
+        most `seconds` until there are `count` payloads and at least one from each of `sources`; without `count` and
+        `sources` it does not wait. Raises Regrouping once the generation has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} has no mailboxes")
 
-    # -- several nodes of one process, stepped by one thread
+    # -- several nodes in one process, stepped by one thread
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long that thread has slept because all of its nodes waited; None where a node has its own."""
+        """How long the stepping thread has slept because all its nodes waited; None if the node has its own thread."""
         return None
 
-    # -- a record of what the node does with models
+    # -- a history of the node's actions on models
 
     history: History | None = None
-    """Where the node's record is kept; None where nobody keeps one. Set before its first step."""
+    """Where the node's history is recorded; None if it is not. Set before the node's first step."""
 
     # -- simulated time
 
     def computed(self, round: int) -> Wait | None:  # noqa: ARG002
-        """What to wait for behind the local steps of a round: the seconds that they take where the clock is virtual.
-        None elsewhere."""
+        """Returns the wait that follows the local steps of a round: the seconds that the steps take on a virtual clock.
+        None on a real clock."""
         return None
 
-    # -- orders of people to all nodes of the run (wire/orders.py)
+    # -- user orders to all nodes of the run (wire/orders.py)
 
     orders_apart: bool = False
-    """Set before the first round: nodes are in different rounds, and each obeys before its next one."""
+    """Set before the first round: whether nodes may be in different rounds, so that each obeys an order before its own
+    next round."""
 
     def order(self, action: Action) -> None:
-        """Any thread: have all nodes pause, go on or evaluate before the same round. Not blocking."""
+        """Any thread: has all nodes pause, resume or evaluate before the same round. Does not block."""
         raise NotImplementedError(f"{type(self).__name__} takes no orders ({action})")
 
     def next_step(self, round: int) -> Next:  # noqa: ARG002
-        """Returns what this node does before `round`. With "begin", the round is begun."""
+        """Returns what this node does before `round`; "begin" means that the round has begun."""
         return "begin"
 
     def order_obeyed(self, round: int) -> None:
-        """The evaluation that was ordered before `round` is over."""
+        """Tells the transport that the evaluation ordered before `round` is done."""
 
     def order_steps(self, round: int, until: float) -> Steps[None]:  # noqa: ARG002
-        """After "hold" or "agree": waits until there is something else to do, for a second at most. until
-        (`clock.now()`): where nobody says by then when an order is due, the node goes on. Raises Regrouping once the
-        generation is over."""
+        """Waits, after "hold" or "agree", until there is something else to do, for at most a second. until
+        (`clock.now()`): if no node has said by then before which round the order is due, this node continues. Raises
+        Regrouping once the generation has ended."""
         return at_once(None)
 
-    # -- generations of members; without them all nodes of the run take part to its end
+    # -- membership generations; without them, all nodes take part until the end of the run
 
     @property
     def generation(self) -> Generation | None:
-        """The one in force; None where there is but one, of all nodes."""
+        """The generation in force; None for transports with a single generation of all nodes."""
         return None
 
     def enter(self, round: int) -> None:
-        """A round begins here. Raises Regrouping when the generation has ended."""
+        """Tells the transport that a round begins. Raises Regrouping if the generation has ended."""
 
     def ends_after(self, rounds: int) -> None:
-        """The run ends after so many rounds, fewer than planned, on all nodes alike: members that say goodbye from now
-        on have ended, too, and are not missed."""
+        """Tells the transport that the run ends on all nodes after this many rounds, fewer than planned. Members that
+        say goodbye from now on have finished, too, and do not count as missing."""
 
     def raise_if_over(self) -> None:
-        """Raises Regrouping when the generation has ended, and what every wait raises once the run has failed."""
+        """Raises Regrouping if the generation has ended, and the run's failure if the run has failed."""
 
     def ask_after(self, heard: Mapping[int, float]) -> None:
-        """Where nobody is waited for: of those of whom nothing came for `silence_seconds`, find out whether they live.
-        Who does not is left out of the next generation. Not blocking.
+        """Checks whether nodes are alive in schedules that wait for no node: pings those that have been silent for
+        `silence_seconds`. A node that does not answer is left out of the next generation. Does not block.
 
-        heard: by uid, `clock.now()` of when something came last; of nobody else is anything expected any more."""
+        heard: by uid, `clock.now()` of the last arrival from that node. Only nodes in it are checked.
+        """
 
     def suspect(self, uids: Collection[int], reason: str) -> None:
-        """Any thread: these members failed or do not answer; the others go on without them."""
+        """Any thread: says that these members failed or do not answer, so that the others continue without them."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members ({reason}: {sorted(uids)})")
 
     def why_broken(self, uids: Collection[int]) -> str:  # noqa: ARG002
-        """What broke the connections to these members, as far as any broke in this generation; "" otherwise."""
+        """Returns why the connections to these members broke, for those that broke in this generation; "" if none
+        did."""
         return ""
 
     def regroup(self) -> PendingGeneration:
-        """After Regrouping was raised, with no exchange under way: take part in the next generation. Not blocking.
+        """Asks to take part in the next generation. Called after Regrouping was raised, with no exchange in flight.
+        Does not block.
 
-        Places that `acquire_slot` gave, and all that `Exchange` gave, are no longer to be used.
+        Slots that `acquire_slot` returned, and everything that an `Exchange` returned, must no longer be used.
         """
         raise NotImplementedError(f"{type(self).__name__} has no generations of members")
 
     def caught_up(self) -> None:
-        """This node, one of `Generation.fresh`, now has a model."""
+        """Tells the transport that this node, one of `Generation.fresh`, now has a model."""
 
     def took_part(self, generation: Generation) -> None:
-        """This node's model is one with those of the other members of `generation`, as far as it can be: it had such a
-        one, or got it."""
+        """Tells the transport that this node's model now agrees with those of the other members of `generation`, as far
+        as possible: it had such a model, or received it."""
 
     def departed(self) -> frozenset[int]:
-        """Any thread: returns which nodes said before the last round that they leave in peace, and are not back."""
+        """Any thread: returns the nodes that announced before the last round that they leave voluntarily, and have not
+        returned."""
         return frozenset()
 
     def stop_asked(self) -> None:
-        """Any thread: this node is to stop; it waits for nobody who could make up a generation with it any more."""
+        """Any thread: tells the transport that this node is to stop, so it no longer waits for nodes with which it
+        could form a generation."""
 
     @property
     def leaving(self) -> bool:
-        """Whether this node leaves now by itself, as one does that repeats a run in which it was asked to."""
+        """Whether this node leaves now of its own accord, as in a replay of a run in which it was asked to leave."""
         return False
 
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:  # noqa: ARG002
-        """Any thread: returns why the others could not go on without this node (and `others`), "" where they can."""
+        """Any thread: returns why the others could not continue without this node (and `others`), "" if they can."""
         return "the others would wait for it: node.missing is not regroup"
 
     def join(self) -> None:
-        """Instead of `start`: this process comes to a run that has begun. Not blocking; `regroup` follows."""
+        """Called instead of `start`: this process joins a run that has already begun. Does not block; `regroup`
+        follows."""
         raise NotImplementedError(f"{type(self).__name__} has no generations of members")

@@ -1,4 +1,4 @@
-"""The wait of a node that stands still, or that waits for the round before which all do."""
+"""The wait of a paused node, or of one that waits to learn before which round all nodes pause."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ logger = logging.getLogger(__name__)
 
 
 class OrderWait:
-    """As `run_state.Wait`: over once there is something else to do, and after LONGEST_SLEEP_SECONDS, so that the node
-    looks whether it is to leave. Nobody is waited for while the run stands still: that is no silence of anybody's."""
+    """A `run_state.Wait` that ends once there is something else to do, and after LONGEST_SLEEP_SECONDS so that the node
+    can check whether it is to leave. The node waits for no peer while the run is paused, so the pause counts as
+    nobody's silence."""
 
     def __init__(self, facts: RunFacts, round: int, until: float) -> None:
-        """until: when the node goes on where nobody says when an order is due."""
+        """until: when the node continues if no node has said before which round the order is due."""
         self._facts, self._round, self._until = facts, round, until
         self._looks_at = 0.0
         self.deadline = 0.0
 
     def postpone(self, seconds: float) -> None:
-        """As `run_state.PostponableWait.postpone`."""
+        """See `run_state.PostponableWait.postpone`."""
         self._until += seconds
 
     def step(self, now: float) -> bool:
-        """Raises what every wait raises, and Regrouping."""
+        """See `run_state.Wait.step`. Raises Regrouping once the generation has ended, and the run's failure."""
         facts = self._facts
         facts.raise_if_over()
         self._looks_at = self._looks_at or now + LONGEST_SLEEP_SECONDS

@@ -1,4 +1,5 @@
-"""What a transport is made from: the keys that all transports have, where it listens, what payloads look like."""
+"""What a transport is constructed from: the configuration keys common to all transports, its addresses, and the schemas
+of payloads."""
 
 from __future__ import annotations
 
@@ -21,50 +22,51 @@ if TYPE_CHECKING:
     from decentnode.communication.shared_process import SharedProcess
 
 SILENCE_SECONDS = 2.0
-"""Where nobody waits for a node, it is asked whether it lives after a silence of so long, which costs four pings a
-second: a slow one is asked in most of its rounds. Where nodes wait for each other, they ask after half a second."""
+"""If no node waits for a silent node, it is pinged after this many seconds of silence, four times a second: a slow node
+is pinged in most of its rounds. Nodes that wait for each other ping after half a second."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What every payload of a run looks like; receivers size and validate by it, never by a message."""
+    """What every payload of a run looks like. Receivers allocate and validate by the schema, never by a message."""
 
     elements: int
     """Length P of the flat model."""
     tensors: Mapping[str, TensorSpec]
     elementwise: bool
     mailbox: int = 0
-    """0: payloads are exchanged, each in its round. Otherwise nobody waits for them by their rounds
-    (`Communication.publish`): a receiver keeps the newest so many of each source until it takes them."""
+    """0: payloads are exchanged, each in its round. Otherwise no node waits for a particular payload
+    (`Communication.publish`), and a receiver keeps this many of the newest payloads of each source until it takes
+    them."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """One payload out of a mailbox, in memory of its own."""
+    """One payload taken out of a mailbox, in memory of its own."""
 
     source: int
     round: int
-    """Of the source when it published."""
+    """The source's round when it published the payload."""
     payload: Payload
 
 
 @dataclass(frozen=True)
 class LinkFaults:
-    """What goes wrong between nodes."""
+    """Injected faults on messages between nodes."""
 
     plan: Plan
-    """Resolved; faults of other kinds are not looked at."""
+    """The resolved plan; kinds of faults other than those on messages are ignored."""
     seed: int
-    """Of what is drawn for each message."""
+    """Seed of the random draws for each message."""
 
     @property
     def damages(self) -> bool:
-        """Whether messages arrive with other bytes."""
+        """Whether any fault changes the bytes of messages."""
         return any(isinstance(each, Corrupt) for each in self.plan)
 
     @functools.cached_property
     def struck(self) -> StruckModels:
-        """Between which nodes messages with models are struck."""
+        """Says between which nodes faults affect messages that carry models."""
         return StruckModels(self.plan)
 
 
@@ -73,75 +75,76 @@ class BindPlan:
     """Where a node listens."""
 
     ipc_dir: Path | None = None
-    """Private folder for Unix sockets, or None for tcp only."""
+    """Private folder for Unix sockets; None for tcp only."""
     host: str = "127.0.0.1"
     """Address of the interface for tcp."""
     port: int | None = None
-    """Control port (bulk is port + 1); None: free ones, and no tcp at all beside `ipc_dir`."""
+    """Control port (bulk is port + 1). None: free ports, and no tcp at all if there is an `ipc_dir`."""
     again: tuple[str, ...] = ()
-    """Instead of free ports: the endpoints that the node had before it was started again."""
+    """The endpoints that the node had before it was restarted, used instead of free ports."""
 
 
 ExchangeKey = tuple[int, int]
-"""Round and phase: what a node's payloads are told apart by."""
+"""(round, phase), which identifies a node's payload."""
 
 Endpoints = tuple[str, str]
-"""Where a node listens: for control and for bulk messages."""
+"""Where a node listens for control messages and for bulk messages."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What a node's transport must know where a run admits nodes that are not in the mapping."""
+    """What a node's transport must know if the run admits nodes that are not in the mapping."""
 
     founders: int
-    """Nodes of the mapping; uids from there on are for those that come."""
+    """Number of nodes in the mapping; uids from there on are for newcomers."""
     experiment: bytes
-    """What they are told the experiment is (YAML)."""
+    """The experiment (YAML), as newcomers are told it."""
     control: Mapping[int, str]
-    """Where the nodes of the mapping can be reached from other machines: tcp://HOST:PORT."""
+    """Addresses at which other machines can reach the nodes of the mapping: tcp://HOST:PORT."""
     token: bytes = b""
-    """Of a node that came: what proves that its uid was granted to it."""
+    """On a newcomer: proves that its uid was granted to it."""
     seats: bytes = b""
-    """Of a node that came: who else did (wire/membership/seats.py)."""
+    """On a newcomer: the other newcomers that were admitted (wire/membership/seats.py)."""
     secret: bytes = b""
-    """Of a member: what invitations are made with (wire/invitation.py); empty where newcomers need none."""
+    """On a member: the secret from which invitations are made (wire/invitation.py); empty if newcomers need no
+    invitation."""
 
 
 @dataclass(frozen=True)
 class TransportParts:
-    """What a node's transport is made from, beside its config (`Communication.make`)."""
+    """What a node's transport is constructed from, beside its config (`Communication.make`)."""
 
     uid: int
     machine_of: Mapping[int, int]
     """The machine of every uid of the run."""
     schemas: tuple[Schema, ...]
-    """What payloads look like, by phase; the last one is that of averaged buffers."""
+    """The schema of payloads by phase; the last one is that of averaged buffers."""
     digest: str
-    """Of config and graph; nodes of another digest are refused."""
+    """Digest of config and graph; nodes with a different digest are refused."""
     base_dir: Path = Path()
-    """Folder that the config's paths are relative to."""
+    """The folder that the config's paths are relative to."""
     run_id: bytes | None = None
-    """None adopts the one that uid 0 drew."""
+    """The id of the run; None adopts the id that uid 0 drew."""
     bind: BindPlan = BindPlan()
     device: torch.device | None = None
-    """Of the models, and of payloads in `Arrival`; the CPU when None."""
+    """The device of the models, and of payloads in `Arrival`; the CPU when None."""
     process: SharedProcess | None = None
-    """What the node shares with others of its process, which one thread steps; None where it has the process for
+    """Shared by the nodes of this process if one thread steps several of them; None if the node has the process to
     itself."""
     limits: Limits | None = None
-    """Of generations of members; None where there is but one."""
+    """Time limits of membership generations; None if there is a single generation."""
     faults: LinkFaults | None = None
-    """What goes wrong between nodes; None where nothing does but by itself."""
+    """Injected faults between nodes; None for none."""
     growth: Growth | None = None
-    """Where nodes that are not in the mapping may be admitted; None where none is."""
+    """Given if nodes outside the mapping may be admitted."""
     relayed: Collection[int] = ()
-    """Nodes of the mapping to which no other machine can connect: relays pass on what is sent to them."""
+    """Nodes of the mapping that other machines cannot connect to: relays forward what is sent to them."""
     sections: Mapping[str, str] = field(default_factory=dict)
-    """Digests (hex) of the config's sections by name, so that a refusal can name those that differ."""
+    """Digests (hex) of the config's sections by name, so that a refusal can name the sections that differ."""
 
     @property
     def founders(self) -> int:
-        """How many of the uids begin the run: the nodes of the mapping."""
+        """How many uids take part from the beginning: the nodes of the mapping."""
         return len(self.machine_of) if self.growth is None else self.growth.founders
 
 
@@ -149,7 +152,7 @@ class CommunicationConfig(Config):
     """Keys that every transport has, and what the rest of the project asks of its config."""
 
     networked: ClassVar[bool] = False
-    """Whether nodes are processes of their own, which listen and connect."""
+    """Whether nodes are separate processes that listen and connect."""
     has_generations: ClassVar[bool] = False
     """Whether members that fail can be left out (`node.missing: regroup`)."""
     has_mailboxes: ClassVar[bool] = False
@@ -162,22 +165,22 @@ class CommunicationConfig(Config):
 
     @property
     def silence_seconds(self) -> float:
-        """After how long a silence a node is asked whether it lives, where nobody waits for it."""
+        """Seconds of silence after which a node is pinged when no node waits for it."""
         return min(self.suspect_seconds, SILENCE_SECONDS)
 
     @property
     def key_folder(self) -> Path | None:
-        """Folder with the keys by which nodes prove who they are; None where they do not."""
+        """Folder with the keys by which nodes authenticate; None if they do not."""
         return None
 
     @property
     def unix_sockets(self) -> bool:
-        """Whether nodes of one machine meet at Unix sockets."""
+        """Whether nodes of one machine connect over Unix sockets."""
         return self.networked
 
     @property
     def shared_memory(self) -> bool | None:
-        """Whether nodes of one machine exchange payloads through shared memory; None: where there is room for it."""
+        """Whether nodes of one machine exchange payloads through shared memory; None: if there is room for it."""
         return False
 
     timeout_seconds: float = Field(60.0, gt=0)
@@ -197,7 +200,7 @@ class CommunicationConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _in_proportion(cls, given: Any) -> Any:
-        """The time-outs that are not given follow the one that is."""
+        """Derives the time-outs that are not given from `timeout_seconds`."""
         rounds = given.get("timeout_seconds") if isinstance(given, dict) else None
         if not isinstance(rounds, int | float) or isinstance(rounds, bool) or rounds <= 0:
             return given

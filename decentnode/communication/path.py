@@ -1,28 +1,28 @@
-"""The contract of a path: one means by which payloads travel from this node to some of its neighbors, and back.
+"""The contract of a path: one means by which payloads travel between this node and some of its neighbors.
 
-A transport opens the paths that its routing names (routing.py), once for every generation of members, and gives each
-edge one of them. Whatever path a payload comes by, it is put into the inbox (receive/inbox.py), where the exchange of
-its round finds it; the rounds never see a path. Control, barriers and means take no path: they are the
-transport's own.
+A transport opens the paths that its routing names (routing.py), once for every membership generation, and assigns each
+edge to one of them. Whatever path a payload takes, it is put into the inbox (receive/inbox.py), where the exchange of
+its round finds it; the code of the rounds never sees a path. Control messages, barriers and means take no path: the
+transport sends them itself.
 
-What keeps several paths in one run from waiting for each other (docs/explanation/transports.rst, "Rules against
+These rules keep several paths in one run from waiting for each other (docs/explanation/transports.rst, "Rules against
 deadlock"):
 
-H1  Control, barriers and means are ZeroMQ's alone; a `Path` has no way to say any of them.
+H1  Control messages, barriers and means go over ZeroMQ alone; a `Path` has no method for any of them.
 H2  Everything that decides a round is known before its first send: `exchange` takes neighbors and sources as given,
     and from there on the training thread waits only with deadlines (`Inbox.wait`, `CliquePath._may_send`).
 H3  The I/O thread never calls torch.distributed or CUDA: communicators have threads of their own.
 H4  Membership is that of the generation; nothing joins or leaves a communicator between two rounds, and a node that
     departs names the first round without it.
 H5  Publish buffers and receive buffers get their sizes from the schema. Publish buffers exist before round 0, and so do
-    a communicator's buffers on a GPU; those on CPUs come with the first rounds and stay, because taking memory waits
-    for nobody there.
-H6  Barriers over all nodes only where nothing flies: at the start, before round 0.
+    a communicator's buffers on a GPU. Those on CPUs are allocated in the first rounds and kept, because allocating
+    there waits for no other node.
+H6  Barriers over all nodes happen only while no payload is in flight: at the start, before round 0.
 H7  The paths of a node do not wait for each other: payloads leave by shared memory and ZeroMQ before any other path is
     asked, and arrivals of all paths meet in the inbox, in ascending order of uid.
 
-A path of one's own is a class in a file of one's own, named by `communication.edges`; the conformance suite that ours
-pass is tests/communication/contract.py.
+A custom path is a class in a file of the user's, named by `communication.edges`. The conformance suite that the
+built-in paths pass is tests/communication/contract.py.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ from decentnode.wire.messages import Message
 
 @dataclass(frozen=True)
 class PathContext:
-    """What a path works with: of one node, in one generation of members. Nothing in it is replaced later."""
+    """What a path of one node works with in one membership generation. Nothing in it is replaced later."""
 
     uid: int
     machine_of: Mapping[int, int]
     """The machine of every uid of the run."""
     config: CommunicationConfig
     schemas: tuple[Schema, ...]
-    """What payloads look like, by phase; the inbox has the plans of their chunks."""
+    """The schema of payloads by phase; the inbox has the plans of their chunks."""
     routing: Routing
     """Which path every edge takes."""
     partners: frozenset[int] | None
-    """Whom payloads are ever exchanged with, alike at both ends; anybody when None."""
+    """The only nodes with which payloads are ever exchanged, consistent on both ends of an edge; None allows any
+    node."""
     run_id: bytes
     generation: Name
     folder: Folder | None
@@ -74,36 +75,40 @@ class PathContext:
     state: RunState
     counters: Counters
     leases: Leases
-    """Of messages that are sent from where the model lies; hand in what `lease_of` gave once a message has left."""
+    """Leases of messages that are sent straight from the model's memory. Drop what `lease_of` returned once a message
+    has left."""
     lease_of: Callable[[Tensor], object]
-    """What to hold while a tensor is sent from where it lies; None where it has to be copied first."""
+    """Returns an object to hold while a tensor is sent from its own memory; None if the tensor has to be copied
+    first."""
     barrier: Callable[[str, float], None]
-    """Blocking, (name, timeout_seconds): until every member called it with the same name."""
+    """(name, timeout_seconds): blocks until every member has called it with the same name."""
     gather: Callable[[str, int, float], list[int]]
-    """Blocking, (key, own value, timeout_seconds): small numbers of all uids, 0 of those that are no members."""
+    """(key, own value, timeout_seconds): blocks, and returns the small numbers of all uids; 0 for uids that are no
+    members."""
     host_of: Callable[[int], str]
-    """The host at which another node listens, as the mapping says it."""
+    """Returns the host at which another node listens, according to the mapping."""
     send: Callable[..., None]
-    """(uid, kind, *fields): a control message of the protocol, counted as protocol."""
+    """(uid, kind, *fields): sends a control message of the protocol, counted as protocol."""
     admit: Callable[[Message], object]
-    """Raises PeerFault for a message that may not be said now."""
+    """Raises PeerFault for a message that its sender may not send now."""
     refuse: Callable[[PeerFault], None]
-    """Count a fault of a peer, and log it."""
+    """Counts a fault of a peer, and logs it."""
     process: SharedProcess | None = None
-    """What this node shares with others of its process; None where it has the process for itself."""
+    """Shared by the nodes of this process; None if the node has the process to itself."""
 
     @property
     def device(self) -> torch.device:
-        """Where the models lie, and payloads in an `Arrival`."""
+        """The device of the models, and of payloads in an `Arrival`."""
         return self.inbox.device
 
     def deliver(
         self, key: ExchangeKey, source: int, tensors: Mapping[str, Tensor], scalars: Scalars | None = None,
         let_go: Callable[[], None] = lambda: None,
     ) -> None:
-        """Any thread: a whole payload of (round, phase) arrived, in memory that nobody writes until `let_go` is called.
+        """Any thread: hands over a whole payload of (round, phase) that arrived, in memory that nobody writes until
+        `let_go` is called.
 
-        Raises PeerFault, and calls let_go, when it is not what the schema says: nothing from a peer is trusted.
+        Raises PeerFault, after calling let_go, if the payload does not fit the schema: nothing from a peer is trusted.
         """
         round, phase = key
         known = round >= 0 and 0 <= phase < len(self.schemas)
@@ -120,7 +125,7 @@ class PathContext:
 
 
 def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
-    """Every payload once, with the neighbors that get it."""
+    """Returns every payload once, with the neighbors that get it."""
     groups: dict[int, tuple[Payload, list[int]]] = {}
     for uid, payload in outgoing.items():
         groups.setdefault(id(payload), (payload, []))[1].append(uid)
@@ -128,85 +133,88 @@ def grouped(outgoing: Mapping[int, Payload]) -> list[tuple[Payload, list[int]]]:
 
 
 class Sent(NamedTuple):
-    """Neighbors that `Path.send` did not reach."""
+    """The neighbors that `Path.send` did not reach."""
 
     left: Collection[int] = ()
-    """They are to be reached in another way: as chunks over ZeroMQ. Only of a path with `leaves_chunks`."""
+    """Neighbors to be reached by other means: with chunks over ZeroMQ. Only from a path with `leaves_chunks`."""
     dropped: Collection[int] = ()
-    """They get nothing of this round and phase: too much waits for them already, or they are gone."""
+    """Neighbors that get nothing of this round and phase, because too many payloads are queued for them or they are
+    gone."""
 
 
 NOTHING_LEFT = Sent()
 
 
 class Path(abc.ABC):
-    """One node's end of a path, for one generation of members. All methods are the training thread's."""
+    """One node's end of a path, for one membership generation. The training thread calls all methods."""
 
     leaves_chunks: ClassVar[bool] = False
-    """Whether `send` may leave neighbors to ZeroMQ; such paths are asked before it, all others after it (H7)."""
+    """Whether `send` may leave neighbors to ZeroMQ. Such paths are asked before ZeroMQ, all others after it (H7)."""
 
     def __init__(self, context: PathContext) -> None:
-        """Takes no memory and opens nothing."""
+        """Allocates nothing and opens nothing."""
         self.context = context
 
     @abc.abstractmethod
     def open(self, peers: frozenset[int], timeout_seconds: float) -> frozenset[int]:
-        """Blocking, called on every member at the same time: make ready for payloads to and from `peers`.
+        """Prepares for payloads to and from `peers`. Blocks; called on every member at the same time.
 
-        peers: neighbors of this node whose edge takes this path; may be empty, and then `open` still has to do what
-        others wait for (`PathContext.barrier`). Returns those of them that this node can reach by it: payloads to the
-        others go over ZeroMQ. Raises AssemblyError, PeerLost or EnvironmentFault.
+        peers: neighbors of this node whose edge takes this path. They may be empty; `open` then still has to take part
+        in what others wait for (`PathContext.barrier`). Returns the neighbors that this node can reach by this path:
+        payloads to the others go over ZeroMQ. Raises AssemblyError, PeerLost or EnvironmentFault.
         """
 
     @abc.abstractmethod
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:
-        """Send the payloads of one (round, phase) to neighbors that `open` returned; one object may stand for several.
+        """Sends the payloads of one (round, phase) to neighbors that `open` returned. Several neighbors may share one
+        payload object.
 
-        sources: those neighbors from whom a payload comes by this path in this round. Payload tensors may be changed
-        as soon as this returns, but for those with a lease. May block, up to the config's `timeout_seconds`, while
-        too much waits for a neighbor; after that it drops them. One round may send a payload for every schema of the
-        context before any of them is mixed: a path takes so many without waiting. Not called with nothing to send and
-        no source.
+        sources: the neighbors from which a payload arrives by this path in this round. The caller may change payload
+        tensors as soon as this returns, except those with a lease. May block, up to the config's `timeout_seconds`,
+        while too many payloads are queued for a neighbor; after that it drops them. One round may send a payload for
+        every schema of the context before any of them is mixed, so a path accepts that many without waiting. Not called
+        without either a payload or a source.
         """
 
     def collective(
         self, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload], expected: tuple[int, ...]  # noqa: ARG002
     ) -> Exchange | None:
-        """Do the whole exchange of an averaging group in one call; None where this path would not, on all members
-        alike."""
+        """Performs the whole exchange of an averaging group in one call. Returns None if this path does not, on all
+        members alike."""
         return None
 
     def receives(self, uid: int) -> bool:  # noqa: ARG002
-        """Whether payloads of this neighbor come by this path, rather than as chunks over ZeroMQ."""
+        """Whether payloads of this neighbor arrive by this path rather than as chunks over ZeroMQ."""
         return True
 
     @property
     def model_slots(self) -> list[Tensor]:
-        """Memory of this path, one [P] tensor each, from where a model that lives there is sent without a copy."""
+        """Memory of this path, one [P] tensor each, from which a model that lives there is sent without a copy."""
         return []
 
     def acquire_slot(self, current: Tensor, deadline: float) -> int | None:  # noqa: ARG002
-        """Blocking until `deadline` (monotonic seconds): which of `model_slots` the model may move to from `current`,
-        because nobody reads it any more; None where there is none in time."""
+        """Blocks until `deadline` (monotonic seconds) at most. Returns the index in `model_slots` of a slot that nobody
+        reads any more, for the model to move to from `current`; None if none becomes free in time."""
         return None
 
     @abc.abstractmethod
     def close(self, broken: bool) -> None:
-        """Let go of everything; idempotent, bounded in time. broken: the generation ended with exchanges under way."""
+        """Releases everything. Idempotent, bounded in time. broken: whether the generation ended with exchanges in
+        flight."""
 
 
 AnyPath = TypeVar("AnyPath", bound=Path)
 
 
 class Paths:
-    """All paths of one generation, open. Neighbors whose path does not reach them get chunks over ZeroMQ."""
+    """All open paths of one generation. Neighbors that their path does not reach get chunks over ZeroMQ."""
 
     def __init__(
         self, opened: Mapping[str, Path], peers: Mapping[str, frozenset[int]], reached: Mapping[str, frozenset[int]],
         chunks: Path,
     ) -> None:
-        """opened: paths by name. peers: whom they were opened for; reached: those that they reach. chunks: the path
-        over ZeroMQ, which reaches every member."""
+        """opened: paths by name. peers: the neighbors for which each was opened. reached: those of them that it
+        reaches. chunks: the path over ZeroMQ, which reaches every member."""
         self._chunks = chunks
         self.opened, self.reached = dict(opened), dict(reached)
         used = [(path, reached[name]) for name, path in opened.items() if reached[name]]
@@ -216,14 +224,15 @@ class Paths:
         self._path_of = {uid: self.opened[name] for name, uids in peers.items() for uid in uids}
 
     def of(self, kind: type[AnyPath]) -> AnyPath:
-        """The open path of this class. Raises KeyError without one."""
+        """Returns the open path of this class. Raises KeyError if there is none."""
         for path in self.opened.values():
             if isinstance(path, kind):
                 return path
         raise KeyError(f"no {kind.__name__} is open")
 
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], expected: Iterable[int]) -> set[int]:
-        """Every payload by its neighbor's path; those to whom nothing was sent. Blocking as `Path.send`."""
+        """Sends every payload by its neighbor's path. Returns the neighbors to which nothing was sent. Blocks as
+        `Path.send` does."""
         dropped: set[int] = set()
         rest = self._send_first(key, outgoing, dropped)
         if not self._last:
@@ -240,7 +249,7 @@ class Paths:
         return dropped
 
     def publish(self, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> set[int]:
-        """As `send`, for payloads of mailboxes: paths that have to know what comes are passed over."""
+        """Sends mailbox payloads as `send` does, but skips the paths that have to know which payloads will arrive."""
         dropped: set[int] = set()
         rest = self._send_first(key, outgoing, dropped)
         if rest:
@@ -250,8 +259,8 @@ class Paths:
     def _send_first(
         self, key: ExchangeKey, outgoing: Mapping[int, Payload], dropped: set[int]
     ) -> Mapping[int, Payload]:
-        """Send by the paths that leave neighbors to ZeroMQ. Returns the payloads that are left; uids to whom nothing
-        is to be sent go to `dropped`."""
+        """Sends by the paths that may leave neighbors to ZeroMQ. Returns the payloads that are left; adds to `dropped`
+        the neighbors to which nothing must be sent."""
         rest = outgoing
         for path, reached in self._first:
             mine = rest if reached.issuperset(rest) else {uid: p for uid, p in rest.items() if uid in reached}
@@ -265,12 +274,12 @@ class Paths:
     def collective(
         self, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload], expected: tuple[int, ...]
     ) -> Exchange | None:
-        """As `Path.collective`, of the path that reaches the whole group, if there is one."""
+        """Calls `Path.collective` of the path that reaches the whole group. Returns None if there is no such path."""
         for path, reached in self._last:
             if reached.issuperset(outgoing):
                 return path.collective(key, group, outgoing, expected)
         return None
 
     def all_received(self, uids: Iterable[int]) -> bool:
-        """Whether nobody's payloads come as chunks over ZeroMQ."""
+        """Whether none of these nodes' payloads arrive as chunks over ZeroMQ."""
         return all(uid in self._path_of and self._path_of[uid].receives(uid) for uid in uids)

@@ -1,4 +1,4 @@
-"""By which path the payloads of an edge travel: one rule, the same answer on both ends without a message."""
+"""Assigns a path to every edge by one rule that gives the same answer on both ends without a message."""
 
 from __future__ import annotations
 
@@ -9,35 +9,43 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 PathName = str
-"""A name of `PATHS` in communication/__init__.py, "zeromq", or the "package.module:Class" of a path of one's own."""
+"""A name in `PATHS` of communication/__init__.py, "zeromq", or the "package.module:Class" of a custom path."""
 
 BUILT_IN = ("same_process", "shared_memory", "cuda_ipc", "collective")
-"""Paths that the rule itself gives to edges, beside zeromq."""
+"""The paths beside zeromq that the rule itself assigns."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The first that holds: what the configuration says of the edge; ZeroMQ where faults are to strike messages; memory
-    between nodes of one process; the GPU's memory between nodes on one GPU; shared memory between CPU nodes of one
-    machine; torch.distributed inside a clique; shared memory between other nodes of one machine; ZeroMQ."""
+    """The rule that assigns a path to every edge. The first of these that applies decides:
+
+    - the path that the configuration chooses for the edge
+    - ZeroMQ, if injected faults affect messages on the edge
+    - memory, between nodes of one process
+    - the GPU's memory, between nodes on one GPU
+    - shared memory, between CPU nodes of one machine
+    - torch.distributed, inside a clique
+    - shared memory, between other nodes of one machine
+    - ZeroMQ
+    """
 
     machine_of: Mapping[int, int]
     memory: bool = False
-    """Whether payloads between nodes of one machine go through shared memory at all."""
+    """Whether payloads between nodes of one machine may go through shared memory at all."""
     cliques: tuple[tuple[int, ...], ...] = ()
     """Disjoint sets of nodes that can have a communicator; uids ascending."""
     chosen: Mapping[frozenset[int], PathName] = field(default_factory=dict)
-    """Edges that the configuration decides."""
+    """Edges for which the configuration chooses the path."""
     gpu: Mapping[int, int] = field(default_factory=dict)
-    """Nodes whose models lie on a GPU, and which one: a number for each."""
+    """Nodes whose models lie on a GPU, with a number that identifies the GPU."""
     together: frozenset[int] = frozenset()
-    """The nodes of this process, where it steps several. Nodes of other processes need not know of them: they have no
-    edge that this decides."""
+    """The nodes of this process, if it steps several. Nodes of other processes need not know this set: it decides none
+    of their edges."""
     struck: Callable[[int, int], bool] | None = None
-    """Whether faults of the experiment strike messages with models between two nodes: they can in sockets alone."""
+    """Returns whether injected faults affect messages with models between two nodes, which only sockets can do."""
 
     def path(self, a: int, b: int) -> PathName:
-        """Symmetric."""
+        """Returns the path between two nodes. Symmetric."""
         chosen = self.chosen.get(frozenset((a, b)))
         if chosen is not None:
             return chosen
@@ -55,7 +63,7 @@ class Routing:
         return "shared_memory" if near else "zeromq"
 
     def clique_of(self, uid: int) -> tuple[int, ...]:
-        """The clique of a node with itself in it; empty without one."""
+        """Returns the clique that contains this node, with the node itself; empty if there is none."""
         return self._cliques_by_uid.get(uid, ())
 
     @functools.cached_property
@@ -63,12 +71,12 @@ class Routing:
         return {uid: clique for clique in self.cliques for uid in clique}
 
     def names(self) -> list[PathName]:
-        """The paths beside zeromq that any edge of the run may take, in an order that is the same on every node."""
+        """Returns the paths beside zeromq that any edge of the run may take, in the same order on every node."""
         chosen = sorted(set(self.chosen.values()) - {*BUILT_IN, "zeromq"})
         return [name for name in (*BUILT_IN, *chosen) if self.used(name)]
 
     def used(self, path: PathName) -> bool:
-        """Whether any two nodes of the run would use `path`."""
+        """Returns whether any two nodes of the run would use `path`."""
         if path not in BUILT_IN and path != "zeromq":
             return path in self.chosen.values()
         if path == "same_process":
@@ -81,16 +89,16 @@ class Routing:
             machines = list(self.machine_of.values())
             if not self.memory or len(set(machines)) == len(machines):
                 return False
-        # also where a process has both nodes: others do not know of that, and all open the same paths
+        # ignores `together`: other nodes do not know it, and all nodes have to open the same paths
         apart = dataclasses.replace(self, together=frozenset())
         return any(apart.path(a, b) == path for a, b in combinations(sorted(self.machine_of), 2))
 
     def joined(self, clique: tuple[int, ...]) -> tuple[int, ...]:
-        """The members of a clique that need its communicator: those with an edge by `collective`."""
+        """Returns the members of a clique that need its communicator: those with an edge by `collective`."""
         return tuple(a for a in clique if any(b != a and self.path(a, b) == "collective" for b in clique))
 
     def unknown(self) -> Iterator[str]:
-        """Nodes that the run does not have, one sentence each."""
+        """Yields one sentence for every configured node that the run does not have."""
         in_cliques = {uid for clique in self.cliques for uid in clique}
         in_edges = {uid for pair in self.chosen for uid in pair}
         for key, named in (("cliques", in_cliques), ("edges", in_edges)):
@@ -98,7 +106,8 @@ class Routing:
                 yield f"{key} must name nodes of the run, got {uid} of {len(self.machine_of)} nodes"
 
     def problems(self) -> Iterator[str]:
-        """What contradicts the mapping or itself, one sentence each, beside `unknown`."""
+        """Yields one sentence for every contradiction with the mapping or within the configuration, beside those of
+        `unknown`."""
         seen: dict[int, tuple[int, ...]] = {}
         for clique in self.cliques:
             for uid in clique:

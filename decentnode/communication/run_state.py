@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on, and how the thread that waits for it sleeps."""
+"""What a node knows about the run while it is in progress, and how a waiting thread sleeps until that changes."""
 
 from __future__ import annotations
 
@@ -17,58 +17,60 @@ from decentnode.errors import Regrouping
 from decentnode.wire.orders import NodeOrders
 
 STOPPING_TIMEOUT_SECONDS = 10.0
-"""Once a stop is announced, a silent neighbor is waited for no longer than this."""
+"""Longest wait for a silent neighbor once a stop has been announced."""
 HOLD_UP_SECONDS = 0.1
-"""Longest time in all that a round may wait for neighbors to be done with what they were sent, before what goes to the
-others is copied or leaves by another path. Neighbors are usually done within a millisecond, and a tenth of a second is
-little beside any time-out after which the others would give this node up."""
+"""Longest total time per round to wait for neighbors to finish reading earlier payloads. After it, the payloads for the
+others are copied, or leave by another path. Neighbors usually finish within a millisecond, and a tenth of a second is
+little compared with any time-out after which the others would give up on this node."""
 BROKEN_SECONDS = 1.0
-"""How long a source is waited for whose connection broke: by then control has told what it knows of a peer that ended
-or failed, which says more than the connection does."""
+"""How long to wait for a source whose connection broke. Within this time, control messages report if the peer finished
+or failed, which says more than the broken connection."""
 
 
 class Doorbell(Protocol):
-    """Something that whoever waits for arrivals sleeps on."""
+    """A notification channel on which a thread sleeps while it waits for arrivals."""
 
     def ring(self) -> None:
-        """Any thread: wake the listener."""
+        """Any thread: wakes the listener."""
 
     def listen(self, timeout_seconds: float) -> None:
-        """Blocking until rung; takes in what neighbors said meanwhile."""
+        """Blocks until rung, and processes the notifications of neighbors meanwhile."""
 
     def take_in(self) -> None:
-        """Take in all that neighbors have said, where nobody else does; not blocking."""
+        """Processes all pending notifications of neighbors, if no other thread does. Does not block."""
 
 
 class Wait(Protocol):
-    """A wait as a state machine: call `step` until it returns True: at once, whenever something that it looks at has
-    changed (`RunFacts.notify`), and by `deadline` at the latest."""
+    """A wait as a state machine. The caller calls `step` until it returns True: immediately, whenever something that it
+    checks has changed (`RunFacts.notify`), and by `deadline` at the latest."""
 
     deadline: float
-    """After a step that returned False: seconds of the clock that `step` is given."""
+    """After a step that returned False: the latest time of the next step, in seconds of the clock passed to `step`."""
 
     def step(self, now: float) -> bool:
-        """Whether the wait is over. May raise what ends it."""
+        """Returns whether the wait is over. May raise the error that ends the wait."""
 
 
 T = TypeVar("T")
 Steps = Generator[Wait | None, None, T]
-"""A piece of a node's work that returns T, and that whoever runs the node may interrupt where it has to wait.
+"""A generator that does a piece of a node's work and returns T, and that its driver can suspend wherever it has to
+wait.
 
-It yields a wait, to be asked for the next step once that is over, and to be thrown what `Wait.step` raises; or None
-where other nodes of its process have to act first. Where the transport blocks instead, it yields no waits. Nothing that
-belongs to the thread, such as torch's gradient mode, may be changed across a yield: other nodes are stepped meanwhile.
+It yields a `Wait`; the driver resumes it once that is over, and throws into it what `Wait.step` raises. It yields None
+if other nodes of its process have to act first. If the transport blocks instead, it yields no waits. Nothing that
+belongs to the thread, such as torch's gradient mode, may be changed across a yield, because other nodes are stepped
+meanwhile.
 """
 
 
 def at_once(value: T) -> Steps[T]:
-    """Returns steps that wait for nothing."""
+    """Returns steps that yield no wait and return `value`."""
     yield from ()
     return value
 
 
 def blocking(steps: Steps[T], block: Callable[[Wait], None]) -> T:
-    """Returns what steps return. block(wait): blocking until the wait is over."""
+    """Runs the steps to their end and returns their result. block(wait): blocks until the wait is over."""
     while True:
         try:
             wait = next(steps)
@@ -80,7 +82,8 @@ def blocking(steps: Steps[T], block: Callable[[Wait], None]) -> T:
 
 
 def without_waits(steps: Steps[T]) -> T:
-    """Returns what steps return whose waits the transport blocks for itself. Raises RuntimeError for others."""
+    """Runs steps whose waits the transport blocks for itself, and returns their result. Raises RuntimeError if they
+    yield a wait."""
     return blocking(steps, _refuse)
 
 
@@ -90,29 +93,32 @@ def _refuse(wait: Wait) -> None:
 
 @dataclass(frozen=True)
 class Quorum:
-    """When an exchange goes on although neighbors are late."""
+    """When an exchange continues although neighbors are late."""
 
     share: float
-    """Of those that payloads are expected of: so many must be there, rounded up."""
+    """The fraction of the expected payloads that must have arrived; their number is rounded up."""
     grace_seconds: float
-    """How long the others are waited for from then on."""
+    """How long to wait for the other payloads from then on."""
 
     def tolerates(self, expected: int, alive: int) -> int:
-        """Returns how many may be missing of `alive` sources, of `expected` at first."""
+        """Returns how many of the `alive` sources may be missing, if `expected` sources were expected at first."""
         return max(0, alive - math.ceil(self.share * expected - 1e-9))
 
 
 class PostponableWait(Wait, Protocol):
-    """A wait whose time may be made longer."""
+    """A wait whose time can be extended."""
 
     def postpone(self, seconds: float) -> None:
-        """So many of the seconds that have passed do not count."""
+        """Excludes `seconds` of the elapsed time from the wait."""
 
 
 class GuardedWait:
-    """A wait of one of several nodes that a thread steps in turn: a `Wait` whose steps take the lock of what they look
-    at. Time in which the thread stepped other nodes does not count: those that are waited for share the machine with
-    them, and a process with many nodes takes as many times as long for what each computes."""
+    """A `Wait` of one of several nodes that one thread steps in turn. Its steps take the lock of the state that they
+    read.
+
+    Time that the thread spent stepping other nodes does not count towards the wait. The nodes waited for share the
+    machine with them, and a process with many nodes takes correspondingly longer for the computation of each.
+    """
 
     def __init__(self, state: RunState, process: SharedProcess, wait: PostponableWait) -> None:
         self._state, self._process, self._wait = state, process, wait
@@ -120,7 +126,7 @@ class GuardedWait:
         self.deadline = -math.inf
 
     def step(self, now: float) -> bool:
-        """As `Wait.step`."""
+        """See `Wait.step`."""
         idle = self._process.idle_seconds
         busy = now - self._looked - (idle - self._idle)
         self._looked, self._idle = now, idle
@@ -129,13 +135,14 @@ class GuardedWait:
                 self._wait.postpone(busy)
             over = self._wait.step(now)
             if over:
-                self._state.waited_seconds = 0.0  # of the time-out that a round has: the other nodes may have used it
+                self._state.waited_seconds = 0.0  # the other nodes may have used up the round's time-out
             self.deadline = self._wait.deadline
             return over
 
 
 class _Waiting(contextlib.AbstractContextManager[None]):
-    """Ends `RunState.waiting`; one for all, as a round has several and a generator would cost more than they do."""
+    """The context manager of `RunState.waits_for`, which ends the wait. One object serves all waits, as a round has
+    several and creating a generator for each would cost more than they do."""
 
     def __init__(self, status: RunFacts) -> None:
         self._status = status
@@ -151,92 +158,92 @@ class _Waiting(contextlib.AbstractContextManager[None]):
 
 @dataclass(frozen=True)
 class Breakage:
-    """Why nothing more comes of a source by a connection that control does not use."""
+    """Why nothing more arrives from a source over a data connection. Control messages do not use such a connection."""
 
     reason: str
-    """Names the operation and the peers, and what the library said."""
+    """Names the operation and the peers, and quotes the library's error."""
     since: float
-    """Seconds of the clock."""
+    """When the connection broke, in seconds of the clock."""
 
 
 @dataclass
 class RunFacts:
-    """What a node knows of the run while it goes on. Whoever steps nodes in one thread overrides `notify`; where
-    threads wait, `RunState` does."""
+    """What a node knows about the run while it is in progress. A driver that steps nodes in one thread overrides
+    `notify`; if threads wait, `RunState` overrides it."""
 
     stopping: bool = False
     departed: dict[int, int] = field(default_factory=dict)
-    """Rounds that a departed uid took part in."""
+    """By uid of a departed node: the number of rounds that it took part in."""
     silent: set[int] = field(default_factory=set)
-    """Neighbors that were waited for in vain and of which nothing came since: to send to them, nobody waits."""
+    """Neighbors that exceeded a wait and have sent nothing since. Nobody waits to send to them."""
     given_up: set[int] = field(default_factory=set)
-    """Neighbors that the round under way has waited for in vain; the training thread's."""
+    """Neighbors that exceeded a wait of the current round. Only the training thread uses this."""
     broken: dict[int, Breakage] = field(default_factory=dict)
-    """Sources of which nothing more comes in this generation, as the connection to them broke: they are waited for no
+    """Sources from which nothing more arrives in this generation because their connection broke. They are waited for no
     longer than BROKEN_SECONDS from then on."""
     failure: Exception | None = None
-    """What every wait raises from now on."""
+    """The error that every wait raises from now on."""
     regrouping: str = ""
-    """Why the generation of members ended: nothing of it is waited for any more. Empty while it is in force."""
+    """Why the membership generation ended, so that no wait for it continues. Empty while the generation is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
-    """Whom the training thread waits for, and since when (monotonic); for whoever looks on."""
+    """The nodes that the training thread waits for, and since when (monotonic); other threads read this."""
     unheard: tuple[tuple[int, ...], float] | None = None
-    """Whom it has not heard of for long, though it waits for nobody, and since when that is known."""
+    """The nodes that have long been silent although this node does not wait for them, and since when that is known."""
     watches: bool = False
-    """Whether somebody has to hear of waits that begin: a run with generations of members."""
+    """Whether the beginning of a wait has to be reported: in a run with membership generations."""
     waiting_began: Callable[[float], None] = lambda _since: None
-    """Where `watches`: hears since when the training waits. Not blocking; called with the lock of the facts held."""
+    """If `watches`: called with the time when the training thread began to wait. Must not block; called with the lock
+    held."""
     waited_seconds: float = 0.0
-    """Seconds that the round under way has waited for neighbors, since something last came that was waited for. All
-    waits of a round share one time-out, so that a neighbor that is gone costs no more than that in all."""
+    """Seconds that the current round has waited for neighbors since the last arrival that it waited for. All waits of a
+    round share one time-out, so that a neighbor that is gone costs no more than that in total."""
     held_up_seconds: float = 0.0
-    """Of the round under way: how much of HOLD_UP_SECONDS is used up."""
+    """How much of HOLD_UP_SECONDS the current round has used."""
     goes_on: bool = False
     """`Communication.goes_on`."""
     quorum: Quorum | None = None
     """`Communication.quorum`."""
     hurried: bool = False
-    """Whether what is sent at this moment waits for nobody, as payloads of mailboxes do not."""
+    """Whether the current send must not wait for anybody, as for payloads of mailboxes."""
     exposed_since: float = 0.0
     """`Communication.exposed_since`."""
     orders: NodeOrders = field(default_factory=NodeOrders)
-    """What people ordered the run to do; with the lock of the facts held."""
+    """User orders to the run. Accessed with the lock held."""
 
     @property
     def stepped(self) -> bool:
-        """Whether the training thread is one that steps several nodes: what would block it is handed to it as
-        `Steps`."""
+        """Whether the training thread steps several nodes. Such a thread gets `Steps` instead of blocking calls."""
         return False
 
     def notify(self) -> None:
-        """Something has changed: whoever waits is to look again."""
+        """Makes all waiting threads check again because something has changed."""
 
     def wake(self) -> None:
-        """As `notify`, for any thread."""
+        """Does what `notify` does, from any thread."""
         self.notify()
 
     def fail(self, error: Exception) -> None:
-        """Any thread: every wait raises `error` from now on, unless there was another before it."""
+        """Any thread: makes every wait raise `error` from now on, unless an earlier error is already set."""
         self.failure = self.failure or error
         self.notify()
 
     def wait_for(self, uids: tuple[int, ...], since: float) -> None:
-        """The training waits for these, since `since` (monotonic). Asked for again, and for nobody, in every step of a
-        wait, so that it costs little."""
+        """Records that the training thread waits for these nodes since `since` (monotonic). Every step of a wait calls
+        this again, also with no nodes, so it must be cheap."""
         self.waiting = (uids, since)
         if self.watches:
             self.waiting_began(since)
 
     @property
     def asked_after(self) -> tuple[tuple[int, ...], float] | None:
-        """Those that are to be asked whether they live, and since when; any thread."""
+        """The nodes to ping, and since when they are silent or waited for; None for none. Any thread."""
         waiting, unheard = self.waiting, self.unheard
         if waiting is None or unheard is None:
             return waiting or unheard
         return waiting[0] + unheard[0], min(waiting[1], unheard[1])
 
     def ask_after(self, heard: Mapping[int, float], silence_seconds: float) -> None:
-        """Training thread, with the lock of the facts held: `Communication.ask_after`."""
+        """Implements `Communication.ask_after`. Training thread, with the lock held."""
         now = clock.now()
         uids = tuple(uid for uid, at in heard.items() if now - at > silence_seconds and uid not in self.departed)
         self.unheard = (uids, now if self.unheard is None else self.unheard[1]) if uids else None
@@ -244,18 +251,20 @@ class RunFacts:
             self.waiting_began(self.unheard[1])
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
-        """Training thread: a wait, if it comes to one until the context ends, is for these."""
+        """Returns a context manager; until it ends, any wait of the training thread counts as a wait for these
+        nodes."""
         self.wait_for(tuple(uids), clock.now())
         return _Waiting(self)
 
     def patience(self, timeout_seconds: float) -> float:
-        """How long a wait may last that begins now: what the round's earlier ones have left of the time-out."""
+        """Returns how long a wait that begins now may last: what the earlier waits of the round have left of the
+        time-out."""
         return max(0.0, timeout_seconds - self.waited_seconds)
 
     def hold_up(self, timeout_seconds: float) -> float:
-        """How long a wait may last that begins now and that what goes to other neighbors waits for, too: what the
-        round's earlier ones have left of HOLD_UP_SECONDS, or of a tenth of the time-out where that is less. Nothing
-        where the thread has other nodes to step: those that this one would wait for may be among them."""
+        """Returns how long a wait may last that begins now and delays the payloads to other neighbors: what the earlier
+        waits of the round have left of HOLD_UP_SECONDS, or of a tenth of the time-out if that is less. Returns 0 if the
+        thread steps several nodes, because the nodes waited for may be among them."""
         return 0.0 if self.stepped else self._hold_up(timeout_seconds)
 
     def _hold_up(self, timeout_seconds: float) -> float:
@@ -265,30 +274,30 @@ class RunFacts:
         return longest - self.held_up_seconds if longest > self.held_up_seconds else 0.0
 
     def room_patience(self, timeout_seconds: float) -> float:
-        """How long to wait for room in a neighbor's queue: without `goes_on` nothing goes on before the neighbor does,
-        and so it may have the whole time-out."""
+        """Returns how long to wait for room in a neighbor's queue. Without `goes_on` the round cannot continue before
+        the neighbor does, so the neighbor may take the whole time-out."""
         return self._hold_up(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
 
     def give_up(self, uid: int) -> None:
-        """This neighbor did not take a payload in the time that `room_patience` gave it."""
+        """Records that this neighbor did not take a payload within `room_patience`."""
         self.silent.add(uid)
-        if not self.goes_on:  # it had all of the round's time-out
+        if not self.goes_on:  # it had the whole time-out of the round
             self.given_up.add(uid)
 
     def held_up(self, seconds: float, uids: Collection[int], counters: Counters) -> None:
-        """Training thread: a wait for `uids`, as `hold_up` or `room_patience` bounds it, is over."""
+        """Records the end of a wait for `uids` that `hold_up` or `room_patience` limited. Training thread."""
         self.held_up_seconds += seconds
         for uid in uids:
             counters.edge(uid).wait_seconds += seconds
 
     def next_round(self) -> None:
-        """Waits count anew."""
+        """Resets the waiting times that are counted per round."""
         self.waited_seconds = self.held_up_seconds = 0.0
         if self.given_up:
             self.given_up.clear()
 
     def why_broken(self, uids: Collection[int]) -> str:
-        """What broke the connections to these, as far as any broke; "" otherwise."""
+        """Returns why the connections to these nodes broke, for those that did; "" if none did."""
         return "; ".join(dict.fromkeys(self.broken[uid].reason for uid in sorted(uids) if uid in self.broken))
 
     def raise_if_failed(self) -> None:
@@ -296,7 +305,7 @@ class RunFacts:
             raise self.failure
 
     def raise_if_over(self) -> None:
-        """Raises Regrouping once the generation has ended, and whatever every wait raises."""
+        """Raises Regrouping once the generation has ended, and the run's failure if the run has failed."""
         self.raise_if_failed()
         if self.regrouping:
             raise Regrouping(self.regrouping)
@@ -304,15 +313,15 @@ class RunFacts:
 
 @dataclass
 class RunState(RunFacts):
-    """What the I/O thread knows of the run, read by the training thread under `changed`; and where that one sleeps."""
+    """What the I/O thread knows about the run. The training thread reads it under `changed`, and sleeps there."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Of `changed`: the same, and four times as fast to take."""
+    """The lock of `changed`. Taking it directly is four times as fast."""
     changed: threading.Condition = field(init=False)
     doorbell: Doorbell | None = None
-    """Where neighbors on this host ring; without one arrivals are waited for on `changed`."""
+    """The doorbell that neighbors on this host ring; if None, arrivals are waited for on `changed`."""
     process: SharedProcess | None = None
-    """What the node shares with others of its process, where one thread steps several."""
+    """Shared by the nodes of this process, if one thread steps several of them."""
     _sleeping: bool = False
 
     def __post_init__(self) -> None:
@@ -324,14 +333,14 @@ class RunState(RunFacts):
         return self.process is not None
 
     def until_over(self, wait: PostponableWait) -> Steps[None]:
-        """Yields the wait where a thread steps several nodes; blocking until it is over elsewhere."""
+        """Yields the wait if one thread steps several nodes; otherwise blocks until it is over."""
         if self.process is None:
             self.block(wait)
         else:
             yield GuardedWait(self, self.process, wait)
 
     def notify(self) -> None:
-        """With `changed` held: wake whoever waits."""
+        """Wakes all waiting threads. Called with `changed` held."""
         if self.process is not None:
             self.process.wake()
         if self._sleeping and self.doorbell is not None:
@@ -347,16 +356,17 @@ class RunState(RunFacts):
             super().fail(error)
 
     def block(self, wait: Wait) -> None:
-        """Blocking until a wait of this thread is over that no arrival of a payload ends."""
+        """Blocks until a wait of this thread is over. For waits that do not end with the arrival of a payload."""
         with self.changed:
             while not wait.step(now := clock.now()):
                 self.changed.wait(min(wait.deadline - now, LONGEST_SLEEP_SECONDS))
 
     def wait(self, timeout_seconds: float) -> None:
-        """Whoever waits for neighbors, with `changed` held (and let go meanwhile): until something may have changed.
+        """Blocks until something may have changed. Called by a thread that waits for neighbors, with `changed` held; it
+        is released meanwhile.
 
-        That may be the training thread and one that takes in arrivals for it: the first is at the doorbell, the other
-        is told by it.
+        Both the training thread and a thread that consumes arrivals for it may wait: the first one listens at the
+        doorbell, and wakes the other.
         """
         if self.doorbell is None or self._sleeping:
             self.changed.wait(timeout_seconds)
@@ -368,7 +378,7 @@ class RunState(RunFacts):
         finally:
             self.lock.acquire()
             self._sleeping = False
-            self.changed.notify_all()  # the doorbell is free
+            self.changed.notify_all()  # another thread may listen at the doorbell now
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         self.wait_for(tuple(uids), clock.now())

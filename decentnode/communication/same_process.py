@@ -1,4 +1,4 @@
-"""The path of payloads between nodes that one process steps in turn: they are handed over in memory."""
+"""The path of payloads between nodes that one process steps in turn: payloads are handed over in memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from decentnode.payload import Payload
 from decentnode.wire.bounds import Scalars
 
 MAX_HELD = 4
-"""Payloads that one node has handed to another that has not mixed them yet, or those of two rounds where a round has
-more than two exchanges. What comes on top goes as chunks over the sockets, where it waits for room."""
+"""How many payloads of one node another node may hold without having mixed them; at least the payloads of two rounds if
+a round has more than two exchanges. Further payloads go as chunks over the sockets, where they wait for room."""
 
 
 class SameProcessPath(Path):
-    """One node's. A payload that lies where the model may live (`ModelSlots`) is lent to neighbors of this process: the
-    model goes on in another place until they have mixed it. Other payloads are copied, once for all of them, and so are
-    those for a neighbor that has not mixed the one before: it may take long. A neighbor that is not here any more, as
-    it failed and was started again by itself, is left to the sockets."""
+    """One node's end of the path.
+
+    A payload in memory where the model may live (`ModelSlots`) is lent to neighbors of this process: the model moves to
+    another slot until they have mixed it. Other payloads are copied, once for all neighbors. So are payloads for a
+    neighbor that has not mixed the previous one, as that may take long. A neighbor that is no longer in this process,
+    because it failed and was restarted in a process of its own, is left to the sockets.
+    """
 
     leaves_chunks: ClassVar[bool] = True
 
@@ -31,9 +34,10 @@ class SameProcessPath(Path):
         self.generation = context.generation
         self._max_held = max(MAX_HELD, 2 * len(context.schemas))
         self._held: dict[int, int] = {}
-        """Payloads of this node that a neighbor holds."""
+        """By neighbor: how many payloads of this node it holds."""
         self._lent: dict[int, list[object]] = {}
-        """Leases on the payload that was lent to a neighbor, until it lets go of it; the list is emptied then."""
+        """By neighbor: leases on the payload that was lent to it. The list is emptied when the neighbor releases the
+        payload."""
 
     @property
     def _process(self) -> SharedProcess | None:
@@ -51,7 +55,7 @@ class SameProcessPath(Path):
         return Sent(left=left) if left else NOTHING_LEFT
 
     def _hand_over(self, key: ExchangeKey, payload: Payload, uids: list[int]) -> list[int]:
-        """Returns those of `uids` that could not be given the payload."""
+        """Hands the payload to neighbors of this process. Returns those of `uids` to which it could not be given."""
         receivers = {} if self._process is None else self._process.receivers
         left: list[int] = []
         leases: list[object] | None = None
@@ -61,7 +65,7 @@ class SameProcessPath(Path):
             receiver, held = receivers.get(uid), self._held.get(uid, 0)
             if receiver is None or receiver.generation != self.generation or held >= self._max_held:
                 if receiver is None and uid in self._lent:
-                    self._lent[uid].clear()  # who is gone reads nothing any more
+                    self._lent[uid].clear()  # a neighbor that is gone reads nothing any more
                 left.append(uid)
                 continue
             if leases is None:
@@ -78,7 +82,7 @@ class SameProcessPath(Path):
         return left
 
     def _released(self, uid: int, leases: Iterable[object]) -> Callable[[], None]:
-        """What the neighbor calls once it has read a payload; leases: dropped then."""
+        """Returns what the neighbor calls once it has read a payload. leases: dropped then."""
         kept, held = list(leases), [uid]
         if kept:
             self._lent[uid] = kept
@@ -94,7 +98,7 @@ class SameProcessPath(Path):
         self, key: ExchangeKey, source: int, tensors: Mapping[str, Tensor], scalars: Scalars,
         let_go: Callable[[], None],
     ) -> None:
-        """As `LocalReceiver.take`. Raises PeerFault for what no node of the same schemas sends."""
+        """See `LocalReceiver.take`. Raises PeerFault for a payload that no node with the same schemas sends."""
         self.context.deliver(key, source, tensors, scalars, let_go)
 
     def close(self, broken: bool) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""What the nodes of one process have in common, where one thread steps several of them."""
+"""What the nodes of one process share if one thread steps several of them."""
 
 from __future__ import annotations
 
@@ -16,74 +16,77 @@ from decentnode.wire.bounds import Scalars
 from decentnode.wire.generation import Name
 
 CLOSE_SECONDS = 2.0
-"""How long the last messages of the nodes may take to leave."""
+"""Longest wait for the last messages of the nodes to leave."""
 
 
 class LocalReceiver(Protocol):
-    """Where payloads of other nodes of the same process are put (`same_process.SameProcessPath`)."""
+    """Receives payloads from other nodes of the same process (`same_process.SameProcessPath`)."""
 
     generation: Name
-    """Of members, that it takes payloads of."""
+    """The membership generation whose payloads it accepts."""
 
     def take(
         self, key: tuple[int, int], source: int, tensors: Mapping[str, Tensor], scalars: Scalars,
         let_go: Callable[[], None],
     ) -> None:
-        """A payload of (round, phase), in memory that nobody writes; let_go is called once it is read."""
+        """Takes a payload of (round, phase), in memory that nobody writes until it calls `let_go`, once it has read the
+        payload."""
 
 
 class SocketsThread(Protocol):
-    """The thread at the sockets of all nodes of a process; the transport's."""
+    """The transport's thread that serves the sockets of all nodes of a process."""
 
     def close(self) -> None:
-        """Blocking for a moment: end it, after the communication of every node was closed."""
+        """Ends the thread, after the communication of every node was closed. Blocks briefly."""
 
 
 class SharedProcess:
-    """Several nodes of one machine in this process. All methods are the stepping thread's, unless they say more."""
+    """State shared by several nodes of one machine in this process. The stepping thread calls all methods unless they
+    say otherwise."""
 
     def __init__(self, uids: tuple[int, ...]) -> None:
         self.uids = set(uids)
-        """The nodes here that have not failed."""
+        """The nodes of this process that have not failed."""
         self.receivers: dict[int, LocalReceiver] = {}
-        """By uid, of those whose generation is in force. Threads that open and close generations write it too: one
-        entry each, their own."""
+        """By uid: the receivers of nodes whose generation is in force. Threads that open and close generations also
+        write it, each only its own entry."""
         self.idle_seconds = 0.0
-        """How long the stepping thread has slept because every node waited for others."""
+        """How long the stepping thread has slept because all its nodes waited for others."""
         self.sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        """Of the sockets of all nodes, so that the process has libzmq's own two threads once."""
+        """The ZeroMQ context of the sockets of all nodes, so that the process has libzmq's own two threads only
+        once."""
         self.sockets.set(zmq.MAX_SOCKETS, self.sockets.get(zmq.SOCKET_LIMIT))
         self.io: SocketsThread | None = None
-        """Made with the first node's sockets."""
+        """The thread that serves the sockets; created with the first node's sockets."""
         self._stepping = 0
-        """The stepping thread."""
+        """Id of the stepping thread."""
         self._woken = False
-        """Whether that thread itself has found something to look at, which takes no call of the system."""
+        """Whether the stepping thread itself called `wake`, which takes no system call."""
         self._waker = Waker()
         self._poller = Poller()
         self._poller.register(self._waker.descriptor)
         self._watched: dict[int, Callable[[], None]] = {self._waker.descriptor: self._waker.clear}
 
     def wake(self) -> None:
-        """Any thread: something that a node waits for may have come. Not blocking."""
+        """Any thread: something that a node waits for may have arrived. Does not block."""
         if threading.get_ident() == self._stepping:
             self._woken = True
         else:
             self._waker.wake()
 
     def watch(self, descriptor: int, take_in: Callable[[], None]) -> None:
-        """Any thread: from now on `take_in` is called on the stepping thread when there is something to read."""
+        """Any thread: from now on the stepping thread calls `take_in` when the descriptor is readable."""
         self._watched[descriptor] = take_in
         self._poller.register(descriptor)
-        self.wake()  # a poll under way does not see it
+        self.wake()  # a poll in progress does not include the new descriptor
 
     def forget(self, descriptor: int) -> None:
-        """Any thread: undo `watch`, before the descriptor is closed. Idempotent."""
+        """Any thread: undoes `watch`. Call it before the descriptor is closed. Idempotent."""
         if self._watched.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
     def sleep(self, seconds: float) -> None:
-        """Blocking for so long at most, until woken; takes in what neighbors of other processes have announced."""
+        """Blocks for at most `seconds`, until woken. Processes what neighbors in other processes have announced."""
         started = clock.now()
         self._stepping = threading.get_ident()
         self._take_in(0.0 if self._woken else min(seconds, LONGEST_SLEEP_SECONDS))
@@ -91,8 +94,8 @@ class SharedProcess:
         self.idle_seconds += clock.now() - started
 
     def look(self) -> None:
-        """Take in what has been announced; not blocking. The queues of announcements are short, and what does not fit
-        them takes a longer path."""
+        """Processes pending announcements without blocking. The queues of announcements are short, and what does not
+        fit into them takes a slower path."""
         self._take_in(0.0)
 
     def _take_in(self, seconds: float) -> None:
@@ -102,8 +105,8 @@ class SharedProcess:
                 take_in()
 
     def close(self) -> None:
-        """After the communication of every node was closed. Blocking until what they sent last has left, for
-        CLOSE_SECONDS at most."""
+        """Closes the sockets, after the communication of every node was closed. Blocks until the last messages have
+        left, for CLOSE_SECONDS at most."""
         if self.io is not None:
             self.io.close()
         last = threading.Thread(target=self.sockets.term, name="sockets", daemon=True)

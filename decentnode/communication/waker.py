@@ -6,29 +6,29 @@ import contextlib
 import socket
 
 LONGEST_SLEEP_SECONDS = 1.0
-"""After which a waiting thread looks again, whether something woke it or not."""
+"""Time after which a waiting thread checks again, whether or not something woke it."""
 
 
 class Waker:
-    """A pair of sockets: a byte comes out of `descriptor` once somebody calls `wake`."""
+    """A pair of sockets: `descriptor` becomes readable once some thread calls `wake`."""
 
     def __init__(self) -> None:
         self._in, self._out = socket.socketpair()
         self._in.setblocking(False)
         self._out.setblocking(False)
         self._awake = False
-        """Whether a byte is under way, so that many calls cost one."""
+        """Whether a byte is in flight, so that many calls write only one."""
         self.descriptor = self._out.fileno()
 
     def wake(self) -> None:
-        """Any thread; not blocking, also once it is closed."""
+        """Any thread: makes `descriptor` readable. Does not block, also after `close`."""
         if not self._awake:
             self._awake = True
             with contextlib.suppress(OSError):
                 self._in.send(b"!")
 
     def clear(self) -> None:
-        """The thread that polls: it is awake."""
+        """Called by the polling thread when it is awake: makes `descriptor` unreadable again."""
         with contextlib.suppress(BlockingIOError):
             self._out.recv(4096)
         self._awake = False

@@ -1,4 +1,4 @@
-"""Keys of the transports that use torch.distributed: which backend, which cliques, which edge by which path."""
+"""Configuration keys of the transports that use torch.distributed: the backend, the cliques, and the paths of edges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.communication.torch_distributed.config import TorchKeys
 from decentnode.communication.zeromq.config import ZeroMQConfig
 
 CHOICES = ("shared_memory", "collective", "zeromq")
-"""Paths that `edges` can name."""
+"""The built-in paths that `edges` can name."""
 
 
 class TorchConfig(ZeroMQConfig, TorchKeys):
@@ -24,7 +24,7 @@ class TorchConfig(ZeroMQConfig, TorchKeys):
 
     @property
     def steps_nodes(self) -> bool:
-        """Not in cliques: a process has one rank in a communicator, and calls of it block."""
+        """False with cliques: a process has one rank in a communicator, and its calls block."""
         return self.name != "collective" and not getattr(self, "cliques", None)
 
     def looks_for_gpus(self, routing: Routing) -> bool:
@@ -40,7 +40,7 @@ class CollectiveConfig(TorchConfig):
         return self
 
     def routing(self, machine_of: Mapping[int, int]) -> Routing:
-        """One clique of all nodes."""
+        """Puts all nodes into one clique."""
         everybody = tuple(sorted(machine_of))
         return Routing(machine_of, cliques=(everybody,) if len(everybody) > 1 else ())
 

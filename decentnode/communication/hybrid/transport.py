@@ -1,4 +1,5 @@
-"""Every edge by the path that suits it: shared memory, torch.distributed inside a clique, ZeroMQ for the rest."""
+"""Transports that send over each edge by the path that suits it: shared memory, torch.distributed inside a clique, else
+ZeroMQ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""All nodes of a run in one process: what each is given (transport.py), and what they have in common (hub.py)."""
+"""The in-process transport: each node's end (transport.py), and the state that all nodes of the process share
+(hub.py)."""
 
 from decentnode.communication.inproc.hub import Hub
 from decentnode.communication.inproc.transport import Inproc, InprocConfig, InprocExchange

@@ -1,4 +1,5 @@
-"""What all nodes of one process have in common: what they sent, in which generation they are, what was ordered."""
+"""The state that all nodes of an in-process run share: payloads, mailboxes, means, the membership generation, and user
+orders."""
 
 from __future__ import annotations
 
@@ -14,21 +15,21 @@ from decentnode.wire.generation import Generation
 from decentnode.wire.orders import Action, Next, NodeOrders
 
 HOLD_SECONDS = 0.2
-"""While all nodes stand still, one of them waits so long for an order to go on before the others are stepped."""
+"""While all nodes are paused, one of them waits this long for an order to resume before the others are stepped."""
 PayloadKey = tuple[int, int, int, int]
-"""Round, phase, source, destination."""
+"""(round, phase, source, destination)"""
 
 
 class Hub:
-    """What the nodes of one process have in common."""
+    """The state that all nodes of an in-process run share."""
 
     def __init__(self, num_nodes: int) -> None:
         self.num_nodes = num_nodes
         self.run_id = b""
-        """Set by whoever starts the run."""
+        """Set by the code that starts the run."""
         self.payloads: dict[PayloadKey, Payload] = {}
         self.mailboxes: dict[tuple[int, int], dict[int, dict[int, Payload]]] = {}
-        """By channel and receiver, then source: the newest payloads that were not taken yet, by round."""
+        """By (channel, receiver), then by source, then by round: the newest payloads that were not taken yet."""
         self.means: dict[str, dict[int, Tensor]] = {}
         self.taken: dict[str, int] = {}
         self.reports: dict[int, dict[str, float | int | str]] = {}
@@ -36,24 +37,25 @@ class Hub:
         self.departed: dict[int, int] = {}
         self.failed: dict[int, str] = {}
         self.generation = Generation(0, tuple(range(num_nodes)))
-        """In force as soon as every member asked for it."""
+        """The current generation; in force as soon as every member has asked for it."""
         self.asked: dict[int, tuple[int, bool]] = {}
-        """Who asked for it already: rounds that are over there, and whether it has no model."""
+        """By uid of a node that has asked for the generation: how many rounds are over there, and whether it has no
+        model."""
         self.behind: set[int] = set()
-        """Who makes rounds before the first of the generation. All others wait in that one, so that all go on in step.
-        """
+        """Nodes in rounds before the first round of the generation. All others wait in that round, so that all nodes
+        continue in step."""
 
     @functools.cached_property
     def orders(self) -> Orders:
-        """What people ordered."""
+        """User orders to all nodes."""
         return Orders(self)
 
     def lose(self, uid: int) -> None:
-        """The node `uid` is stepped no more: the others go on in another generation."""
+        """Removes the node `uid`, which is no longer stepped: the others continue in a new generation."""
         self._begin({*self.generation.members} - {uid})
 
     def admit(self, uid: int) -> None:
-        """A new node `uid`, made by `Communication.join`, takes part in the next generation."""
+        """Adds a new node `uid`, created by `Communication.join`, to the next generation."""
         self._begin({*self.generation.members} | {uid})
 
     def _begin(self, members: set[int]) -> None:
@@ -66,21 +68,23 @@ class Hub:
         self.taken.clear()
 
     def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:
-        """Put a payload into a mailbox, which keeps the newest `kept` of each source."""
+        """Puts a payload into a mailbox, which keeps the newest `kept` payloads of each source."""
         here = self.mailboxes.setdefault((channel, target), {}).setdefault(source, {})
         here[round] = payload
         if len(here) > kept:
             del here[min(here)]
 
     def deliver(self) -> None:
-        """Before a node looks into its mailboxes: put there what has arrived by now; here it has been at once."""
+        """Puts into the mailboxes what has arrived by now; called before a node reads its mailboxes. Does nothing here,
+        because payloads arrive immediately."""
 
     def computed(self) -> Wait | None:
-        """As `Communication.computed`."""
+        """See `Communication.computed`."""
         return None
 
     def tree_mean(self, key: str) -> tuple[Tensor, int]:
-        """The mean, added up along the control tree exactly as the networked transports do."""
+        """Returns (mean, number of contributors), added up along the control tree exactly as the networked transports
+        do."""
         tensors, members = self.means[key], self.generation.members
 
         def total(uid: int) -> tuple[Tensor, int]:
@@ -96,7 +100,8 @@ class Hub:
 
 
 class Orders:
-    """Orders to all nodes of a hub, from any thread: all of them are here, so that nobody has to be asked."""
+    """User orders to all nodes of a hub, from any thread. All nodes are in this process, so none has to be asked by
+    message."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -106,7 +111,7 @@ class Orders:
         self.apart = False
 
     def order(self, action: Action) -> None:
-        """As `Communication.order`."""
+        """See `Communication.order`."""
         with self._lock:
             nodes = [self._of(uid) for uid in self._hub.generation.members]
             round = max([each.hear(action) for each in nodes], default=0)
@@ -122,18 +127,18 @@ class Orders:
         return self._nodes[uid]
 
     def next(self, uid: int, round: int) -> Next:
-        """As `Communication.next_step`."""
+        """See `Communication.next_step`."""
         with self._lock:
             return self._of(uid).next(round)
 
     def evaluated(self, uid: int, round: int) -> None:
-        """As `Communication.order_obeyed`."""
+        """See `Communication.order_obeyed`."""
         with self._lock:
             self._of(uid).evaluated(round)
 
     def wait(self, uid: int) -> None:
-        """To be called by every node that stands still: the last of them blocks for HOLD_SECONDS at most, where all
-        others do, too."""
+        """Called by every paused node. Only the last of them blocks, for HOLD_SECONDS at most, because then all nodes
+        are paused."""
         if uid == self._hub.generation.members[-1] and not self._hub.stopping:
             self._news.wait(HOLD_SECONDS)
             self._news.clear()

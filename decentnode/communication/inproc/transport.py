@@ -1,4 +1,4 @@
-"""The in-process twin: all nodes of a run in one process and thread, stepped in turn. Nothing here waits."""
+"""The in-process transport: all nodes of a run in one process and thread, stepped in turn. No call of it blocks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class InprocGeneration(PendingGeneration):
 
 
 class InprocConfig(CommunicationConfig):
-    """Keys of the in-process transport, and what the rest of the project asks of it."""
+    """Keys of the in-process transport, and its capabilities."""
 
     has_generations: ClassVar[bool] = True
     has_mailboxes: ClassVar[bool] = True
@@ -139,7 +139,7 @@ class Inproc(Communication[CommunicationConfig]):
         self, config: CommunicationConfig, *, uid: int, hub: Hub, schemas: tuple[Schema, ...],
         device: torch.device | None = None,
     ) -> None:
-        """device: where payloads come to lie; None: where they lay at who sent them."""
+        """device: the device to which received payloads are moved; None leaves them on the sender's device."""
         self.config, self.uid, self.hub, self.schemas, self._device = config, uid, hub, schemas, device
         self.counters = Counters()
         self.taken = Generation(0, tuple(range(hub.num_nodes)))
@@ -154,7 +154,7 @@ class Inproc(Communication[CommunicationConfig]):
         self._position = round
 
     def start(self, timeout_seconds: float) -> None:
-        """Nobody to wait for: all nodes of the process are there."""
+        """Returns immediately: all nodes of the process exist."""
 
     def exchange(
         self, round: int, outgoing: Mapping[int, Payload], expected: tuple[int, ...], phase: int = 0,
@@ -183,8 +183,8 @@ class Inproc(Communication[CommunicationConfig]):
         self, channel: int, *, round: int | None = None, count: int = 0, sources: Collection[int] = (),
         seconds: float = 0.0,
     ) -> Steps[list[Collected]]:
-        """As the contract says. What is not there yet is waited for until the others of the process were stepped
-        once."""
+        """See `Hooks.collect_steps`. Yields once if something is missing, so that the other nodes of the process are
+        stepped once."""
         self.raise_if_failed()
         self.hub.deliver()
         if self._lacks(channel, round, count, sources) and seconds > 0:
@@ -203,13 +203,13 @@ class Inproc(Communication[CommunicationConfig]):
         return self.hub.computed()
 
     def _lacks(self, channel: int, round: int | None, count: int, sources: Collection[int]) -> bool:
-        """Whether a mailbox lacks what is waited for."""
+        """Returns whether the mailbox lacks what the caller waits for."""
         mailbox = self.hub.mailboxes.get((channel, self.uid), {})
         here = [source for source, kept in mailbox.items() for each in kept if round in (None, each)]
         return len(here) < count or not {*sources} <= {*here, *self.hub.departed}
 
     def _copied(self, outgoing: Mapping[int, Payload], phase: int) -> dict[int, Payload]:
-        """Copies of payloads, one for all who get the same."""
+        """Returns copies of payloads by neighbor, one copy for all neighbors that get the same payload."""
         copies: dict[int, Payload] = {}
         found = {}
         for uid, payload in outgoing.items():
@@ -222,7 +222,7 @@ class Inproc(Communication[CommunicationConfig]):
         return found
 
     def brought(self, payload: Payload) -> Payload:
-        """A payload that came, on this node's device."""
+        """Returns a received payload on this node's device."""
         if self._device is None or all(tensor.device == self._device for tensor in payload.tensors.values()):
             return payload
         tensors = {name: tensor.to(self._device) for name, tensor in payload.tensors.items()}
@@ -241,7 +241,7 @@ class Inproc(Communication[CommunicationConfig]):
                 )
 
     def _count_mean(self, key: str, size: int) -> None:
-        """The bytes that its share and the mean have on the control tree of other transports."""
+        """Counts the bytes that this node's share and the mean would take on the control tree of other transports."""
         tree, purpose = ControlTree.among(self.uid, self.hub.generation.members), purpose_of(key)
         for uid in (*tree.children, *(() if tree.parent is None else (tree.parent,))):
             edge = self.counters.edge(uid)
@@ -282,7 +282,7 @@ class Inproc(Communication[CommunicationConfig]):
         return InprocGeneration(self)
 
     def ask(self) -> None:
-        """For the next generation, whichever it is by now."""
+        """Asks for the next generation, whichever it is by now."""
         if self.uid in self.hub.generation.members:
             self.hub.asked[self.uid] = (self._position, self._fresh)
 
@@ -303,7 +303,7 @@ class Inproc(Communication[CommunicationConfig]):
         return InprocPending(self, key, closing)
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        """Nothing to wait for: nodes of one process are stepped in turn."""
+        """Returns immediately: nodes of one process are stepped in turn."""
 
     def report(self, figures: Mapping[str, float | int | str]) -> None:
         self.hub.reports[self.uid] = dict(figures)
@@ -347,4 +347,4 @@ class Inproc(Communication[CommunicationConfig]):
         self.hub.failed[uid] = reason
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing: there is nothing to release."""

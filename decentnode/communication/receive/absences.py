@@ -1,4 +1,5 @@
-"""Which payloads do not come, though nobody has failed: sources depart, or skip rounds in which they were not heard."""
+"""Tracks which payloads will not arrive although no node has failed: sources depart, or skip rounds of which they heard
+nothing."""
 
 from __future__ import annotations
 
@@ -9,50 +10,52 @@ from decentnode.communication.run_state import RunFacts
 from decentnode.errors import PeerFault
 
 MAX_SKIPS = 64
-"""Stretches of payloads that do not come, kept of one source."""
+"""Number of ranges of skipped payloads that are kept per source."""
 SUM = -1
-"""The source of what a whole averaging group adds up; nobody in particular is waited for."""
+"""In place of a source's uid: stands for the sum of a whole averaging group, for which no particular node is waited
+for."""
 
 
 class Absences:
-    """Those that one node knows of."""
+    """The absences that one node knows of."""
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
         self.together: dict[ExchangeKey, frozenset[int]] = {}
-        """Nodes that a communicator serves in one batch or call: when one departs, nothing comes of the others."""
+        """Nodes that a communicator serves in one batch or call: when one departs, nothing arrives from the others
+        either."""
         self.skips: dict[int, list[tuple[ExchangeKey, ExchangeKey]]] = {}
-        """By source: from which (round, phase) to which nothing comes of it."""
+        """By source: ranges (first, last) of (round, phase) of which nothing arrives."""
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey, floor: int) -> None:
-        """A source says that its payloads from `first` to `last` do not come. floor: rounds below it are over. Raises
-        PeerFault for more such messages than anybody needs."""
+        """Records that a source skips its payloads from `first` to `last`. floor: rounds below it are over. Raises
+        PeerFault if the source has sent more such messages than any node needs."""
         known = [each for each in self.skips.get(source, ()) if each[1][0] >= floor]
         if first > last or len(known) >= MAX_SKIPS:
             raise PeerFault("malformed_header", f"payloads {first} to {last} of {source} are skipped")
         self.skips[source] = [*known, (first, last)]
 
     def comes_no_more(self, source: int, key: ExchangeKey) -> bool:
-        """Whether nothing more of this exchange comes from a source: it departed, or says so, or comes together with a
-        node that departed."""
+        """Returns whether nothing more of this exchange arrives from a source: it departed, skips it, or shares a batch
+        or call with a node that departed."""
         return self._departed(source, key) or self._held_up(source, key) or self._is_skipped(source, key)
 
     def apart(self, key: ExchangeKey, sources: Collection[int]) -> list[int]:
-        """Those of `sources` that no communicator serves together with others: of these, each waits for all others as
-        long as one of them is gone."""
+        """Returns the sources that no communicator serves together with others. Nodes that are served together all wait
+        as long as one of them is gone, so asking them would say nothing."""
         group = self.together.get(key, frozenset())
         return [source for source in sources if source != SUM and source not in group]
 
     def whom(self, key: ExchangeKey, waiting: Collection[int]) -> tuple[int, ...]:
-        """The nodes behind these sources."""
+        """Returns the nodes that these sources stand for."""
         return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)
 
     def forget_below(self, round: int) -> None:
-        """Rounds below `round` are over."""
+        """Drops what concerns rounds below `round`, which are over."""
         self.together = {key: group for key, group in self.together.items() if key[0] >= round}
 
     def clear(self) -> None:
-        """A new generation begins."""
+        """Drops everything, because a new generation begins."""
         self.together.clear()
         self.skips.clear()
 
@@ -63,6 +66,7 @@ class Absences:
         return self._facts.departed.get(uid, key[0] + 1) <= key[0]
 
     def _held_up(self, source: int, key: ExchangeKey) -> bool:
-        """Whether a source comes together with a node that departed before: then neither does."""
+        """Returns whether a source is served together with a node that departed earlier, so that nothing arrives from
+        either."""
         group = self.together.get(key, frozenset())
         return (source in group or source == SUM) and any(self._departed(uid, key) for uid in group)

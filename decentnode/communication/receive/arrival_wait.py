@@ -1,4 +1,5 @@
-"""One wait for arrivals: who is still missing, until when, and when it is over. No I/O: whoever waits calls `step`."""
+"""The wait for arrivals: tracks which sources are missing, until when to wait for them, and when the wait is over.
+Performs no I/O; the waiting thread calls `step`."""
 
 from __future__ import annotations
 
@@ -11,53 +12,54 @@ from decentnode.communication.receive.partial_payload import PartialPayload
 from decentnode.communication.run_state import BROKEN_SECONDS, STOPPING_TIMEOUT_SECONDS, RunFacts
 
 ASKS = 4
-"""How often within a time-out a source is asked whether it waits for others itself. One that begins to wait later than
-three quarters of a time-out after this node did is not known to."""
+"""How often per time-out a source is asked whether it is itself waiting for others. If a source begins to wait later
+than three quarters of a time-out after this node did, the node does not learn of it."""
 
 
 _NOTHING: dict[int, PartialPayload] = {}
 STANDSTILL = 0.5
-"""Part of a time-out by which a wait comes back too late only where this process did not run in between."""
+"""Fraction of the time-out. If a step is called later than its deadline by more than this, the process itself was not
+running in between."""
 
 
 class Patience:
-    """Until when one wait lasts, and when those that are overdue are asked.
+    """Decides until when one wait lasts, and when to ask overdue sources whether they are alive.
 
-    Nodes that wait for one that is gone all give it up after the same time-out, but do not all begin to wait in the
-    same round: what the last of them send would come to the first in the moment in which these give up in turn. So a
-    source that says that it waits for others itself (`InboxState.lives`) has up to one time-out more.
+    Nodes that wait for one that is gone all give up on it after the same time-out, but do not all begin to wait in the
+    same round. The payloads of the last of them would then reach the first ones just as these give up in turn.
+    Therefore a source that reports that it is itself waiting (`InboxState.lives`) has up to one more time-out.
     """
 
     def __init__(
         self, status: RunFacts, lives: Mapping[int, float], timeout_seconds: float, used: float, now: float
     ) -> None:
-        """used: seconds of the time-out that the round has used up before."""
+        """used: seconds of the time-out that earlier waits of the round have used."""
         self.began = self.last = now
         self._status, self._lives, self._timeout_seconds, self._used = status, lives, timeout_seconds, used
         self._asks = 0
         self._end = self._limit = self._ask_at = 0.0
 
     def came(self, when: float) -> None:
-        """Something that is waited for came: the others have a whole time-out from then on."""
+        """Restarts the time-out at the time of an arrival, for all sources that are still missing."""
         self.last, self._used, self._asks = when, 0.0, 0
 
     def postpone(self, seconds: float) -> None:
-        """So many of the seconds since the beginning do not count."""
+        """Excludes `seconds` of the elapsed time from the wait."""
         self.began += seconds
         self.last += seconds
 
     def forgive(self, now: float) -> None:
-        """Count no silence before `now`: this process did not run, so that the silence was its own."""
+        """Restarts the wait at `now`: this process was not running before, so that the silence was its own."""
         self.began = now
         self.came(now)
 
     @property
     def since(self) -> float:
-        """When the part of the wait began that no local steps hide."""
+        """When the part of the wait began that is not hidden behind local steps."""
         return max(self.began, self._status.exposed_since)
 
     def look(self, now: float) -> bool:
-        """Whether to ask now those that have not come."""
+        """Updates the deadlines to `now`. Returns whether the missing sources should be asked now."""
         status, limit, start = self._status, self._timeout_seconds, self.last
         if status.stopping:
             limit = min(limit, STOPPING_TIMEOUT_SECONDS)
@@ -72,13 +74,13 @@ class Patience:
         return self._asks > before
 
     def late(self, waiting: list[int], now: float) -> list[int]:
-        """After `look`: those of `waiting` that have used up their time."""
+        """Returns the sources of `waiting` that have exceeded their time. Call after `look`."""
         early = now < self._end and not self._status.broken
         return [] if early else [source for source in waiting if now >= self._until(source)]
 
     def next(self, waiting: list[int]) -> float:
-        """After `look`: when something has to be done at the latest."""
-        # as a rule nobody was asked, and nothing broke
+        """Returns the latest time of the next step. Call after `look`."""
+        # usually no source was asked, and no connection broke
         until = min(map(self._until, waiting)) if self._lives or self._status.broken else self._end
         return self._ask_at if self._ask_at < until else until
 
@@ -91,10 +93,10 @@ class Patience:
 
 
 class ArrivalWait:
-    """Until every source that still will has delivered a chunk of an exchange, or everything.
+    """The wait until every source that can still deliver has delivered one chunk of an exchange, or everything.
 
-    Call `step` until it returns True: at once, then whenever `InboxPort.ready` is called, and by `deadline` at the
-    latest. Its result is in `arrived` then. One wait of an inbox at a time.
+    Call `step` until it returns True: immediately, then whenever `InboxPort.ready` is called, and by `deadline` at the
+    latest. `arrived` then has the result. An inbox has only one such wait at a time.
     """
 
     __slots__ = (
@@ -106,22 +108,23 @@ class ArrivalWait:
         self, inbox: InboxState, key: ExchangeKey, chunk: int, sources: list[int], timeout_seconds: float,
         tolerated: int = 0,
     ) -> None:
-        """chunk: or WHOLE. timeout_seconds: without anything arriving; all waits of a round share it. tolerated: once
-        no more than so many of the sources are missing, they are waited for as long as `RunFacts.quorum` says."""
+        """chunk: the number of the chunk, or WHOLE. timeout_seconds: longest time without an arrival; shared by all
+        waits of a round. tolerated: once no more than this many sources are missing, they are waited for only as long
+        as `RunFacts.quorum` says."""
         self._inbox, self._key, self._chunk, self._sources = inbox, key, chunk, sources
         self._timeout_seconds, self._tolerated = timeout_seconds, tolerated
         self._began = -math.inf
         self._patience: Patience | None = None
         self._left_out = False
-        """Whether sources are not waited for that have not delivered."""
+        """Whether the wait ends without sources that have not delivered."""
         self.missing: list[int] = []
-        """Sources that have not delivered, as of the last step."""
+        """Sources that had not delivered at the last step."""
         self.arrived: dict[int, PartialPayload] = {}
-        """Once it is over: the payloads of the sources that delivered."""
+        """After the wait: the payloads of the sources that delivered."""
         self.deadline = -math.inf
 
     def postpone(self, seconds: float) -> None:
-        """As `run_state.PostponableWait.postpone`."""
+        """See `run_state.PostponableWait.postpone`."""
         if self._began == -math.inf:
             return
         self._began += seconds
@@ -130,10 +133,13 @@ class ArrivalWait:
             self._patience.postpone(seconds)
 
     def step(self, now: float) -> bool:
-        """Whether the wait is over: the others departed, or nothing came for the time-out, which all waits of a round
-        share. Whoever was given up in a round is waited for again in it only once something came. Who says that it
-        waits for others itself has up to twice that time: nodes that wait for one that is gone do not give each other
-        up. Raises what every wait raises once the run has failed."""
+        """Returns whether the wait is over: the sources have delivered or departed, or nothing arrived for the
+        time-out, which all waits of a round share.
+
+        A source that was given up on in a round is waited for again in that round only after it has sent something. A
+        source that reports that it is itself waiting has up to twice the time-out, so that nodes that wait for one that
+        is gone do not give up on each other. Raises the run's failure if the run has failed.
+        """
         inbox, patience = self._inbox, self._patience
         if self._began == -math.inf:
             missing = inbox.outstanding(self._key, self._chunk, self._sources)
@@ -162,7 +168,8 @@ class ArrivalWait:
         return True
 
     def _begins_simply(self, missing: list[int], now: float) -> bool:
-        """Whether nothing is to be looked at but the time, as in most waits, which are over with the next step."""
+        """Begins the wait without a `Patience` if only the time-out matters. Returns whether it could. Most waits are
+        like this, and are over at the next step."""
         inbox, status = self._inbox, self._inbox.status
         if (self._tolerated or status.waited_seconds or status.given_up or status.departed or status.broken
                 or inbox.absences.skips or status.regrouping or status.stopping
@@ -177,8 +184,8 @@ class ArrivalWait:
         return True
 
     def _is_simply_over(self, now: float) -> bool:
-        """After `_begins_simply`: whether everything is there now. It counts what `_note_arrivals` and `_finish` do,
-        without the patience that nobody needed."""
+        """Returns whether all sources have delivered, after `_begins_simply`. Counts what `_note_arrivals` and
+        `_finish` count, without a `Patience`."""
         inbox, status = self._inbox, self._inbox.status
         if inbox.outstanding(self._key, self._chunk, self.missing):
             return False
@@ -200,13 +207,13 @@ class ArrivalWait:
         if status.given_up:
             self.missing = [each for each in missing if each not in status.given_up or each not in status.silent]
             self._left_out = len(self.missing) < len(missing)
-        used = 0.0 if status.given_up else status.waited_seconds  # whoever used that up is not among these
+        used = 0.0 if status.given_up else status.waited_seconds  # the sources that used it up are left out
         self._began = now
         self._patience = patience = Patience(status, inbox.lives, self._timeout_seconds, used, now)
         return patience
 
     def _goes_on(self, patience: Patience, now: float) -> bool:
-        """Whether somebody is worth waiting for of those that are missing; sets `deadline` then."""
+        """Returns whether any missing source is still worth waiting for; then sets `deadline`."""
         inbox, status, key = self._inbox, self._inbox.status, self._key
         status.raise_if_failed()
         before = self.missing
@@ -242,7 +249,8 @@ class ArrivalWait:
         return True
 
     def _grace_ends(self, patience: Patience) -> float:
-        """Until when those are waited for that the quorum does without: from when it is there, and this node waits."""
+        """Returns until when to wait for the sources that the quorum tolerates: the grace period begins once the quorum
+        has arrived and this node waits."""
         quorum, here = self._inbox.status.quorum, self._inbox.incoming.get(self._key, _NOTHING)
         assert quorum is not None
         outstanding = self._inbox.outstanding(self._key, self._chunk, self._sources)
@@ -254,8 +262,8 @@ class ArrivalWait:
         inbox, status = self._inbox, self._inbox.status
         still = inbox.outstanding(self._key, self._chunk, self.missing)
         if len(still) < len(self.missing):
-            # when it came, not when it was noticed: the waiting thread is woken once all that it waits for is there, or
-            # after a second, which would be added to the wait for the others
+            # the time of arrival, not of this step: the waiting thread is woken only when everything has arrived, or
+            # after a second, which would otherwise be added to the wait for the other sources
             here, last = inbox.incoming.get(self._key, _NOTHING), 0.0
             for source in self.missing:
                 if source not in still and here[source].arrived > last:

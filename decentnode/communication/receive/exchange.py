@@ -1,7 +1,6 @@
-"""An exchange as the rounds see it: slices of what lies in the inbox, as soon as every source has them.
+"""The exchange of one round over an inbox: yields slices of the model as soon as every source has delivered them.
 
-Without threads `InboxExchange.steps` does not block: it hands out what has to be waited for, so that one thread can
-drive many nodes.
+Without threads, `InboxExchange.steps` does not block but yields the waits, so that one thread can drive many nodes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class InboxExchange(Exchange):
         self, inbox: Inbox | InboxState, key: ExchangeKey, expected: tuple[int, ...], neighbors: frozenset[int],
         dropped: frozenset[int] = frozenset(),
     ) -> None:
-        """inbox: without threads its state, and `steps` alone is used then. dropped: neighbors to which nothing was
-        sent, because they take nothing."""
+        """inbox: without threads, its state; only `steps` may be used then. dropped: neighbors to which nothing was
+        sent because they take nothing."""
         self._inbox = inbox
         self._state = inbox.state if isinstance(inbox, Inbox) else inbox
         self._dropped = dropped
@@ -41,7 +40,7 @@ class InboxExchange(Exchange):
         self._rejected: frozenset[int] = frozenset()
         self._began, self._last = clock.now(), 0.0
         self._read_in_place: list[tuple[int, SlotPayload]] = []
-        """Of the arrival under way: payloads in neighbors' slots that the caller reads where they lie."""
+        """Of the current arrival: payloads in neighbors' slots that the caller reads in place."""
 
     @property
     def seconds(self) -> float:
@@ -68,7 +67,7 @@ class InboxExchange(Exchange):
             yield GuardedWait(self._inbox.status, process, step) if isinstance(step, ArrivalWait) else step
 
     def _steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
-        """`arrivals`, and before each of them the wait for it. Not blocking."""
+        """Yields the arrivals, each preceded by the wait for it. Does not block."""
         self._state.status.raise_if_failed()
         schema = self._state.schemas[self._key[1]]
         yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
@@ -90,7 +89,7 @@ class InboxExchange(Exchange):
             if stop < schema.elements and all(each.in_one_piece for each in arrived.values()) and (
                 placement.on_cpu or all(placement.near(each.part(chunk, start, stop)) for each in arrived.values())
             ):
-                stop = schema.elements  # nothing more has to come, nor to be lifted to a GPU piece by piece
+                stop = schema.elements  # everything has arrived, and nothing has to be copied to a GPU in pieces
             found: dict[int, Payload] = {}
             for source, incoming in arrived.items():
                 tensor = incoming.part(chunk, start, stop)
@@ -99,7 +98,7 @@ class InboxExchange(Exchange):
             received = self._accepted(found, in_slots)
             yield Arrival(start, stop, received, self._missing)
             alive = [source for source in received if source not in self._missing]
-            if stop < schema.elements:  # the rest is let go of as the exchange is finished
+            if stop < schema.elements:  # `finish` releases the last chunk
                 self._inbox.release(chunk, arrived)
             chunk += 1
         self._read_in_place = []
@@ -115,13 +114,13 @@ class InboxExchange(Exchange):
         yield Arrival(0, schema.elements, received, self._missing)
 
     def _tolerated(self, alive: int) -> int:
-        """How many of so many sources may be missing once a quorum is there."""
+        """Returns how many of `alive` sources may be missing once a quorum has delivered."""
         quorum = self._state.status.quorum
         return 0 if quorum is None else quorum.tolerates(len(self._expected), alive)
 
     def _own(self, incoming: PartialPayload) -> Payload:
-        """A whole payload on the device of the models. A rule that mixes whole payloads keeps a state that cannot be
-        taken back, so that it gets none whose bytes may still change: what lies in a slot is copied."""
+        """Returns a whole payload on the device of the models. Rules that mix whole payloads keep state that cannot be
+        rolled back, so they must not see bytes that can still change: a payload in a slot is copied."""
         payload = incoming.payload()
         placement = self._state.placement
         copied = placement.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
@@ -129,7 +128,8 @@ class InboxExchange(Exchange):
         return Payload(tensors, payload.scalars)
 
     def _note(self, arrived: dict[int, PartialPayload]) -> list[tuple[int, SlotPayload]]:
-        """Before the payloads are read. Returns those that lie in slots of the host's memory, which may change."""
+        """Prepares to read the payloads. Returns those in slots of the host's memory, which may change while they are
+        read."""
         in_slots: list[tuple[int, SlotPayload]] = []
         for source, incoming in arrived.items():
             if incoming.arrived > self._last:
@@ -142,8 +142,8 @@ class InboxExchange(Exchange):
         return in_slots
 
     def _accepted(self, received: dict[int, Payload], in_slots: list[tuple[int, SlotPayload]]) -> dict[int, Payload]:
-        """Without those that hold NaN or infinity, where these are to be rejected, and those that are copies of what
-        changed meanwhile."""
+        """Returns `received` without payloads that hold NaN or infinity, if these are to be rejected, and without
+        copies of payloads that changed while they were copied."""
         if self._state.reject_non_finite:
             for source in not_finite(received):
                 del received[source]
@@ -165,7 +165,7 @@ class InboxExchange(Exchange):
         return frozenset(self._changed(self._read_in_place)) if self._read_in_place else _NOBODY
 
     def _changed(self, in_slots: list[tuple[int, SlotPayload]]) -> list[int]:
-        """Sources of payloads that their owners wrote over while they were read: missing from now on."""
+        """Returns the sources whose payloads were overwritten while they were read; they are missing from now on."""
         found = [source for source, each in in_slots if not each.intact()]
         for source in found:
             if source not in self._missing:

@@ -1,10 +1,11 @@
-"""What has arrived of the payloads of rounds, who is missing and until when: the state of an inbox, without I/O.
+"""The state of an inbox, without I/O: which payloads of which rounds have arrived, which sources are missing, and until
+when.
 
-No lock, no clock, no thread: `receive/inbox.py` lets one thread in at a time and blocks. now: seconds of any monotonic
-clock.
+It has no lock, clock or thread: `receive/inbox.py` serializes the calls and blocks. Times (`now`) are seconds of any
+monotonic clock.
 
-One file: whatever comes, and whoever waits, changes the one state; payloads, their shapes, who is absent and waits have
-files of their own.
+The class is long because every arrival and every wait changes the same state. Payloads, their shapes, absences and
+waits have files of their own.
 """
 
 from __future__ import annotations
@@ -37,31 +38,32 @@ from decentnode.wire.bounds import Scalars
 from decentnode.wire.messages import Chunk
 
 WHOLE = -1
-"""Instead of the number of a chunk: everything."""
+"""In place of the number of a chunk: the whole payload."""
 
 
 class InboxPort(Protocol):
-    """What an inbox reaches the world through. Called from within calls of `InboxState`."""
+    """The calls of an inbox to its environment, made from within methods of `InboxState`."""
 
     def consumed(self, uid: int, size: int) -> None:
-        """So many bytes of `uid`, headers included, are used up: it may send more."""
+        """Reports that `size` bytes of `uid`, headers included, were used, so that it may send more."""
 
     def ask(self, uids: list[int]) -> None:
-        """Ask these neighbors, whose payloads are overdue, whether they wait for others themselves; not blocking. Each
-        answer is `InboxState.waits_itself`."""
+        """Asks these neighbors, whose payloads are overdue, whether they are themselves waiting for others. Does not
+        block. Each answer calls `InboxState.waits_itself`."""
 
     def ready(self) -> None:
-        """Everything that the last unfinished `ArrivalWait` waits for is there, or something else that ends it."""
+        """Reports that everything that the last unfinished `ArrivalWait` waits for has arrived, or that something else
+        may end it."""
 
 
 class InboxState:
-    """Payloads by (round, phase) and source, from their first chunk until they are mixed."""
+    """Payloads by (round, phase) and source, from the arrival of their first chunk until they are mixed."""
 
     def __init__(
         self, schemas: tuple[Schema, ...], chunk_bytes: int, facts: RunFacts, counters: Counters, port: InboxPort, *,
         reject_non_finite: bool = False, device: torch.device | None = None,
     ) -> None:
-        """device: where exchanges give their payloads; the CPU when None."""
+        """device: the device of payloads that exchanges yield; the CPU when None."""
         self.placement, self.absences = DevicePlacement(device), Absences(facts)
         self.schemas = schemas
         self.reject_non_finite = reject_non_finite
@@ -71,38 +73,39 @@ class InboxState:
         self.counters = counters
         self._port = port
         self.mailbox = Mailbox(schemas, self.plans, port.consumed)
-        """Of the channels that are mailboxes; the rest of this class is about the others."""
+        """The channels that are mailboxes; the rest of this class is about the other channels."""
         self.incoming: dict[ExchangeKey, dict[int, PartialPayload]] = {}
         self._floor = 0
         self._end = math.inf
-        """This node takes part in no round from this one on, so that nothing of theirs is kept."""
+        """This node takes part in no round from this one on, so nothing of these rounds is kept."""
         self._round = -1
-        """The one under way."""
+        """The current round."""
         self.lives: dict[int, float] = {}
-        """When sources last said in it that they wait for others themselves."""
+        """By source: when it last reported, in the current round, that it is itself waiting for others."""
         self._finished: set[ExchangeKey] = set()
         self._wanted: set[int] = set()
         """Sources that are waited for."""
         self._spare = 0
-        """Once no more than so many of them are missing, whoever waits is told of each that comes."""
+        """Once no more than this many of them are missing, `InboxPort.ready` is called for each further arrival."""
         self._late: dict[int, ExchangeKey] = {}
-        """By source, the payload that was counted as late last."""
+        """By source: the payload that was last counted as late."""
         self._wanted_what: tuple[ExchangeKey, int] = ((-1, 0), 0)
-        """(key, chunk) of them that is waited for; chunk may be WHOLE."""
+        """(key, chunk) that is waited for; chunk may be WHOLE."""
 
     @property
     def floor(self) -> int:
-        """Payloads of rounds below it are stale; only `advance` and `reset` move it."""
+        """Payloads of rounds below it are stale. Only `advance` and `reset` change it."""
         return self._floor
 
     def has_later(self, round: int, source: int) -> bool:
-        """Returns whether anything of a later round than this one has come of a source."""
+        """Returns whether anything of a round after `round` has arrived from a source."""
         return any(key[0] > round and source in sources for key, sources in self.incoming.items())
 
-    # -- what comes -------------------------------------------------------------------------------------------
+    # -- arrivals ---------------------------------------------------------------------------------------------
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
-        """Take one chunk; the buffer is kept. Raises PeerFault when it does not fit the schema or the moment."""
+        """Takes one chunk and keeps its buffer. Raises PeerFault if the chunk does not fit the schema, is a duplicate
+        or is stale."""
         self._shapes.check(message, buffer)
         key = (message.round, message.phase)
         self.status.silent.discard(message.source)
@@ -128,7 +131,8 @@ class InboxState:
         self._wake(key, message.source, incoming)
 
     def _count_late(self, key: ExchangeKey, source: int) -> None:
-        """Something of a payload came after its exchange was over: the payload counts once, whatever comes of it."""
+        """Counts a payload of which something arrived after its exchange was over; once per payload, however many
+        chunks arrive."""
         if self._late.get(source) != key:
             self._late[source] = key
             self.counters.edge(source).late_payloads += 1
@@ -136,8 +140,9 @@ class InboxState:
     def start_receive(
         self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
     ) -> bool:
-        """The chunks of a payload start to come into `tensors`, which are the caller's; False when nobody wants them
-        any more. let_go is called once nobody reads `tensors` any more, at once with False."""
+        """Announces that the chunks of a payload will arrive in `tensors`, which the caller owns. Returns False if the
+        payload is no longer wanted. let_go: called once nobody reads `tensors` any more; called immediately if this
+        returns False."""
         coming = MappedPayload(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
         if self.mailbox.keeps(key[1]):
             return self.mailbox.begin(key, source, coming)
@@ -151,7 +156,8 @@ class InboxState:
         return True
 
     def chunk_received(self, key: ExchangeKey, source: int, last: bool, now: float) -> None:
-        """After `start_receive`: the next chunk after those before is there; last: the whole payload is."""
+        """Announces, after `start_receive`, that the next chunk in order has arrived. last: whether the whole payload
+        has."""
         self.status.silent.discard(source)
         if self.mailbox.keeps(key[1]):
             self._came(self.mailbox.came(key, source, last, now))
@@ -164,9 +170,9 @@ class InboxState:
         self._wake(key, source, incoming)
 
     def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload, now: float) -> int:
-        """Take a payload that lies in a neighbor's publish buffer; its bytes. Raises PeerFault as `put` does.
+        """Takes a payload that lies in a neighbor's publish buffer. Returns its bytes. Raises PeerFault as `put` does.
 
-        totals: elements of each tensor, 8 bytes each. The slot is let go of at once where the payload is not kept.
+        totals: elements of each tensor, 8 bytes each. If the payload is not kept, the slot is released immediately.
         """
         phase = payload.phase
         key = round, phase
@@ -199,7 +205,7 @@ class InboxState:
             raise
 
     def _holds_slot_of(self, payload: SlotPayload, source: int) -> bool:
-        """Whether another payload is kept that lies in the same slot of the source's publish buffer."""
+        """Returns whether another kept payload lies in the same slot of the source's publish buffer."""
         kept = (sources.get(source) for sources in self.incoming.values())
         return any(
             isinstance(each, SlotPayload) and (each.phase, each.slot) == (payload.phase, payload.slot)
@@ -207,34 +213,37 @@ class InboxState:
         )  # fmt: skip
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
-        """As `Absences.skip`."""
+        """See `Absences.skip`."""
         self.status.silent.discard(source)
         self.absences.skip(source, first, last, self._floor)
         self._port.ready()
 
     def waits_itself(self, source: int, now: float) -> None:
-        """A source that was asked says that it waits for others itself."""
+        """Records that a source that was asked is itself waiting for others."""
         self.lives[source] = now
 
     def _held_of(self, source: int, phase: int) -> int:
-        """Slots of this source's publish buffer that are kept. Rounds whose payload came as chunks are none of them."""
+        """Returns how many slots of this source's publish buffer are kept. Payloads that arrived as chunks are not
+        counted."""
         kept = (sources.get(source) for key, sources in self.incoming.items() if key[1] == phase)
         return sum(isinstance(each, SlotPayload) for each in kept)
 
     def _absorb(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
-        """Whole payloads are put together as they come, for this round and the next; later rounds wait."""
+        """Assembles the chunks of a whole payload as they arrive, for the current round and the next; those of later
+        rounds stay in their buffers."""
         if key[0] <= self._floor + 1:
             freed = incoming.assemble()
             if freed:
                 self._port.consumed(source, freed)
 
     def _came(self, whole: bool) -> None:
-        """Something came into a mailbox: whoever waits for such payloads looks."""
+        """Wakes a thread that waits for mailbox payloads, after an arrival. whole: whether a payload is complete with
+        it."""
         if whole and self.mailbox.waits:
             self._port.ready()
 
     def _wake(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
-        """Something came: whoever waits goes on once everything it waits for is there."""
+        """Calls `InboxPort.ready` if, with this arrival, no more than `_spare` of the wanted sources are missing."""
         wanted = self._wanted
         if source in wanted:
             what, chunk = self._wanted_what
@@ -243,10 +252,10 @@ class InboxState:
                 if len(wanted) <= self._spare:
                     self._port.ready()
 
-    # -- what is used ------------------------------------------------------------------------------------------
+    # -- consumption -------------------------------------------------------------------------------------------
 
     def advance(self, round: int) -> None:
-        """Rounds below `round` are over: what still comes of them is stale."""
+        """Ends the rounds below `round`: what still arrives of them is stale."""
         if round != self._round:
             self._round = round
             self.status.next_round()
@@ -269,14 +278,14 @@ class InboxState:
                     self._absorb(key, source, incoming)
 
     def end(self, round: int) -> None:
-        """This node takes part in no round from `round` on. What others sent for it makes room for what still has to
-        come of them: means share the window with payloads."""
+        """Announces that this node takes part in no round from `round` on. Drops what others sent for these rounds, to
+        make room for their means, which share the window with payloads."""
         self._end = round
         for key in [key for key in self.incoming if key[0] >= round]:
             self._drop(key)
 
     def reset(self, round: int) -> None:
-        """A new generation begins with `round`: what came in the one before is let go of."""
+        """Begins a new generation with `round`, and releases what arrived in the previous one."""
         for sources in self.incoming.values():
             for incoming in sources.values():
                 incoming.let_go()
@@ -290,7 +299,7 @@ class InboxState:
         self._floor, self._end, self._round = round, math.inf, -1
 
     def finish(self, key: ExchangeKey) -> None:
-        """Nothing of this exchange is wanted any more: what still comes of it is stale."""
+        """Ends this exchange: what still arrives of it is stale."""
         self._finished.add(key)
         if self.absences.together:
             self.absences.together.pop(key, None)
@@ -304,23 +313,24 @@ class InboxState:
                 self._port.consumed(source, waiting)
 
     def want(self, sources: Collection[int], key: ExchangeKey, chunk: int, spare: int = 0) -> None:
-        """`InboxPort.ready` is called once these have delivered `chunk`, and before that for each that comes once no
-        more than `spare` are missing."""
+        """Sets the sources that are waited for: `InboxPort.ready` is called once all of them have delivered `chunk`,
+        and before that for each arrival once no more than `spare` are missing."""
         self._wanted, self._wanted_what, self._spare = set(sources), (key, chunk), spare
 
     def ask(self, key: ExchangeKey, waiting: Collection[int]) -> None:
-        """Ask those whose payloads are overdue, as far as that can say anything."""
+        """Asks the sources whose payloads are overdue whether they are alive, except those whose answer would say
+        nothing."""
         if asked := self.absences.apart(key, waiting):
             self._port.ask(asked)
 
     def count_wait(self, sources: Collection[int], seconds: float) -> None:
-        """So long a round waited for these."""
+        """Counts the seconds that a round waited for these sources."""
         for source in sources:
             if source != SUM and seconds > 0:
                 self.counters.edge(source).wait_seconds += seconds
 
     def outstanding(self, key: ExchangeKey, chunk: int, sources: list[int]) -> list[int]:
-        """Those of `sources` that have not delivered `chunk`, which may be WHOLE."""
+        """Returns those of `sources` that have not delivered `chunk`, which may be WHOLE."""
         arrived = self.incoming.get(key)
         if arrived is None:
             return sources
@@ -332,9 +342,12 @@ class InboxState:
         return found
 
     def owned(self, channel: int, taken: list[Taken]) -> list[Collected]:
-        """Payloads out of a mailbox on the device of the models, in memory of their own; to be called without a lock.
-        Those that changed while they were copied are left out, and those that hold NaN or infinity, where these are to
-        be rejected."""
+        """Returns mailbox payloads on the device of the models, in memory of their own. Called without the lock,
+        because it copies.
+
+        Leaves out payloads that changed while they were copied and, if these are to be rejected, payloads that hold NaN
+        or infinity.
+        """
         found = []
         for source, round, incoming in taken:
             payload, wrong = owned(incoming, self.placement.placed, self.placement.copied), "overwritten"
@@ -347,7 +360,7 @@ class InboxState:
         return found
 
     def release(self, chunk: int, sources: dict[int, PartialPayload]) -> None:
-        """Give back the buffers of a mixed chunk."""
+        """Releases the buffers of a mixed chunk."""
         for source, incoming in sources.items():
             freed = incoming.take(chunk)
             if freed:

@@ -1,8 +1,7 @@
-"""Payloads that nobody waits for by their rounds: kept as they come until the node takes them. No I/O, no lock, no
-clock.
+"""Mailboxes: keep asynchronous payloads as they arrive until the node takes them. No I/O, no lock, no clock.
 
-A channel whose schema says so (`Schema.mailbox`) is a mailbox: a node publishes in it whenever it likes, to whom it
-likes, and a receiver takes what has come. Of each source the newest few payloads are kept; older ones make room.
+A channel whose schema says so (`Schema.mailbox`) is a mailbox. A node publishes on it at any time and to any node, and
+a receiver takes what has arrived. The newest few payloads of each source are kept; older ones are dropped.
 """
 
 from __future__ import annotations
@@ -22,51 +21,51 @@ from decentnode.payload import Payload
 from decentnode.wire.messages import Chunk
 
 Taken = tuple[int, int, PartialPayload]
-"""Source, round, payload; whoever takes it lets go of it."""
+"""(source, round, payload). The caller has to release the payload."""
 PARTLY = 2
-"""Payloads of one source and channel that may have come in part at a time, beside those that are whole. Chunks come in
-order but for those that are sent again, so that there is one, and more only after a loss."""
+"""How many incomplete payloads of one source and channel are kept beside the complete ones. Chunks arrive in order
+except for those that are sent again, so there is one, and more only after a loss."""
 
 
 @dataclass
 class _Entry:
-    """What is kept of one source in one channel, by round."""
+    """The payloads kept of one source on one channel, by round."""
 
     whole: dict[int, PartialPayload] = field(default_factory=dict)
     partly: dict[int, PartialPayload] = field(default_factory=dict)
 
 
 class Mailbox:
-    """What has come on the channels that are mailboxes, by channel and source.
+    """The payloads that arrived on the channels that are mailboxes, by channel and source.
 
-    Bounds: of each source and channel `Schema.mailbox` whole payloads and PARTLY others, each no larger than the schema
-    says. Bytes of chunks are copied out of the messages as they come, so that a sender's window never waits for a node
-    that does not look.
+    Memory is bounded: per source and channel, `Schema.mailbox` complete payloads and PARTLY others, each no larger than
+    the schema allows. Chunks are copied out of the messages as they arrive, so that a sender's window never waits for a
+    node that does not read its mailbox.
     """
 
     def __init__(
         self, schemas: Sequence[Schema], plans: Sequence[tuple[TensorPlan, ...]], consumed: Callable[[int, int], None]
     ) -> None:
-        """plans: by channel. consumed: as `InboxPort.consumed`."""
+        """plans: by channel. consumed: see `InboxPort.consumed`."""
         self._limits = [schema.mailbox for schema in schemas]
         self._plans, self._consumed = plans, consumed
         self._entries: dict[tuple[int, int], _Entry] = {}
-        """By channel and source."""
+        """By (channel, source)."""
         self.waits = False
-        """Whether somebody waits for what comes."""
+        """Whether a thread waits for arrivals."""
 
     def keeps(self, channel: int) -> bool:
-        """Whether a channel is a mailbox."""
+        """Returns whether a channel is a mailbox."""
         return bool(self._limits[channel])
 
     def rounds(self, channel: int) -> list[tuple[int, int]]:
-        """Returns (source, round) of the whole payloads of a channel, ascending."""
+        """Returns (source, round) of the complete payloads of a channel, ascending."""
         return sorted((source, round) for (where, source), entry in self._entries.items() if where == channel
                       for round in entry.whole)  # fmt: skip
 
     def take(self, channel: int, round: int | None) -> list[Taken]:
-        """Returns the whole payloads of a channel, ascending. round: those of this round alone; those of rounds before
-        it are dropped."""
+        """Removes and returns the complete payloads of a channel, ascending. round: takes only payloads of this round,
+        and drops those of earlier rounds."""
         found: list[Taken] = []
         for source, each in self.rounds(channel):
             if round is None or each <= round:
@@ -77,10 +76,9 @@ class Mailbox:
                     payload.let_go()
         return found
 
-    # -- what comes
-
+    # -- arrivals
     def put(self, message: Chunk, buffer: memoryview, now: float) -> bool:
-        """Take a chunk that fits the schema. Returns whether its payload is whole with it. Raises PeerFault."""
+        """Takes a chunk that fits the schema. Returns whether it completes its payload. Raises PeerFault."""
         key, source, size = (message.round, message.phase), message.source, buffer.nbytes + MESSAGE_COST
         entry = self._entry(key, source)
         coming = entry.partly.get(message.round)
@@ -100,11 +98,11 @@ class Mailbox:
         return coming.complete
 
     def begin(self, key: ExchangeKey, source: int, coming: PartialPayload) -> bool:
-        """A payload begins to come into memory that it names. Returns whether it is wanted; if not it is let go of."""
+        """Announces a payload that will arrive in its own memory. Returns whether it is wanted; if not, releases it."""
         return self._begins(self._entry(key, source), key, source, coming)
 
     def came(self, key: ExchangeKey, source: int, last: bool, now: float) -> bool:
-        """After `begin`: another chunk of it is there. Returns whether it is whole."""
+        """Announces, after `begin`, that another chunk has arrived. Returns whether the payload is complete."""
         entry = self._entry(key, source)
         coming = entry.partly.get(key[0])
         if not isinstance(coming, MappedPayload) or coming.pieces is None:
@@ -116,8 +114,7 @@ class Mailbox:
         return last
 
     def put_slot(self, key: ExchangeKey, source: int, payload: SlotPayload, now: float) -> bool:
-        """Take a whole payload that lies in a neighbor's slot. Returns whether it is wanted; if not it is let go
-        of."""
+        """Takes a complete payload in a neighbor's slot. Returns whether it is wanted; if not, releases it."""
         entry = self._entry(key, source)
         payload.arrived = now
         if not self._begins(entry, key, source, payload):
@@ -130,7 +127,7 @@ class Mailbox:
         return self._entries.setdefault((key[1], source), _Entry()) if found is None else found
 
     def _begins(self, entry: _Entry, key: ExchangeKey, source: int, coming: PartialPayload) -> bool:
-        """Returns whether a payload is wanted that begins to come; if not it is let go of."""
+        """Returns whether a payload of which the first part arrives is wanted; if not, releases it."""
         round, channel = key
         if round in entry.whole or round in entry.partly or self._is_outdated(entry, channel, round):
             coming.let_go()
@@ -141,7 +138,7 @@ class Mailbox:
         return round in entry.partly
 
     def _is_outdated(self, entry: _Entry, channel: int, round: int) -> bool:
-        """Whether newer payloads fill the mailbox already."""
+        """Returns whether newer payloads fill the mailbox already."""
         return len(entry.whole) >= self._limits[channel] and round < min(entry.whole)
 
     def _keep(self, entry: _Entry, key: ExchangeKey, source: int, payload: PartialPayload) -> None:
@@ -161,7 +158,7 @@ class Mailbox:
             self._consumed(source, waiting)
 
     def clear(self) -> None:
-        """A new generation begins: what came in the one before is let go of."""
+        """Releases everything, because a new generation begins."""
         for entry in self._entries.values():
             for payload in (*entry.whole.values(), *entry.partly.values()):
                 payload.let_go()
@@ -169,26 +166,26 @@ class Mailbox:
 
 
 class MailboxWait:
-    """Until a mailbox has what is asked for, or the deadline (`run_state.PostponableWait`). Never longer than until the
-    generation or the run is over."""
+    """The wait until a mailbox has what was asked for, or until the deadline (`run_state.PostponableWait`). Ends at the
+    latest with the generation or the run."""
 
     def __init__(
         self, mailbox: Mailbox, facts: RunFacts, counters: Counters, *, channel: int, round: int | None, count: int,
         sources: Collection[int], seconds: float, now: float,
     ) -> None:
-        """count: of payloads, of any round or of `round`, that are enough. sources: of each of which there is to be
-        one, unless it departed."""
+        """count: how many payloads are enough, of any round or of `round`. sources: one payload of each is required,
+        unless it departed."""
         self._mailbox, self._facts, self._counters = mailbox, facts, counters
         self._channel, self._round, self._count, self._sources = channel, round, count, frozenset(sources)
         self._began, self.deadline = now, now + seconds
 
     def postpone(self, seconds: float) -> None:
-        """As `run_state.PostponableWait.postpone`."""
+        """See `run_state.PostponableWait.postpone`."""
         self._began += seconds
         self.deadline += seconds
 
     def step(self, now: float) -> bool:
-        """Whether the wait is over. Raises what every wait raises once the run has failed."""
+        """Returns whether the wait is over. Raises the run's failure if the run has failed."""
         facts = self._facts
         facts.raise_if_failed()
         here = [source for source, round in self._mailbox.rounds(self._channel) if self._round in (None, round)]
@@ -208,10 +205,11 @@ class MailboxWait:
 def owned(
     incoming: PartialPayload, placed: Callable[[Tensor], Tensor], copied: Callable[[Tensor], Tensor]
 ) -> Payload | None:
-    """Returns a payload in memory of its own, and lets go of where it lay; None where it changed meanwhile. To be
-    called without a lock: it copies.
+    """Returns a payload copied to memory of its own, and releases the original; None if it changed while it was copied.
+    Called without the lock, because it copies.
 
-    placed: a tensor on the device of the models, which may be the tensor itself; copied: in other memory, too.
+    placed: returns a tensor on the device of the models, possibly the tensor itself. copied: as `placed`, but always in
+    other memory.
     """
     try:
         if isinstance(incoming, SlotPayload):

@@ -1,4 +1,5 @@
-"""What one source's payload of a round is, as far as it has come."""
+"""One source's payload of one round, as far as it has arrived: in chunks, in a communicator's buffers, or in a slot of
+shared memory."""
 
 from __future__ import annotations
 
@@ -17,38 +18,38 @@ from decentnode.wire.bounds import Scalars
 from decentnode.wire.messages import Chunk
 
 SLOTS = 2
-"""Payloads of one phase that a neighbor may hold in memory that others read: one is read while the next is written."""
+"""Payloads of one phase that a node may keep in memory that others read: one is read while the next is written."""
 
 
 class SlotReader(Protocol):
-    """Reads a neighbor's slots: `shared_memory.publish_buffer.BufferReader`. Not blocking."""
+    """Reads a neighbor's slots, as `shared_memory.publish_buffer.BufferReader` does. Does not block."""
 
     @property
     def slots(self) -> list[list[list[Tensor]]]:
-        """By phase and slot: the tensors of the payload."""
+        """The tensors of the payload, by phase and slot."""
 
     @property
     def imported(self) -> bool:
-        """Whether the slots lie in a device's memory, whose queue has to be told of reads."""
+        """Whether the slots lie in the memory of a device, whose queue has to be told before and after reads."""
 
     def enter(self, phase: int, slot: int) -> None:
-        """What is queued from now on sees what was written."""
+        """Makes work queued from now on see what was written."""
 
     def intact(self, phase: int, slot: int, use: int) -> bool:
-        """Whether the slot still holds the payload of this use."""
+        """Returns whether the slot still holds the payload with this use number."""
 
     def release(self, phase: int, slot: int, use: int) -> None:
-        """The owner may write the slot again."""
+        """Allows the owner to write the slot again."""
 
 
 def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """tensor[start:stop], without the price of a slice where that is all of it."""
+    """Returns tensor[start:stop], without the cost of slicing if that is the whole tensor."""
     return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
 
 def not_finite(received: Mapping[int, Payload]) -> list[int]:
-    """Returns the sources whose payloads have NaN or infinity: the sum of a tensor is finite unless an element is not
-    (or all are huge, which is no better). The host waits for a GPU, once for all payloads."""
+    """Returns the sources whose payloads contain NaN or infinity. The test is the sum of a tensor, which is finite
+    unless an element is not (or all are huge, which is no better). The host waits for a GPU once for all payloads."""
     found = {uid for uid, each in received.items() if not all(map(math.isfinite, each.scalars.values()))}
     sums = [(uid, tensor.sum(dtype=torch.float64)) for uid, each in received.items()
             for tensor in each.tensors.values() if tensor.is_floating_point()]  # fmt: skip
@@ -59,52 +60,53 @@ def not_finite(received: Mapping[int, Payload]) -> list[int]:
 
 
 class PartialPayload(abc.ABC):
-    """One source's payload of one round as far as it has come."""
+    """One source's payload of one round, as far as it has arrived."""
 
     __slots__ = ("_plans", "arrived", "scalars")
 
     def __init__(self, plans: tuple[TensorPlan, ...], scalars: Scalars) -> None:
         self._plans, self.scalars = plans, scalars
         self.arrived = 0.0
-        """When the last bytes came (monotonic)."""
+        """When the last bytes arrived (monotonic)."""
 
     @abc.abstractmethod
     def has(self, tensor: int, chunk: int) -> bool:
-        """Whether this chunk came, be it used up by now."""
+        """Returns whether this chunk has arrived, even if it was released since."""
 
     @property
     @abc.abstractmethod
     def complete(self) -> bool:
-        """Whether everything came."""
+        """Whether everything has arrived."""
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether all of it is there and lies together."""
+        """Whether everything has arrived and is contiguous in memory."""
         return False
 
     @abc.abstractmethod
     def part(self, chunk: int, start: int, stop: int) -> Tensor:
-        """One chunk of the first tensor, its elements [start, stop), without a copy."""
+        """Returns one chunk of the first tensor, its elements [start, stop), without a copy."""
 
     @abc.abstractmethod
     def payload(self) -> Payload:
-        """The whole, once it is complete and assembled."""
+        """Returns the whole payload. Called once it is complete and assembled."""
 
     def assemble(self) -> int:
-        """Copy what has come into tensors of its own where it must be; the bytes that this frees."""
+        """Copies the chunks that have arrived into tensors, if the payload arrives in chunks. Returns the bytes that
+        this frees."""
         return 0
 
     def take(self, chunk: int) -> int:  # noqa: ARG002
-        """A chunk of the first tensor is used up; the bytes that this frees."""
+        """Releases a chunk of the first tensor that was used. Returns the bytes that this frees."""
         return 0
 
     def waiting_bytes(self) -> int:
-        """What its chunks that are not used up count for in the sender's window."""
+        """Returns how many bytes of the sender's window the chunks that are not yet used take."""
         return 0
 
     @abc.abstractmethod
     def let_go(self) -> None:
-        """Nobody reads it any more."""
+        """Releases the payload: nobody reads it any more."""
 
     def _named(self, tensors: list[Tensor]) -> Payload:
         named = {plan.name: tensor for plan, tensor in zip(self._plans, tensors, strict=True)}
@@ -112,7 +114,7 @@ class PartialPayload(abc.ABC):
 
 
 class ChunkedPayload(PartialPayload):
-    """One that comes as chunks of bytes."""
+    """A payload that arrives as chunks of bytes."""
 
     __slots__ = ("assembled", "buffers", "copied", "totals")
 
@@ -121,12 +123,12 @@ class ChunkedPayload(PartialPayload):
         self.buffers: list[dict[int, memoryview]] = [{} for _ in plans]
         self.copied: list[set[int]] = [set() for _ in plans]
         self.totals = [plan.expected for plan in plans]
-        """Elements of each tensor as far as they are known."""
+        """Elements of each tensor; None while unknown."""
         self.assembled: list[Tensor] | None = None
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
-        """Take one chunk, whose buffer is kept. Raises PeerFault for one that is here already, or that contradicts
-        another."""
+        """Takes one chunk and keeps its buffer. Raises PeerFault for a duplicate, or for a chunk that contradicts an
+        earlier one."""
         if self.has(message.tensor, message.chunk):
             raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
         known = self.totals[message.tensor]
@@ -189,7 +191,7 @@ class ChunkedPayload(PartialPayload):
 
 
 class MappedPayload(PartialPayload):
-    """One that lies in a communicator's buffers, or in memory that is shared."""
+    """A payload in a communicator's buffers or in shared memory."""
 
     __slots__ = ("_let_go", "pieces", "tensors")
 
@@ -200,7 +202,7 @@ class MappedPayload(PartialPayload):
         """let_go: called once nobody reads `tensors` any more."""
         self._plans, self.tensors, self.scalars, self._let_go = plans, tensors, scalars, let_go
         self.pieces = pieces
-        """How many chunks are there, in the order of the plans; None: all."""
+        """How many chunks have arrived, in the order of the plans; None: all."""
         self.arrived = 0.0
 
     def has(self, tensor: int, chunk: int) -> bool:  # noqa: ARG002
@@ -225,27 +227,29 @@ class MappedPayload(PartialPayload):
 
 
 class SlotPayload(MappedPayload):
-    """One that lies in a slot of a neighbor's publish buffer, which its owner may write again once it is let go of."""
+    """A payload in a slot of a neighbor's publish buffer. Its owner may write the slot again once the payload is
+    released."""
 
     __slots__ = ("_entered", "phase", "reader", "slot", "use")
 
     def __init__(self, reader: SlotReader, phase: int, slot: int, use: int, scalars: Scalars) -> None:
-        """As a doorbell says; what it says of the tensors' lengths is checked before `lay_out`."""
+        """Takes the fields of a doorbell. The tensors' lengths are checked before `lay_out`."""
         self.reader, self.phase, self.slot, self.use, self.scalars = reader, phase, slot, use, scalars
         self.pieces, self.arrived, self._entered = None, 0.0, False
 
     def lay_out(self, plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> None:
-        """To be called once, before anything is read. tensors: those of the slot, as long as the doorbell says."""
+        """Sets the tensors of the slot, cut to the lengths that the doorbell announced. Called once, before anything is
+        read."""
         self._plans, self.tensors = plans, tensors
 
     def enter(self) -> None:
-        """Training thread, before it reads the payload."""
+        """Prepares to read the payload. Training thread."""
         if self.reader.imported and not self._entered:
             self._entered = True
             self.reader.enter(self.phase, self.slot)
 
     def intact(self) -> bool:
-        """Whether what was read from it so far is the payload that the doorbell told of."""
+        """Returns whether everything read so far belongs to the payload that the doorbell announced."""
         return self.reader.intact(self.phase, self.slot, self.use)
 
     def let_go(self) -> None:

@@ -1,4 +1,4 @@
-"""What payloads may look like by the schemas of the run: chunks and doorbells that say otherwise are refused."""
+"""Checks the shapes of arriving chunks and slots against the schemas of the run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from decentnode.wire.messages import Chunk
 
 
 class PayloadShapes:
-    """Those of one run, by phase."""
+    """The shapes of the payloads of one run, by phase."""
 
     def __init__(self, schemas: tuple[Schema, ...], chunk_bytes: int) -> None:
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
         self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
-        """The sizes that every payload has, as doorbells have them; None where they may differ."""
+        """The sizes that every payload has, packed as in doorbells; None if payloads may differ."""
         self._usual_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
 
     def check(self, message: Chunk, buffer: memoryview) -> None:
-        """Raises PeerFault where a chunk does not fit."""
+        """Raises PeerFault if a chunk does not fit the schema."""
         if message.phase >= len(self.plans) or message.tensor >= len(self.plans[message.phase]):
             raise PeerFault("wrong_shape", f"tensor {message.tensor} of phase {message.phase}")
         plan = self.plans[message.phase][message.tensor]
@@ -32,8 +32,8 @@ class PayloadShapes:
             raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
 
     def lay_out(self, payload: SlotPayload, totals: bytes) -> int:
-        """Give a payload its tensors, as long as a doorbell says. Returns its bytes. totals: elements of each tensor, 8
-        bytes each. Raises PeerFault when they cannot be so long."""
+        """Sets a payload's tensors, cut to the lengths that a doorbell announced. Returns its bytes. totals: elements
+        of each tensor, 8 bytes each. Raises PeerFault if the schema does not allow these lengths."""
         phase = payload.phase
         if phase >= len(self.plans):
             raise PeerFault("wrong_shape", f"phase {phase}")
@@ -53,6 +53,6 @@ class PayloadShapes:
 
 
 def _packed(totals: list[int | None]) -> bytes | None:
-    """8 bytes each; None where one is not known."""
+    """Returns the totals in 8 bytes each; None if one is unknown."""
     known = [total.to_bytes(8, "little") for total in totals if total is not None]
     return b"".join(known) if len(known) == len(totals) else None

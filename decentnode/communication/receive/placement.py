@@ -1,4 +1,4 @@
-"""Where arrived payloads come to lie: on the device of the models, in memory of their own where that matters."""
+"""Moves arrived payloads to the device of the models, or copies them to memory of their own."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor
 
 
 class DevicePlacement:
-    """That of one node's payloads. Any thread; no lock is needed."""
+    """The device placement of one node's payloads. Any thread; needs no lock."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        """device: of the models; the CPU when None."""
+        """device: the device of the models; the CPU when None."""
         self.device = device or torch.device("cpu")
         self.on_cpu = self.device.type == "cpu"
         self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
-        """How a tensor in the host's memory comes to `device`; it may change afterwards."""
+        """Copies a tensor in host memory to `device`; the tensor may change as soon as this returns."""
 
     def placed(self, tensor: Tensor) -> Tensor:
-        """On the device of the models; the copy of one that lies elsewhere is complete."""
+        """Returns the tensor on the device of the models. If it is a copy, the copy is complete."""
         return tensor if self.near(tensor) else self.lift(tensor)
 
     def near(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies on the device of the models."""
+        """Returns whether a tensor lies on the device of the models."""
         return tensor.is_cpu if self.on_cpu else tensor.device == self.device
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """As `placed`, in other memory."""
+        """Returns the tensor on the device of the models, always in other memory."""
         placed = self.placed(tensor)
         return tensor.clone() if placed is tensor else placed

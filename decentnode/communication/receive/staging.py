@@ -1,9 +1,10 @@
-"""Host memory between a GPU and what reads and writes bytes: pinned, taken once, copied on streams beside the work.
+"""Pinned host memory for copies between a GPU and the code that sends and receives bytes. It is allocated once, and
+copies run on streams of their own, beside the computation.
 
-Outwards a payload is fetched piece by piece into a slot; piece k leaves while k + 1 is still being copied. A slot is
-free again when nobody holds a lease on it any more: a message keeps its own until its peer has acknowledged it, as it
-may have to be sent again. Inwards a piece is put into the next of a few slots, and lifted from there while the
-next one is put (docs/explanation/transports.rst).
+Outgoing: a payload is copied chunk by chunk into a slot; chunk k leaves while chunk k + 1 is still being copied. A slot
+is free again when no lease on it is held: a message holds one until its peer has acknowledged it, as it may have to be
+sent again. Incoming: a piece is copied into the next of a few slots, and from there to the GPU while the next slot is
+filled (docs/explanation/transports.rst).
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from decentnode.payload import TensorSpec
 from decentnode.tensors import as_bytes
 
 OUT_SLOTS, IN_SLOTS = 2, 4
-"""Payloads under way at a time; pieces of IN_BYTES on their way in."""
+"""Outgoing payloads in flight at a time; incoming pieces of IN_BYTES in flight."""
 IN_BYTES = 4 << 20
 
 
 class Mark(abc.ABC):
-    """A copy that was queued."""
+    """The completion event of a queued copy."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Blocking until it is over."""
+        """Blocks until the copy is complete."""
 
 
 class Copies(abc.ABC):
@@ -38,23 +39,25 @@ class Copies(abc.ABC):
 
     @abc.abstractmethod
     def host(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that copies run at full speed to and from; may wait for the device."""
+        """Allocates host memory that copies run at full speed to and from. May wait for the device."""
 
     @abc.abstractmethod
     def fetch(self, out: Tensor, source: Tensor) -> Mark:
-        """Device to host, after what the current queue has done so far to `source`; not blocking."""
+        """Queues a copy from the device to the host, after what the current queue has done to `source` so far. Does not
+        block."""
 
     @abc.abstractmethod
     def blank(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """A tensor on the device to lift into."""
+        """Allocates a tensor on the device to `lift` into."""
 
     @abc.abstractmethod
     def lift(self, out: Tensor, source: Tensor) -> Mark:
-        """Host to device, into (a part of) a blank; the current queue goes on behind it. Not blocking."""
+        """Queues a copy from the host to the device, into a tensor of `blank` or a part of it; later work of the
+        current queue waits for it. Does not block."""
 
 
 class CudaCopies(Copies):
-    """Written from torch's documentation; it has run on no GPU yet."""
+    """Copies between a CUDA device and the host. Written from torch's documentation; it has run on no GPU yet."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +75,7 @@ class CudaCopies(Copies):
 
     def blank(self, elements: int, dtype: torch.dtype) -> Tensor:
         current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._in):  # memory that earlier work of the current stream may still read is not given
+        with torch.cuda.stream(self._in):  # so that the memory is not still read by earlier work of the current stream
             out = torch.empty(elements, dtype=dtype, device=self._device)
         out.record_stream(current)
         return out
@@ -100,17 +103,18 @@ class Lease:
 
 
 class Leases:
-    """Those on places that the model lives in: the bytes there must not change while one is held."""
+    """Leases on memory in which the model lives: its bytes must not change while a lease is held."""
 
     def __init__(self) -> None:
         self.hurry: Callable[[], None] = lambda: None
-        """Asks all peers now what they have of what was sent."""
+        """Asks all peers to acknowledge now what they have received."""
         self.owing: list[Callable[[], Iterable[int]]] = []
-        """Of each means by which messages leave: which peers have not said yet that they got all that was sent."""
+        """One function per channel by which messages leave; each returns the peers that have not yet acknowledged
+        everything sent."""
         self._held: dict[int, weakref.ref[Lease]] = {}
 
     def take(self, place: Tensor) -> Lease:
-        """One for all messages that are sent from a place at a time."""
+        """Returns the lease on this memory; all messages that are sent from it at a time share one."""
         address = place.data_ptr()
         found = self._held.get(address)
         lease = found() if found is not None else None
@@ -120,24 +124,24 @@ class Leases:
         return lease
 
     def holders(self) -> set[int]:
-        """The peers because of which leases are held."""
+        """Returns the peers because of which leases are held."""
         return {uid for owing in self.owing for uid in owing()}
 
     def held(self, address: int) -> bool:
-        """Whether a message is still sent from the place at this address."""
+        """Returns whether a message is still sent from the memory at this address."""
         found = self._held.get(address)
         return found is not None and found() is not None
 
 
 class Fetched:
-    """A tensor on its path to the host."""
+    """A tensor that is being copied to the host."""
 
     def __init__(self, plan: TensorPlan, host: Tensor, marks: Sequence[Mark], lease: object) -> None:
         self.lease = lease
         self._plan, self._host, self._marks = plan, host, marks
 
     def piece(self, chunk: int) -> memoryview:
-        """Blocking until this chunk is there: its bytes, unchanged as long as the lease is held."""
+        """Blocks until this chunk has been copied. Returns its bytes, which stay unchanged while the lease is held."""
         self._marks[chunk].wait()
         return as_bytes(self._host[slice(*self._plan.bounds(chunk, self._host.numel()))])
 
@@ -149,7 +153,7 @@ class _Slot:
 
 
 class Staging:
-    """One node's slots: from the beginning for what arrives, from `take` on for what leaves."""
+    """One node's slots: those for arriving pieces are allocated at once, those for outgoing payloads by `take`."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
@@ -159,16 +163,17 @@ class Staging:
         self._next = 0
 
     def take(self, specs: Sequence[TensorSpec]) -> None:
-        """Takes OUT_SLOTS for each size and dtype of what may leave, where it has none for these yet. specs: of all of
-        it. May wait for the device."""
+        """Allocates OUT_SLOTS slots for each size and dtype of outgoing tensors that has none yet. specs: of all
+        outgoing tensors. May wait for the device."""
         for kind in dict.fromkeys((spec.max_elements, spec.dtype) for spec in specs if spec.max_elements):
             if kind not in self._out:
                 self._out[kind] = [_Slot(self._copies.host(*kind)) for _ in range(OUT_SLOTS)]
 
     def fetch(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
-        """Queue the copies of all chunks of a tensor of `plan`; None while every slot is leased. Not blocking.
+        """Queues the copies of all chunks of a tensor of `plan`. Returns None while every slot is leased. Does not
+        block.
 
-        The tensor may change when its last piece was asked for.
+        The tensor may change once its last piece was requested.
         """
         slots = self._out.get((plan.spec.max_elements, plan.spec.dtype), [])
         slot = next((slot for slot in slots if slot.lease() is None), None)
@@ -181,8 +186,8 @@ class Staging:
         return Fetched(plan, host, [self._copies.fetch(host[part], tensor[part]) for part in parts], lease)
 
     def lift(self, tensor: Tensor) -> Tensor:
-        """A copy on the device of a host tensor, which may change as soon as this returns. Blocks only while all slots
-        are on their way."""
+        """Returns a copy of a host tensor on the device; the tensor may change as soon as this returns. Blocks only
+        while all slots are in use."""
         per_slot = IN_BYTES // tensor.element_size()
         out = self._copies.blank(tensor.numel(), tensor.dtype)
         for start in range(0, tensor.numel(), per_slot):
@@ -197,5 +202,5 @@ class Staging:
 
 
 def staging_of(device: torch.device) -> Staging | None:
-    """Returns slots for a GPU; None for another device."""
+    """Returns the staging memory for a GPU; None for another device."""
     return Staging(CudaCopies(device)) if device.type == "cuda" else None
