@@ -1,7 +1,7 @@
-"""The only place that reads time and sleeps; everything else asks here, so that whole nodes can run on virtual time.
+"""The only module that reads the time and sleeps. All others call it, so that whole nodes can run on virtual time.
 
-Call the functions through the module (`clock.now()`), never by a name bound at import: `use` puts another clock in
-their place. Waits that an operating system ends (sockets, conditions, processes) take a timeout in seconds instead.
+Call the functions through the module (`clock.now()`), never by a name bound at import, because `use` replaces the
+clock. Waits that the operating system ends (sockets, conditions, processes) take a timeout in seconds instead.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import TypeVar
 
 
 class Clock(abc.ABC):
-    """Where the seconds come from."""
+    """A source of time."""
 
     @abc.abstractmethod
     def now(self) -> float:
-        """Returns seconds since an arbitrary moment; never goes back. Deadlines and durations are made of it."""
+        """Returns seconds since an arbitrary moment. Never goes back. Used for deadlines and durations."""
 
     @abc.abstractmethod
     def wall(self) -> float:
-        """Returns seconds since 1970 (UTC), for records and for comparison with files' times. It may jump."""
+        """Returns seconds since 1970 (UTC), for records and for comparison with file times. It may jump."""
 
     @abc.abstractmethod
     def sleep(self, seconds: float) -> None:
-        """Blocking for `seconds` >= 0."""
+        """Blocks for `seconds` >= 0."""
 
 
 class RealClock(Clock):
@@ -43,7 +43,7 @@ class RealClock(Clock):
 
 
 class VirtualClock(Clock):
-    """A clock that moves when it is told to. Not for several threads."""
+    """A clock that advances only by `sleep` and `advance_to`. Not thread-safe."""
 
     def __init__(self, wall: float = 0.0) -> None:
         """wall: seconds since 1970 at the start."""
@@ -56,11 +56,11 @@ class VirtualClock(Clock):
         return self._began + self._now
 
     def sleep(self, seconds: float) -> None:
-        """Returns at once, `seconds` later."""
+        """Advances the clock by `seconds` and returns immediately."""
         self.advance_to(self._now + seconds)
 
     def advance_to(self, now: float) -> None:
-        """Raises ValueError where that is in the past."""
+        """Sets the clock to `now`. Raises ValueError if that is in the past."""
         if now < self._now:
             raise ValueError(f"time must not go back from {self._now} to {now}")
         self._now = now
@@ -69,12 +69,13 @@ class VirtualClock(Clock):
 C = TypeVar("C", bound=Clock)
 _clock: Clock = RealClock()
 now: Callable[[], float] = time.monotonic
-"""Returns seconds since an arbitrary moment; never goes back. It is the clock's own function, without a call in
-between, as every message and wait asks it."""
+"""Returns seconds since an arbitrary moment. Never goes back. This is the clock's own function, without a wrapper,
+because every message and every wait calls it."""
 
 
 jumps: list[Callable[[], float]] = []
-"""What add to the time of day: by how many seconds a fault made it jump (node/faults.py)."""
+"""Functions whose results are added to the time of day: the seconds by which an injected fault has made it jump
+(node/faults.py)."""
 
 
 def wall() -> float:
@@ -83,23 +84,23 @@ def wall() -> float:
 
 
 def sleep(seconds: float) -> None:
-    """Blocking for `seconds`."""
+    """Blocks for `seconds`."""
     _clock.sleep(seconds)
 
 
 def cpu() -> float:
-    """Returns the seconds of CPU that this process has used: a cost, which no virtual clock changes."""
+    """Returns the CPU seconds that this process has used: a real cost, also on a virtual clock."""
     return time.process_time()
 
 
 def thread_cpu() -> float:
-    """Returns the seconds of CPU that the calling thread has used."""
+    """Returns the CPU seconds that the calling thread has used."""
     return time.thread_time()
 
 
 @contextlib.contextmanager
 def use(clock: C) -> Iterator[C]:
-    """Within it, this clock is the process's."""
+    """Returns a context manager that makes `clock` the clock of the process."""
     global _clock, now
     before = _clock, now
     _clock, now = clock, clock.now

@@ -1,7 +1,7 @@
-"""The only place that draws randomness which no seed of an experiment decides: ids, credentials, names of files.
+"""The only module that draws randomness that no seed of an experiment determines: ids, credentials, file names.
 
-Everything else asks here, so that a simulation in one process draws the same again. What an experiment's seed decides
-(models, data, samplers, schedules) comes from rng.py.
+All other modules draw here, so that a simulation in one process can repeat the draws. What an experiment's seed
+determines (models, data, samplers, schedules) comes from rng.py.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ import threading
 from collections.abc import Callable, Iterator
 
 Source = Callable[[int], bytes]
-"""source(count) returns so many bytes."""
+"""source(count) returns `count` random bytes."""
 
 
 class _Own(threading.local):
     source: Source = os.urandom
-    """Of the thread that asks."""
+    """The calling thread's source."""
 
 
 _own = _Own()
 
 
 def draw(count: int) -> bytes:
-    """Returns `count` bytes that nobody can guess, and that nobody drew before. Any thread, any process."""
+    """Returns `count` bytes that nobody can guess and that were never drawn before. Any thread, any process."""
     return _own.source(count)
 
 
 def word(count: int) -> str:
-    """Returns `count` bytes of `draw` as hexadecimal digits, two each."""
+    """Returns `count` bytes of `draw` as hexadecimal digits, two per byte."""
     return _own.source(count).hex()
 
 
 def seeded(seed: int | str) -> Source:
-    """Returns a source that gives the same bytes again for the same seed: for a simulation in one process. They
-    can be guessed, and forked processes would all draw the same."""
+    """Returns a source that repeats the same bytes for the same seed, for a simulation in one process. The bytes can be
+    guessed, and forked processes would all draw the same."""
     return random.Random(f"{seed} entropy").randbytes
 
 
 @contextlib.contextmanager
 def use(source: Source) -> Iterator[None]:
-    """Within it, all that the calling thread draws is from this source. Other threads draw at times that no seed
-    decides: one that writes files beside a simulation would take what the simulation draws next."""
+    """Returns a context manager in which the calling thread draws from `source`. Other threads do not, because they
+    draw at times that no seed determines: a thread that writes files beside a simulation would take bytes that the
+    simulation draws next."""
     before, _own.source = _own.source, source
     try:
         yield

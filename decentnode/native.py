@@ -1,6 +1,6 @@
-"""C loops over memory for which torch has no operation: compiled at first use, and kept for later processes.
+"""Loops in C for operations that torch does not have. They are compiled at first use and cached for later processes.
 
-They are never required: every caller has torch operations for machines without a compiler.
+They are always optional: every caller has torch operations for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COMPILE_SECONDS = 60
 
 @functools.cache
 def compiled(source: Path) -> ctypes.CDLL | None:
-    """Returns the functions of a C file; None where there is no compiler or it fails, which is logged once. The first
-    call blocks for up to COMPILE_SECONDS.
+    """Returns the functions of a C file; None if there is no compiler or it fails, which is logged once. The first call
+    blocks for up to COMPILE_SECONDS.
 
-    The compiled file is kept in $XDG_CACHE_HOME/decentnode (else ~/.cache/decentnode) for this source, compiler and
-    kind of processor. It is loaded from there only if nobody but the user can have written it.
+    The compiled file is cached in $XDG_CACHE_HOME/decentnode (else ~/.cache/decentnode), per source, compiler and type
+    of processor. It is loaded from there only if no other user can have written it.
     """
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))), None)
     if compiler is None:
@@ -60,7 +60,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """Returns a hash of all that the machine code depends on: source, flags, compiler, processor."""
+    """Returns a hash of everything that the machine code depends on: source, flags, compiler, processor."""
     tool = Path(compiler).resolve()
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -78,7 +78,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
         subprocess.run([compiler, *FLAGS, str(source), "-o", name, "-lm"], check=True, capture_output=True,
                        timeout=COMPILE_SECONDS)  # fmt: skip
         Path(name).chmod(0o700)
-        Path(name).replace(target)  # several processes may do this at once: each file is whole
+        Path(name).replace(target)  # atomic, as several processes may do this at once
     finally:
         Path(name).unlink(missing_ok=True)
 
@@ -94,7 +94,7 @@ _own = threading.local()
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """In this block, loops that the calling thread begins run in that thread alone."""
+    """Returns a context manager in which loops started by the calling thread use that thread alone."""
     _own.alone = True
     try:
         yield
@@ -104,7 +104,8 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """In this block operations of torch are shared among at most so many threads, whichever thread begins them."""
+    """Returns a context manager in which torch's operations use at most `count` threads, whichever thread starts
+    them."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -114,12 +115,13 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def threads() -> int:
-    """Returns how many threads may share a loop that the calling thread begins."""
+    """Returns how many threads may share a loop that the calling thread starts."""
     return 1 if getattr(_own, "alone", False) else torch.get_num_threads()
 
 
 def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: int) -> None:
-    """Call `call(*arguments)` for each of `calls`, in `threads` threads. Blocking. Raises what a call raises."""
+    """Calls `call(*arguments)` for each of `calls`, in `threads` threads. Blocks until all are done. Raises what a call
+    raises."""
     if threads < 2:
         for arguments in calls:
             call(*arguments)
@@ -133,5 +135,5 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    # A child has none of the parent's threads, but a pool that counts them as idle: its work would wait for ever.
+    # A child has none of the parent's threads, but its copy of the pool counts them as idle: work would wait forever.
     os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -1,4 +1,5 @@
-"""Payloads: the named tensors and scalars that a node sends to a neighbor, and what receivers may expect of them."""
+"""Payloads: the named tensors and scalars that a node sends to a neighbor, and the specifications that receivers
+check."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 SCALAR_BYTES = 8
-"""The bytes that a scalar of a payload counts as."""
+"""Bytes that each scalar of a payload counts as."""
 
 
 class PayloadBytes(NamedTuple):
@@ -43,7 +44,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The dtype and size of one tensor of a payload. Receivers allocate and check by it."""
+    """The dtype and size of one tensor of a payload. Receivers allocate and validate by it."""
 
     dtype: dtype
     max_elements: int
@@ -53,18 +54,18 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """The type and range of one scalar of a payload. Receivers check by it."""
+    """The type and range of one scalar of a payload. Receivers validate by it."""
 
     kind: type[int] | type[float]
     low: float = -math.inf
     high: float = math.inf
     optional: bool = False
-    """Whether a payload may be without it."""
+    """Whether a payload may omit it."""
     finite: bool = True
     """Whether NaN and infinity are refused."""
 
     def accepts(self, value: int | float | None) -> bool:
-        """Returns whether a received value is valid. value: None where the payload lacks it."""
+        """Returns whether a received value is valid. value: None if the payload lacks it."""
         if value is None:
             return self.optional
         if isinstance(value, bool) or not isinstance(value, int if self.kind is int else (int, float)):

@@ -7,9 +7,9 @@ import zlib
 import numpy as np
 
 PHILOX_WORDS = 4
-"""Words that one count of the generator gives."""
+"""Words that the generator gives per counter value."""
 GLOBAL = -1
-"""The uid of draws that every node must make alike (initial model, partition, graph)."""
+"""The uid of draws that must be the same on every node (initial model, partition, graph)."""
 
 
 def _entropy(seed: int, uid: int, purpose: str, round: int) -> list[int]:
@@ -19,19 +19,20 @@ def _entropy(seed: int, uid: int, purpose: str, round: int) -> list[int]:
 
 
 def stream(seed: int, uid: int, purpose: str, round: int = -1) -> np.random.Generator:
-    """A NumPy generator; equal arguments give equal draws on every machine."""
+    """Returns a NumPy generator; equal arguments give equal draws on every machine."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(_entropy(seed, uid, purpose, round))))
 
 
 def torch_seed(seed: int, uid: int, purpose: str, round: int = -1) -> int:
-    """A 63-bit seed for a torch generator, drawn from the same streams."""
+    """Returns a 63-bit seed for a torch generator, drawn from the same streams."""
     words = np.random.SeedSequence(_entropy(seed, uid, purpose, round)).generate_state(2, np.uint32)
     return (int(words[0]) << 32 | int(words[1])) & (2**63 - 1)
 
 
 def words(seed: int, purpose: str, round: int, uids: range, count: int) -> np.ndarray:
-    """Returns [uids, count] uint64: `count` random words of each of some consecutive nodes. A node's words are the same
-    whoever else is asked for, and cost nothing of the others (a counter-based generator, Salmon et al. 2011)."""
+    """Returns [uids, count] uint64: `count` random words for each of some consecutive nodes. A node's words do not
+    depend on which other nodes are requested, and are found without computing those of other nodes (a counter-based
+    generator, Salmon et al. 2011)."""
     blocks = -(-count // PHILOX_WORDS)
     key = np.random.SeedSequence(_entropy(seed, GLOBAL, purpose, round)).generate_state(2, np.uint64)
     drawn = np.random.Philox(key=key, counter=uids.start * blocks).random_raw(len(uids) * blocks * PHILOX_WORDS)

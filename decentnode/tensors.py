@@ -1,4 +1,4 @@
-"""A module's parameters as views of flat storage, and the blocks in which flat tensors are processed."""
+"""Flat storage for a module's parameters and buffers, and the blocks in which flat tensors are processed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 BLOCK_ELEMENTS = 1 << 18
-"""Elements of one block: 1 MiB of float32, so that a block stays in a core's cache while neighbors are added.
+"""Elements of one block: 1 MiB of float32, so that a block stays in a core's cache while neighbors' payloads are added.
 
-Every transport mixes at multiples of this, which makes the bits of a mix independent of the transport.
+Every transport mixes at multiples of this, so that the bits of the result do not depend on the transport.
 """
 GPU_BLOCK_ELEMENTS = 1 << 25
-"""The same on a GPU, where a block bounds scratch memory (128 MiB of float32), and costs the host a launch of every
-kernel: tens of microseconds, in which a GPU mixes a million elements. Bits do not depend on it but for random draws.
-"""
+"""Elements of one block on a GPU, where it bounds scratch memory (128 MiB of float32). Each block costs the host one
+launch of every kernel: tens of microseconds, in which a GPU mixes a million elements. The bits of the result do not
+depend on it, except for random draws."""
 
 _DEVICE_FAULTS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 _NO_MEMORY = ("DefaultCPUAllocator", "Cannot allocate memory")
-"""What is in the text of torch's plain RuntimeError, and of the system's reason in one, where the host has no memory.
-"""
+"""Texts in torch's plain RuntimeError that mean that the host has no memory: torch's own, and the system's reason
+within it."""
 
 _KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
 def own_fault(error: BaseException) -> bool:
-    """Whether an error is of this process's device, or of its host's memory: nobody with whom it exchanges is the
-    cause, also where it was about to send to others."""
+    """Returns whether an error is caused by this process's device or by its host's memory. No peer is the cause then,
+    even if the error was raised while sending to peers."""
     if isinstance(error, (*_DEVICE_FAULTS, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_MEMORY)
@@ -52,23 +52,23 @@ def blocks(start: int, stop: int, device: torch.device) -> Iterator[tuple[int, i
 def as_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a contiguous CPU tensor, without a copy."""
     plain = tensor.detach() if tensor.requires_grad else tensor
-    # numpy() of a flat tensor is the short way: two views of torch cost more than the rest, once per chunk of a round.
+    # numpy() of a flat tensor is faster: two torch views cost more than all the rest, once per chunk of a round
     if plain.dim() == 1 and plain.dtype in _KNOWN_TO_NUMPY and plain.numel():
         return memoryview(plain.numpy()).cast("B")  # type: ignore[arg-type]
     return memoryview(plain.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns the tensor on `device`. A copy to a GPU leaves from pinned memory in the queue of the current stream: the
-    host does not wait for it, and the tensor may change as soon as this returns. Tensors that are pinned must not."""
+    """Returns the tensor on `device`. A copy to a GPU is made from pinned memory in the queue of the current stream:
+    the host does not wait for it, and the tensor may change as soon as this returns, unless it is pinned itself."""
     if device.type != "cuda" or not tensor.is_cpu:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def surely(flags: Tensor) -> bool:
-    """Whether all flags are set, as far as the host knows without waiting for a GPU: never on one. For leaving out work
-    that changes nothing where they are."""
+    """Returns whether all flags are known to be set without waiting for a GPU; always False for a tensor on one. Used
+    to skip work that has no effect if all are set."""
     return flags.device.type == "cpu" and bool(flags.all())
 
 
@@ -83,7 +83,7 @@ def _fills(tensor: Tensor) -> bool:
 
 
 def distinct(tensor: Tensor) -> Tensor:
-    """A view of the tensor without the repetitions that `expand` makes: what is written to it shows in all of them."""
+    """Returns a view of the tensor without the repetitions that `expand` makes. Writing to it changes all of them."""
     for dimension, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -91,18 +91,20 @@ def distinct(tensor: Tensor) -> Tensor:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """The tensor in the most exact dtype of its kind."""
+    """Returns the tensor in the most precise dtype of its kind."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
-    """The sum of |x|^2 over the elements, float64 []. tensor: dense, or sparse with its indices coalesced or not."""
+    """Returns the sum of |x|^2 over the elements, float64 []. tensor: dense, or sparse with coalesced indices or
+    not."""
     tensor = tensor if tensor.layout is torch.strided else tensor.coalesce().values()
     return exact(tensor).abs().square().sum()
 
 
 def problem_of(module: nn.Module) -> str:
-    """Why the parameters of a module cannot be one flat tensor and its float buffers another; empty where they can."""
+    """Returns why the parameters of a module cannot be stored as one flat tensor and its float buffers as another;
+    empty if they can."""
     for what, named in (("parameters", module.named_parameters()), ("buffers", module.named_buffers())):
         for name, value in named:
             if is_lazy(value):
@@ -138,24 +140,25 @@ def training_bytes(module: nn.Module) -> int:
 
 
 class FlatModel:
-    """The trainable parameters of a module as views of one flat tensor; float buffers as views of another.
+    """The trainable parameters of a module as views of one flat tensor, and its float buffers as views of another.
 
-    `parameters` is [P], `buffers` is [B]; writing to them writes the module. Parameters with
-    `requires_grad=False`, and buffers of integers or complex numbers, stay as they are. Memory formats (channels_last)
-    are kept, tied parameters stand once. All trainable parameters must share one floating dtype and device.
+    `parameters` is [P], `buffers` is [B]; writing to them writes the module. Parameters with `requires_grad=False`, and
+    buffers of integers or complex numbers, are not moved. Memory formats (channels_last) are kept; tied parameters are
+    stored once. All trainable parameters must share one floating dtype and device.
     """
 
     def __init__(
         self, module: nn.Module, storage: Tensor | None = None, order: Sequence[int] | None = None
     ) -> None:
-        """order: of the trainable parameters in `parameters`, a permutation of their places in `module.parameters()`;
-        that order itself when None. It decides which of them lie together (fragments), and nothing about the module.
+        """order: the order of the trainable parameters in `parameters`, as a permutation of their positions in
+        `module.parameters()`; None keeps that order. It decides which parameters are adjacent (fragments), and nothing
+        about the module.
 
-        storage: [P] that holds the parameters from now on (a row of a stack, shared memory); made here when None.
+        storage: [P] that holds the parameters from now on (a row of a stack, shared memory); allocated here when None.
         The module's values are copied into it.
 
-        The last bits of a matrix product depend on the alignment of its operands: for the same bits as with storage
-        made here, storage from outside must start at a multiple of 64 bytes.
+        The last bits of a matrix product depend on the alignment of its operands. For the same bits as with storage
+        allocated here, storage from outside must start at a multiple of 64 bytes.
 
         Raises ValueError for a module that has a problem (`problem_of`), for storage of another shape or dtype, or for
         an order that is no permutation.
@@ -175,7 +178,8 @@ class FlatModel:
         if storage is None:
             storage = torch.empty(self.num_parameters, dtype=self.dtype, device=self.device)
         self._views: dict[int, list[Tensor]] = {}
-        """Address of a storage -> views of it, one per parameter. Of the present storage and the one before."""
+        """By address of a storage: views of it, one per parameter. Kept for the current storage and the previous
+        one."""
         self.parameters = self._adopt(storage, copy=True)
         self.buffers = self._flatten_buffers()
 
@@ -191,12 +195,12 @@ class FlatModel:
 
     @property
     def named_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names in the module and shapes of the parameters, in the order of `parameters`."""
+        """(name in the module, shape) of each parameter, in the order of `parameters`."""
         names = {id(p): name for name, p in self.module.named_parameters()}
         return [(names[id(p)], tuple(p.shape)) for p in self._trainable]
 
     def names_from(self, start: int) -> list[str]:
-        """Returns the names in the module of the parameters that lie at `start` of the flat tensor or behind it."""
+        """Returns the names in the module of the parameters that begin at `start` of the flat tensor or after it."""
         at, found = 0, set()
         for p in self._trainable:
             if at >= start and p.numel():
@@ -220,8 +224,8 @@ class FlatModel:
         return storage
 
     def _views_in(self, storage: Tensor) -> list[Tensor]:
-        """Returns a view of the storage per parameter. They are kept: a model alternates between two slots, and making
-        the views of many parameters anew would cost every round."""
+        """Returns a view of the storage per parameter, cached: a model alternates between two slots, and creating the
+        views of many parameters anew would take time in every round."""
         views, offset = [], storage.storage_offset()
         for p in self._trainable:
             views.append(storage.as_strided(p.shape, p.stride(), offset))
@@ -232,8 +236,8 @@ class FlatModel:
         return views
 
     def rebind(self, storage: Tensor) -> None:
-        """Let the parameters be views of other storage [P], which has their values already. Nothing is copied. Raises
-        ValueError for another shape or dtype."""
+        """Makes the parameters views of another storage [P], which must already have their values. Copies nothing.
+        Raises ValueError for another shape or dtype."""
         self.parameters = self._adopt(storage, copy=False)
 
     def _flatten_buffers(self) -> Tensor:
@@ -258,8 +262,8 @@ class FlatModel:
         return flat
 
     def set_gradients(self, flat: Tensor) -> None:
-        """Let the gradients be views of `flat` [P], in the order of `parameters`. Raises ValueError for another shape
-        or dtype."""
+        """Makes the gradients views of `flat` [P], in the order of `parameters`. Raises ValueError for another shape or
+        dtype."""
         if flat.shape != self.parameters.shape or flat.dtype != self.dtype or not flat.is_contiguous():
             raise ValueError(
                 f"flat must be contiguous [{self.num_parameters}] {self.dtype}, got {list(flat.shape)} {flat.dtype}"
@@ -271,12 +275,13 @@ class FlatModel:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep and reuse freed memory of this process instead of returning it. Returns whether that was possible.
+    """Makes glibc keep and reuse the freed memory of this process instead of returning it to the system. Returns
+    whether that was possible.
 
-    By default every large block (a gradient, an activation) is mapped anew and its pages are cleared by the kernel
-    again in each step. Measured on one thread: a step of GN-LeNet at batch 8 takes 2.9 instead of 3.9 ms, one of a
-    25 M parameter MLP 38 instead of 68 ms. The process keeps its peak between steps (290 instead of 200 MB beyond the
-    imports for that MLP, 7 MB more for GN-LeNet). Call it once per process, before the model is made.
+    By default every large block (a gradient, an activation) is mapped anew in each step, and the kernel clears its
+    pages again. Measured on one thread: a step of GN-LeNet at batch 8 takes 2.9 instead of 3.9 ms, one of a 25 M
+    parameter MLP 38 instead of 68 ms. The process keeps its peak memory between steps (290 instead of 200 MB beyond the
+    imports for that MLP, 7 MB more for GN-LeNet). Call it once per process, before the model is created.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Packs flags and whole numbers of any width in bits into bytes, lowest bit first, and unpacks them."""
+"""Packs flags and integers of any width in bits into bytes, lowest bit first, and unpacks them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor
 PIECE = 1 << 20
 """Numbers packed at a time: a multiple of eight, so that pieces end on whole bytes."""
 BLOCK = 1 << 16
-"""Flags set at a time, so few that they are still in a core's cache when they are packed."""
+"""Flags set at a time; few enough to be still in a core's cache when they are packed."""
 GATHERED = sum(1 << 56 - 7 * byte for byte in range(8))
-"""Times a word of eight bytes that are 0 or 1 (the lowest first): the highest byte has the bit of each."""
+"""A multiplier for a word of eight bytes that are 0 or 1 (lowest first): the highest byte of the product has one bit of
+each."""
 
 
 def pack(flags: Tensor) -> Tensor:
@@ -22,7 +23,8 @@ def pack(flags: Tensor) -> Tensor:
 
 
 def _pack_on_device(flags: Tensor) -> Tensor:
-    """The result of `pack` in numbers of 64 bits for eight flags, so that a GPU reads and writes little memory."""
+    """Returns the result of `pack`, computed on 64-bit words of eight flags, so that a GPU reads and writes little
+    memory."""
     words = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(torch.int64)  # eight bytes that are 0 or 1
     return (words * GATHERED >> 56).to(torch.uint8)
 
@@ -39,7 +41,7 @@ def ones_at(positions: Tensor, count: int) -> Tensor:
     """Packs `count` flags of which those at `positions` [K] int64, ascending, are one: [ceil(count / 8)] uint8."""
     if positions.device.type != "cpu":
         flags = torch.zeros(count, dtype=torch.bool, device=positions.device)
-        return pack(flags.index_fill_(0, positions, True))  # as an item, the one would come from the host
+        return pack(flags.index_fill_(0, positions, True))  # an indexed assignment would copy the True from the host
     at, packed = positions.numpy(), np.empty(packed_bytes(count, 1), np.uint8)
     starts = range(0, count, BLOCK)
     edges = np.searchsorted(at, [*starts, count])
@@ -54,28 +56,29 @@ def ones_at(positions: Tensor, count: int) -> Tensor:
 
 
 def positions(flags: Tensor, known: int | None = None) -> Tensor:
-    """The positions of the flags [N] bool that are set: [K] int64, ascending. known: K; without it, and before torch
-    2.7, the host waits for a GPU."""
+    """Returns the positions of the flags [N] bool that are set: [K] int64, ascending. known: K, if it is known; without
+    it, and before torch 2.7, the host waits for a GPU."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(flags.numpy()))
-    # torch 2.6 has nonzero_static for the CPU alone, and up to 2.9 that of a GPU dies of no flags (pytorch #162473)
+    # torch 2.6 has nonzero_static only for the CPU; up to 2.9 it fails on a GPU without any flags (pytorch #162473)
     if known is None or not flags.numel() or torch.__version__ < "2.7":
         return flags.nonzero().view(-1)
     return flags.nonzero_static(size=known).view(-1)
 
 
 def set_bits(packed: Tensor, count: int) -> Tensor:
-    """The positions below `count` of the bits that are one: [K] int64, ascending. The host waits for a GPU."""
+    """Returns the positions below `count` of the bits that are one: [K] int64, ascending. The host waits for a GPU."""
     return positions(unpack(packed, count))
 
 
 def zeros_in(packed: Tensor, count: int, known: int) -> Tensor:
-    """The positions below `count` of the bits that are zero: [known] int64, ascending. known: how many there are."""
+    """Returns the positions below `count` of the bits that are zero: [known] int64, ascending. known: how many there
+    are."""
     return positions(unpack(packed.bitwise_not(), count), known)
 
 
 def packed_bytes(count: int, width: int) -> int:
-    """How many bytes `count` numbers of `width` bits each take."""
+    """Returns how many bytes `count` numbers of `width` bits each take."""
     return -(-count * width // 8)
 
 
@@ -98,7 +101,8 @@ def pack_numbers(numbers: Tensor, width: int) -> Tensor:
 
 
 def _joined(small: Tensor, width: int) -> Tensor:
-    """Joins eight numbers each to one word, small [8 N] uint8 -> [N] int64, in three steps that join two to one."""
+    """Packs each group of eight numbers into one word, small [8 N] uint8 -> [N] int64, in three steps that each join
+    pairs."""
     for size, wider in ((1, torch.int16), (2, torch.int32), (4, torch.int64)):
         small = small.view(wider)
         mask = (1 << size * width) - 1

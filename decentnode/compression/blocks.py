@@ -1,4 +1,4 @@
-"""Codecs that quantize values to a few bits each, with one scale per block of values; a block ends with its tensor."""
+"""Codecs that quantize values to a few bits each, with one scale per block of values. No block spans two tensors."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class BlockConfig(component.Config):
 
 
 class Blockwise(Codec):
-    """Base of codecs that send a value as a whole number of `width` bits relative to the scale of its block.
+    """Base of codecs that send a value as an integer of `width` bits relative to the scale of its block.
 
-    Scales: [blocks] float32, one for `block` values, and one more at most for every tensor of a vector that is divided.
-    A block that has NaN or infinity in it decodes to NaN. Values are processed in pieces that fit into a core's cache.
+    Scales: [blocks] float32, one per `block` values, and at most one more for every tensor of a divided vector. A block
+    that contains NaN or infinity decodes to NaN. Values are processed in pieces that fit into a core's cache.
     """
 
     Config: ClassVar[type[component.Config]] = BlockConfig
@@ -48,7 +48,7 @@ class Blockwise(Codec):
         self.block = config.block
         self._division: Division | None = None
         self._undivided: Division | None = None
-        """Of the last vector that is not divided."""
+        """The division of the last vector that was not divided into tensors."""
 
     def divided(self, sizes: Sequence[int]) -> Self:
         other = copy.copy(self)
@@ -76,15 +76,16 @@ class Blockwise(Codec):
 
     @abc.abstractmethod
     def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
-        """The scales [B] of values [K] float32; not finite for blocks that have NaN or infinity in them."""
+        """Returns the scales [B] of values [K] float32; not finite for blocks that contain NaN or infinity."""
 
     @abc.abstractmethod
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
-        """Whole numbers [K] in [0, 2^width) for `relative` [K], values over their scale, which it may overwrite."""
+        """Returns integers [K] in [0, 2^width) for `relative` [K], which are values over their scale and may be
+        overwritten."""
 
     @abc.abstractmethod
     def restore(self, numbers: Tensor) -> Tensor:
-        """Values relative to the scale, [K] float32, from whole numbers [K]."""
+        """Returns values relative to the scale, [K] float32, from integers [K]."""
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         scales, packed = [], []
@@ -118,14 +119,14 @@ class Blockwise(Codec):
             blocks = division.blocks(start, stop)
             scale, scales = scales[: len(blocks)], scales[len(blocks) :]
             relative = blocks.times(relative, scale)
-            if not tensors.surely(scale.abs() <= limit):  # rounded up, the largest number of a block may be too large
-                relative.clamp_(-largest, largest)  # NaN stays
+            if not tensors.surely(scale.abs() <= limit):  # rounding up can push a block's largest value out of range
+                relative.clamp_(-largest, largest)  # keeps NaN
             out[start:stop] = relative
         return out
 
 
 class Counted(Blockwise):
-    """Base of codecs that send whole numbers from -levels to levels, plus `levels`."""
+    """Base of codecs that send integers from -levels to levels, plus `levels`."""
 
     levels: int
 
@@ -165,12 +166,13 @@ class Int4(Int8):
 
 
 def _counted(relative: Tensor, levels: int) -> Tensor:
-    """relative clamped to [-levels, levels], plus `levels`, as uint8. The conversion to int8 is the fast one."""
+    """Returns relative clamped to [-levels, levels], plus `levels`, as uint8. Converting through int8 is fast."""
     return relative.clamp_(-levels, levels).to(torch.int8).view(torch.uint8).add_(levels)
 
 
 def _rounded_at_random(relative: Tensor, draws: torch.Generator | None) -> Tensor:
-    """Rounds up with the probability of the fraction, in steps of 2^-16; 64 random bits serve four values."""
+    """Rounds up with the probability of the fractional part, in steps of 2^-16. 64 random bits serve four values. In
+    place."""
     words = torch.empty(-(-relative.numel() // 4), dtype=torch.int64, device=relative.device)
     uniform = words.random_(-(2**63), None, generator=draws).view(torch.int16)[: relative.numel()].to(torch.float32)
     return relative.add_(uniform.mul_(2**-16).add_(0.5)).floor_()
@@ -213,8 +215,8 @@ class Sign(Blockwise):
     width = 1
 
     def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
-        # Divided by the block size first, a power of two, because the sum of a block may be beyond float32's range;
-        # after that, means that rounding has put there become the largest float32, and NaN and infinity stay.
+        # Divided first by the block size, a power of two, because the sum of a block may exceed float32's range. Means
+        # that rounding pushes beyond that range become the largest float32; NaN and infinity are kept.
         means = blocks.sums(values.abs().mul_(1.0 / self.block))
         share = tensors.moved(torch.from_numpy(self.block / blocks.sizes).to(means.dtype), means.device)
         return (means * share).clamp_(max=torch.finfo(torch.float32).max).where(means.isfinite(), torch.nan)

@@ -2,7 +2,7 @@
 
 A block ends at every multiple of its size, and also where one tensor of the vector ends and the next begins. A block
 that spanned two layers would have one scale for both, and the entries of the layer with the smaller values would be
-lost, or drowned in the noise of the other (blocks are cut at tensors in arXiv 1905.10936, section 4, too).
+lost, or drowned in the noise of the other (arXiv 1905.10936, section 4, also cuts blocks at tensors).
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from decentnode.tensors import moved
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks of a piece of a vector. Values that they are given are [count]."""
+    """Consecutive blocks of a piece of a vector. Its methods take values [count]."""
 
     starts: np.ndarray
     """[B] int64, ascending from 0: where the blocks begin in the piece."""
     count: int
-    """Values in the piece."""
+    """Number of values in the piece."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
     @functools.cached_property
     def sizes(self) -> np.ndarray:
-        """How many values each block has: [B] int64."""
+        """Number of values in each block: [B] int64."""
         return np.diff(self.starts, append=self.count)
 
     @functools.cached_property
     def _equal(self) -> int:
-        """The size of every block; 0 where they differ."""
+        """The size of every block; 0 if they differ."""
         return 0 if (self.sizes != self.sizes[0]).any() else int(self.sizes[0])
 
     @functools.cached_property
     def _lengths(self) -> dict[torch.device, Tensor]:
-        """`sizes` on GPUs that asked for them."""
+        """Copies of `sizes` on GPUs, cached."""
         return {}
 
     def _lengths_on(self, device: torch.device) -> Tensor:
@@ -51,11 +51,11 @@ class Blocks:
         return self._lengths[device]
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest value of each block [B]; NaN where a block has NaN in it."""
+        """Returns the largest value of each block [B]; NaN for a block that contains NaN."""
         return self._reduced(values, np.maximum, "max")
 
     def sums(self, values: Tensor) -> Tensor:
-        """The sum of each block [B]."""
+        """Returns the sum of each block [B]."""
         return self._reduced(values, np.add, "sum")
 
     def _reduced(self, values: Tensor, by: np.ufunc, name: str) -> Tensor:
@@ -66,10 +66,11 @@ class Blocks:
             rows = values.view(-1, self._equal)
             return rows.amax(1) if name == "max" else rows.sum(1)
         lengths = self._lengths_on(values.device)
-        return torch.segment_reduce(values, name, lengths=lengths, unsafe=True)  # else the host waits for their check
+        return torch.segment_reduce(values, name, lengths=lengths, unsafe=True)  # a check would make the host wait
 
     def times(self, values: Tensor, numbers: Tensor) -> Tensor:
-        """values [count] times the number of each one's block, from one per block [B]; a new tensor."""
+        """Returns values [count], each multiplied by the number of its block, as a new tensor. numbers: one per block
+        [B]."""
         if self._equal:
             return (values.view(-1, self._equal) * numbers[:, None]).view(-1)  # saves a pass over the values
         if numbers.device.type == "cpu":
@@ -80,20 +81,20 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Division:
-    """The blocks of a vector: [k size, (k + 1) size), some of them cut where tensors end within."""
+    """The blocks of a vector: [k size, (k + 1) size), some of them cut where a tensor ends inside."""
 
     count: int
-    """Values in the vector."""
+    """Number of values in the vector."""
     size: int
     """The largest number of values in a block."""
     cuts: np.ndarray
-    """[C] int64, ascending: where tensors end other than at a multiple of `size`."""
+    """[C] int64, ascending: the ends of tensors that are not multiples of `size`."""
     _found: dict[tuple[int, int], Blocks] = field(default_factory=dict, repr=False, compare=False)
-    """What `blocks` returned: every round asks for the same ones."""
+    """Cached results of `blocks`, because every round asks for the same ones."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], size: int) -> Division:
-        """sizes: values of the tensors that follow each other in the vector."""
+        """Returns the division of a vector that consists of tensors of these sizes, in this order."""
         ends = np.unique(np.cumsum(np.asarray(sizes, np.int64)))
         count = int(ends[-1]) if len(ends) else 0
         return cls(count, size, ends[(ends % size != 0) & (ends < count)])
@@ -102,7 +103,8 @@ class Division:
         return -(-self.count // self.size) + len(self.cuts)
 
     def blocks(self, start: int, stop: int) -> Blocks:
-        """The blocks of the values [start, stop). start: a multiple of `size`; stop: another one, or the end."""
+        """Returns the blocks of the values [start, stop). start: a multiple of `size`; stop: another one, or the
+        end."""
         if (found := self._found.get((start, stop))) is not None:
             return found
         starts = np.arange(0, stop - start, self.size)

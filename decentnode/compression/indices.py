@@ -1,9 +1,9 @@
 """Codes ascending indices in few bytes: as Rice-coded gaps or as a bitmap, whichever is smaller, or as "all of them".
 
 The gap before an index is the number of indices left out. Rice's code of a gap with parameter k is gap >> k ones, a
-zero, and the k low bits (Rice and Plaunt 1971, IEEE Trans. Commun. 19). Ones and zeros stand in one stream and low
-bits in another, so that both are coded without a loop over gaps. Where more than half of all indices are present, the
-missing ones are coded instead. The size is within 5 % of the entropy of random positions for densities .001 to .999.
+zero, and the k low bits (Rice and Plaunt 1971, IEEE Trans. Commun. 19). The ones and zeros form one stream and the low
+bits another, so that both are coded without a loop over gaps. If more than half of all indices are present, the missing
+ones are coded instead. The size is within 5 % of the entropy of random positions for densities .001 to .999.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from decentnode.errors import PeerFault
 from decentnode.tensors import moved
 
 HEADER_BYTES = 8
-"""Kind, Rice parameter, and the number of indices in six bytes, little-endian."""
+"""Bytes of the header: kind, Rice parameter, and the number of indices in six bytes, little-endian."""
 ALL, BITMAP, RICE, LEFT_OUT = 0, 1, 2, 3
-"""Kinds: no body; a bit per index; Rice-coded gaps of the indices, or of those that are left out."""
+"""Kinds of code: no body; a bit per index; Rice-coded gaps of the indices, or of those that are left out."""
 MAX_PARAMETER = 40
 BLOCK = 1 << 16
-"""Indices coded at a time, so few that they stay in a core's cache from one pass to the next."""
+"""Indices coded at a time; few enough to stay in a core's cache from one pass to the next."""
 
 
 def largest_bytes(elements: int) -> int:
-    """The most bytes that `encode` returns for indices below `elements`."""
+    """Returns the most bytes that `encode` returns for indices below `elements`."""
     return HEADER_BYTES + -(-elements // 8)
 
 
@@ -37,10 +37,11 @@ def _header(kind: int, parameter: int, count: int, device: torch.device) -> Tens
 
 
 def encode(indices: Tensor, elements: int) -> Tensor:
-    """Codes indices [K] int64, strictly ascending, in [0, elements), as uint8 [at most `largest_bytes`].
+    """Encodes indices [K] int64, strictly ascending, in [0, elements), as uint8 [at most `largest_bytes`].
 
-    The host waits for a GPU twice: for the last index, from which the parameter follows, and for the code's length. It
-    does not for all of the indices, or none."""
+    The host waits for a GPU twice: for the last index, which determines the parameter, and for the length of the code.
+    It does not wait if all indices are present, or none.
+    """
     count, device = indices.numel(), indices.device
     if count == elements:
         return _header(ALL, 0, count, device)
@@ -61,7 +62,7 @@ def encode(indices: Tensor, elements: int) -> Tensor:
 
 
 def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
-    """For each gap, where its ones end in the stream [K] int64, and its low bits [K]."""
+    """Returns, for each gap, where its ones end in the stream [K] int64, and its low bits [K]."""
     count, device = indices.numel(), indices.device
     if parameter == 0:
         return indices, indices
@@ -82,7 +83,7 @@ def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
 
 
 def _parameter(count: int, total: int) -> int:
-    """The Rice parameter that gives the fewest bits for `count` geometric gaps whose sum is `total`."""
+    """Returns the Rice parameter that gives the fewest bits for `count` geometric gaps whose sum is `total`."""
     left_out = total / (total + count)
 
     def bits_per_gap(k: int) -> float:
@@ -93,10 +94,11 @@ def _parameter(count: int, total: int) -> int:
 
 
 def decode(stream: Tensor, elements: int) -> Tensor:
-    """The indices [K] int64 that `encode` coded. Raises PeerFault("malformed_payload") for bytes that it never returns.
+    """Returns the indices [K] int64 that `encode` coded. Raises PeerFault("malformed_payload") for bytes that it never
+    returns.
 
     Memory is bounded by `elements` and the length of the stream, whatever the bytes say. The host waits for a GPU
-    twice: for the header, and to learn whether the bytes are valid. It waits once for all of the indices.
+    twice, for the header and to learn whether the bytes are valid; once if all indices are present.
     """
     if stream.dtype != torch.uint8 or stream.numel() < HEADER_BYTES:
         raise PeerFault("malformed_payload", f"indices of {stream.numel()} bytes")
@@ -122,10 +124,10 @@ def decode(stream: Tensor, elements: int) -> Tensor:
 
 
 def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
-    """The Rice-coded indices of a body: [count] int64, ascending, in [0, elements). Raises PeerFault.
+    """Returns the Rice-coded indices of a body: [count] int64, ascending, in [0, elements). Raises PeerFault.
 
     An encoder's parameter is near the logarithm of the mean gap, at most twice elements / count (`_parameter`). With
-    that bound no sum of gaps is beyond int64, and sums that are below `elements` at the end are ascending before it.
+    that bound no sum of gaps exceeds int64, and if the last sum is below `elements`, all earlier ones are ascending.
     """
     if parameter > MAX_PARAMETER or count << parameter > 2 * elements:
         raise PeerFault("malformed_payload", f"{count} gaps with parameter {parameter} below {elements}")
@@ -138,7 +140,7 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     if ends.numel() != count:
         raise PeerFault("malformed_payload", f"{ends.numel()} indices instead of {count}")
     found = _from_rice_parts(ends, body[unary_bytes:], parameter)
-    ones = flags.sum() if flags.is_cuda else torch.tensor(count)  # a GPU gave `count` positions, whatever there are
+    ones = flags.sum() if flags.is_cuda else torch.tensor(count)  # on a GPU `positions` returns `count` in any case
     gaps, *last = torch.stack([ones, *found[-1:]]).tolist()
     if gaps != count or not all(0 <= each < elements for each in last):
         raise PeerFault("malformed_payload", f"{gaps} indices instead of {count}, below {elements}")
@@ -146,7 +148,7 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
 
 
 def _from_rice_parts(ends: Tensor, packed_low: Tensor, parameter: int) -> Tensor:
-    """The inverse of `_rice_parts`, with packed low bits: [K] int64. ends: [K], which may be overwritten."""
+    """Inverts `_rice_parts`, from packed low bits: returns [K] int64. ends: [K], may be overwritten."""
     count = ends.numel()
     if parameter == 0 or not count:
         return ends

@@ -1,5 +1,5 @@
 """Lossless compression of values, or of another codec's result: a byte shuffle (all first bytes of the numbers, then
-all second bytes, ...), then a general compressor."""
+all second bytes, ...), then a general-purpose compressor."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Lossless(Codec):
     """Base of lossless codecs. An encoded tensor is a byte stream that begins with 0 for raw bytes, 1 for compressed.
 
     Runs on the CPU: tensors of a GPU are copied to the host first. Parameters of trained models shrink by a sixth at
-    most, so that a lossless codec is worth its time only after a lossy one whose result has regular bytes.
+    most, so a lossless codec is worth its time only after a lossy one whose result has regular bytes.
     """
 
     Config: ClassVar[type[component.Config]] = LosslessConfig
@@ -67,7 +67,8 @@ class Lossless(Codec):
 
     @abc.abstractmethod
     def release(self, squeezed: memoryview, size: int) -> bytes:
-        """The inverse of `squeeze`: at most `size` + 1 bytes, whatever the input says. Raises any exception."""
+        """Decompresses bytes: the inverse of `squeeze`. Returns at most `size` + 1 bytes, whatever the input says.
+        Raises any exception."""
 
     def _inner_schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return self.inner.schema(count, dtype) if self.inner else {"q": TensorSpec(dtype, count)}
@@ -119,13 +120,13 @@ class Lossless(Codec):
 
 
 def _streams_of(schema: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """The schema of the byte streams of tensors: at most their bytes, and the one that says which kind of stream."""
+    """Returns the schema of the byte streams of tensors: at most their bytes, and one more for the kind of stream."""
     return {name: TensorSpec(torch.uint8, 1 + spec.max_elements * spec.dtype.itemsize, exact=False)
             for name, spec in schema.items()}  # fmt: skip
 
 
 def _apart(flat: np.ndarray, width: int) -> np.ndarray:
-    """Byte shuffle of numbers of `width` bytes, flat [N width]: all first bytes, then all second ones, and so on.
+    """Shuffles the bytes of numbers of `width` bytes, flat [N width]: all first bytes, then all second ones, and so on.
 
     A loop over the bytes of a number, in pieces that stay in the cache, is seven times faster than a transposed copy.
     """
@@ -140,7 +141,7 @@ def _apart(flat: np.ndarray, width: int) -> np.ndarray:
 
 
 def _together(apart: np.ndarray, width: int) -> np.ndarray:
-    """The inverse of `_apart`, always a copy."""
+    """Inverts `_apart`; always returns a copy."""
     rows = apart.reshape(width, -1)
     flat = np.empty((rows.shape[1], width), np.uint8)
     for start in range(0, len(flat), PIECE):

@@ -9,21 +9,23 @@ from torch import Tensor
 from decentnode.compression import bits
 
 SAMPLE = 1 << 16
-"""Scores in the sample. Its bounds are about 3 % of `count` apart, and it costs little beside a pass over the model."""
+"""Scores in the sample. Its bounds are about 3 % of `count` apart, and it takes little time beside a pass over the
+model."""
 BLOCK = 1 << 17
-"""Scores compared at a time, so few that they and their flags stay in a core's cache from one pass to the next."""
+"""Scores compared at a time; few enough that they and their flags stay in a core's cache from one pass to the next."""
 
 
 def count_of(fraction: float, elements: int) -> int:
-    """How many entries a fraction of a model is: at least one, rounded to nearest."""
+    """Returns how many entries a fraction of a model is: at least one, rounded to nearest."""
     return min(elements, max(1, round(fraction * elements)))
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """The positions of the `count` largest of scores [P] >= 0: [count] int64, ascending; of equal scores the first.
+    """Returns the positions of the `count` largest of scores [P] >= 0: [count] int64, ascending; of equal scores, the
+    first.
 
-    NaN counts as infinity. A sample of the scores gives a lower and an upper bound of the threshold. Scores from the
-    upper bound on are taken, those below the lower bound are not, and only the few in between are ranked.
+    NaN counts as infinity. A sample of the scores gives a lower and an upper bound of the threshold. Scores at or above
+    the upper bound are taken, those below the lower bound are not, and only the few in between are ranked.
     """
     elements = scores.numel()
     if count >= elements:
@@ -38,7 +40,8 @@ def largest(scores: Tensor, count: int) -> Tensor:
 
 
 def _largest_on_device(scores: Tensor, count: int) -> Tensor:
-    """The result of `largest` in tensors of known sizes alone, so that the host does not wait for the device."""
+    """Returns the result of `largest` using only tensors of known sizes, so that the host does not wait for the
+    device."""
     values = scores.nan_to_num(float("inf"), float("inf"))
     bound = values.topk(count, sorted=False).values.amin()
     above, equal = values > bound, values == bound
@@ -47,7 +50,7 @@ def _largest_on_device(scores: Tensor, count: int) -> Tensor:
 
 
 def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
-    """The result of `largest` if the threshold is at least `low` and below `high`, else None."""
+    """Returns the result of `largest` if the threshold is at least `low` and below `high`, else None."""
     at, below, near = _candidates(scores, low, high, count + count // 8)
     missing = count - at.numel() + near.numel()
     if not 0 < missing <= near.numel():
@@ -62,9 +65,10 @@ def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | Non
 
 
 def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The ascending positions of scores that are NaN or at least `low`; which of these are below `high`; their scores.
+    """Returns the ascending positions of scores that are NaN or at least `low`; which of these are below `high`; their
+    scores.
 
-    expected: about how many scores are at least `low`, which room is made for.
+    expected: about how many scores are at least `low`; room is allocated for this many.
     """
     found = torch.empty(min(scores.numel(), expected + BLOCK), dtype=torch.int64)
     all_below, all_near, start, end = [], [], 0, 0
@@ -82,7 +86,8 @@ def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple
 
 
 def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
-    """`count` of the positions `kept` [count or more]: where values are above `bound`, and the first that equal it."""
+    """Returns `count` of the positions `kept` [count or more]: those with values above `bound`, and the first that
+    equal it."""
     if kept.numel() == count or bound == float("inf"):
         return kept[:count]
     keep = torch.ones_like(kept, dtype=torch.bool)
@@ -91,7 +96,7 @@ def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Ten
 
 
 def _largest_of(values: Tensor, count: int) -> Tensor:
-    """The positions of the `count` largest values, ascending, of equal ones the first; by partition."""
+    """Returns the positions of the `count` largest values, ascending; of equal values, the first. Uses a partition."""
     values = values.nan_to_num(float("inf"), float("inf"))
     bound = float(_kth_largest(values, count))
     kept = bits.positions(values >= bound)
@@ -106,7 +111,7 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
-    """Bounds that about `count` plus and minus a margin of the scores reach; None where the sample is too small."""
+    """Returns bounds that about `count` scores, plus and minus a margin, reach; None if the sample is too small."""
     elements = scores.numel()
     step = elements // SAMPLE
     if step < 4:
@@ -122,9 +127,9 @@ def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
 
 
 def at_random(fraction: float, elements: int, draws: np.random.Generator) -> Tensor:
-    """Positions below `elements`, ascending int64, each taken independently with probability `fraction`.
+    """Returns positions below `elements`, ascending int64, each taken independently with probability `fraction`.
 
-    The gaps between them are drawn, so that the cost grows with the number of positions taken.
+    The gaps between them are drawn, so that the time grows with the number of positions taken.
     """
     if fraction >= 1:
         return torch.arange(elements)

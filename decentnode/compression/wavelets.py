@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def daubechies(moments: int) -> list[float]:
-    """Low-pass filter [2 moments] with that many vanishing moments: the minimum-phase factor (Daubechies 1988, 4.B)."""
+    """Returns the low-pass filter [2 moments] with this many vanishing moments: the minimum-phase factor (Daubechies
+    1988, 4.B)."""
     # P(y) = sum_k C(p-1+k, k) y^k with y = (2 - z - 1/z) / 4; the roots inside the unit circle make the filter
     p = moments
     ys = np.roots([math.comb(p - 1 + k, k) for k in reversed(range(p))])
@@ -28,10 +29,10 @@ def daubechies(moments: int) -> list[float]:
 WAVELETS: dict[str, int] = {
     "haar": 1, "db1": 1, "db2": 2, "db3": 3, "db4": 4, "db5": 5, "db6": 6, "db7": 7, "db8": 8, "sym2": 2, "sym3": 3,
 }  # fmt: skip
-"""Name -> vanishing moments; sym2 and sym3 are db2 and db3."""
+"""Vanishing moments by name; sym2 and sym3 equal db2 and db3."""
 
 PIECE = 1 << 15
-"""Coefficients computed at a time on a CPU, so few that they stay in a core's cache through all taps."""
+"""Coefficients computed at a time on a CPU; few enough to stay in a core's cache through all taps."""
 
 
 class DWT:
@@ -49,7 +50,7 @@ class DWT:
         return -(-elements // (1 << self.level)) << self.level
 
     def forward(self, signal: Tensor) -> Tensor:
-        """The coefficients [C] of signal [P], C = `coefficients(P)`, in float32, or float64 for float64."""
+        """Returns the coefficients [C] of signal [P], C = `coefficients(P)`, in float32, or float64 for float64."""
         dtype = torch.float64 if signal.dtype == torch.float64 else torch.float32
         out = torch.zeros(self.coefficients(signal.numel()), dtype=dtype, device=signal.device)
         out[: signal.numel()] = signal
@@ -72,7 +73,7 @@ class DWT:
         return out
 
     def inverse(self, coefficients: Tensor, elements: int) -> Tensor:
-        """The signal [elements] of coefficients [C] that `forward` returned."""
+        """Returns the signal [elements] of coefficients [C] that `forward` returned."""
         out = coefficients.clone()
         size = out.numel() >> self.level
         for _ in range(self.level):

@@ -1,4 +1,4 @@
-"""The weighted sum on a CPU as one loop over memory, in C, compiled at first use where a compiler is found."""
+"""The weighted sum on a CPU as one loop over memory, in C; compiled at first use if there is a compiler."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from decentnode import native
 
 SMALLEST = 256
-"""Models of fewer elements are left to torch's operations, which are as fast there."""
+"""Models with fewer elements use torch's operations, which are as fast there."""
 _PER_THREAD = 1 << 17
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loop; None where there is no compiler, or it fails. Blocking, once in a process."""
+    """Returns the compiled loops; None if there is no compiler, or it fails. The first call in a process blocks."""
     loaded = native.compiled(Path(__file__).with_name("weighted_sum.c"))
     if loaded is not None:
         address, size = ctypes.c_void_p, ctypes.c_size_t
@@ -36,7 +36,7 @@ def _arrays(count: int) -> tuple[type[ctypes.Array[ctypes.c_float]], type[ctypes
 
 
 def suits(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
-    """Whether `weighted_sum` can be used: for contiguous float32 tensors."""
+    """Returns whether `weighted_sum` can be used: for contiguous float32 tensors of at least SMALLEST elements."""
     if model.numel() < SMALLEST or library() is None:
         return False
     for each in (out, model, *[tensor for tensor, _ in received]):
@@ -46,7 +46,7 @@ def suits(out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]) 
 
 
 def weighted_sum(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
-    """Does what `mix_into` does, for tensors that `suits` accepts. Blocking; large models are shared among threads."""
+    """Does what `mix_into` does, for tensors that `suits` accepts. Blocks; large models are divided among threads."""
     loaded = library()
     assert loaded is not None
     elements, count = model.numel(), len(received)

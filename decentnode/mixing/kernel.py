@@ -1,7 +1,8 @@
-"""The weighted sum as one Triton kernel. Imported only where there is a GPU; raises ImportError without Triton.
+"""The weighted sum as one Triton kernel. Imported only if there is a GPU; raises ImportError without Triton.
 
-Run so far by Triton's interpreter on the CPU and compiled for an H100, never run on a GPU. tests/test_mixing.py reads
-in the machine code that whole blocks are loaded 16 bytes at a time, with several loads under way in each thread.
+So far it has run in Triton's interpreter on the CPU and was compiled for an H100, but has never run on a GPU.
+tests/test_mixing.py checks in the machine code that whole blocks are loaded 16 bytes at a time, with several loads in
+flight in each thread.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ BLOCK = 4096
 def _add_up(  # type: ignore[no-untyped-def]
     out, x, r0, r1, r2, r3, r4, r5, r6, r7, w, w0, w1, w2, w3, w4, w5, w6, w7, at, inside, ARRIVALS: tl.constexpr
 ):
-    """out = w x + w0 r0 + ..., added in float32 in this order; reads and writes every element once. inside: mask."""
+    """out = w x + w0 r0 + ..., added in float32 in this order. Reads and writes every element once. inside: mask."""
     total = tl.load(x + at, mask=inside).to(tl.float32) * w
     if ARRIVALS > 0:
         total += tl.load(r0 + at, mask=inside).to(tl.float32) * w0
@@ -45,8 +46,8 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
     out, x, r0, r1, r2, r3, r4, r5, r6, r7, w, w0, w1, w2, w3, w4, w5, w6, w7, n,
     ARRIVALS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A program per block. Whole blocks have no mask: with one, Triton 3.6 reads element by element instead of 16 bytes
-    at a time, unless it knows that n is a multiple of 16."""
+    """Runs one program per block. Whole blocks have no mask: with one, Triton 3.6 reads element by element instead of
+    16 bytes at a time, unless it knows that n is a multiple of 16."""
     start = tl.program_id(0).to(tl.int64) * BLOCK_SIZE
     at = start + tl.arange(0, BLOCK_SIZE)
     if start + BLOCK_SIZE <= n:
@@ -56,8 +57,8 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
 
 
 def launch(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
-    """Does what `mix_into` does, for up to 8 payloads: [P] tensors of 32 or 16 bits, contiguous, on one device. Not
-    blocking."""
+    """Does what `mix_into` does, for up to 8 payloads: contiguous [P] tensors of 32 or 16 bits on one device. Does not
+    block."""
     tensors = [tensor for tensor, _ in received]
     weights = [w for _, w in received]
     unused = 8 - len(received)
@@ -70,8 +71,8 @@ def launch(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[T
 
 
 def launch_once(device: torch.device) -> None:
-    """Compile the kernel and launch it on one element. Not blocking on the device. Triton compiles what launches its
-    kernels with the machine's C compiler, Python's headers and libcuda: raises what it raises where one of them is
-    missing (RuntimeError, CalledProcessError, OSError, AssertionError)."""
+    """Compiles the kernel and launches it on one element. Does not wait for the device. Triton compiles the launcher of
+    its kernels with the machine's C compiler, Python's headers and libcuda; if one of them is missing, this raises
+    Triton's error (RuntimeError, CalledProcessError, OSError, AssertionError)."""
     one = torch.ones(1, device=device)
     launch(torch.empty_like(one), one, 1.0, [(one, 1.0)])

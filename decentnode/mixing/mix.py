@@ -1,4 +1,5 @@
-"""The weighted sum of a model and received tensors: in blocks on a CPU, by one kernel on a GPU, by torch elsewhere."""
+"""The weighted sum of a model and received tensors: in blocks on a CPU, with one kernel on a GPU, else with torch's
+operations."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _KERNEL_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def passes(arrivals: int, fused: bool) -> int:
-    """How often P elements are read or written, if no cache holds the result: fused d + 2, else 2 + 3 d."""
+    """Returns how many times P elements are read or written if no cache holds the result: d + 2 if fused, else 2 + 3
+    d."""
     if not fused:
         return 2 + 3 * arrivals
     launches = max(1, -(-arrivals // KERNEL_ARRIVALS))
@@ -31,12 +33,12 @@ def passes(arrivals: int, fused: bool) -> int:
 def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> Tensor:
     """out <- weight * model + sum_k w_k r_k, added in the order of `received`; returns `out`.
 
-    out, model: [P] of one floating dtype and device, contiguous; out may be the model itself, else they share no
-    memory. received: (r_k [P], w_k) on the same device, of that dtype or a narrower one, which is converted block by
-    block. On a CPU the result has the bits of mul and add_ over the whole tensors; a GPU adds products without rounding
-    them first (fused multiply-add), in float32 for models of 16 bits. Not blocking on a GPU.
+    out, model: [P] of one floating dtype and device, contiguous. `out` may be the model itself; otherwise they must not
+    share memory. received: (r_k [P], w_k) on the same device, of that dtype or a narrower one, which is converted block
+    by block. On a CPU the result has the bits of mul and add_ over the whole tensors. A GPU adds products without
+    rounding them first (fused multiply-add), and in float32 for models of 16 bits. Does not block on a GPU.
 
-    Raises ValueError for tensors of another shape: loops and kernels would read and write beyond them.
+    Raises ValueError for tensors of another shape: loops and kernels would read and write beyond their ends.
     """
     for each in (out, *[tensor for tensor, _ in received]):
         if each.shape != model.shape:
@@ -70,14 +72,15 @@ def _chain(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[T
 
 
 def fuses(model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
-    """Whether `mix_into` takes as few `passes` over these as there can be, with the model's own memory as `out`."""
+    """Returns whether `mix_into` needs the minimum of `passes` for these tensors, with the model's own memory as
+    `out`."""
     return model.device.type == "cpu" or _kernel_for(model, model, received) is not None
 
 
 def _kernel_for(
     out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]
 ) -> Callable[..., Any] | None:
-    """The launcher of the kernel, where it takes these."""
+    """Returns the launcher of the kernel if it accepts these tensors, else None."""
     tensors = [out, model, *(tensor for tensor, _ in received)]
     suits = model.device.type == "cuda" and model.numel() > 0
     suits = suits and all(t.dtype in _KERNEL_TYPES and t.is_contiguous() for t in tensors)
@@ -86,12 +89,13 @@ def _kernel_for(
 
 @functools.cache
 def _kernel(device: torch.device) -> Callable[..., Any] | None:
-    """The launcher of the Triton kernel; None, with one warning, where Triton is missing or cannot launch here."""
+    """Returns the launcher of the Triton kernel; None, with one warning, if Triton is missing or cannot launch on this
+    device."""
     try:
         from decentnode.mixing.kernel import launch, launch_once
 
         launch_once(device)
-    except Exception as error:  # whatever it is, the sums can be made without it
+    except Exception as error:  # any error: the sums can be computed without the kernel
         logger.warning("mixing takes several passes over the memory of %s, as Triton launches no kernel there: %s",
                        device, " ".join(str(error).split())[:300] or type(error).__name__)  # fmt: skip
         return None

@@ -1,4 +1,4 @@
-"""The weighted sum for many nodes at once: W x for a sparse W, a row of x per node."""
+"""The weighted sum for many nodes at once: W x for a sparse W and one row of x per node."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from decentnode.mixing import cpu
 from decentnode.tensors import moved
 
 CACHE_BYTES = 512 << 10
-"""So much of x is mixed before the next columns: half of the second cache of the cores of these years."""
+"""Bytes of x that are mixed before the next columns: half of the second-level cache of a current core."""
 DENSE_NODES = 2048
-"""Up to so many nodes a dense product is taken where the loop in C is not there."""
+"""Up to this many nodes, a dense product is used if the loop in C is not available."""
 _PER_THREAD = 1 << 17
 
 
 class RowWeights:
-    """A matrix W [N, N] of few entries per row."""
+    """A sparse matrix W [N, N] of mixing weights."""
 
     def __init__(self, rows: Sequence[Mapping[int, float]]) -> None:
-        """rows: per node the weights of its sources and its own."""
+        """rows: for each node, the weights of its sources and its own."""
         others = [[(j, w) for j, w in sorted(row.items()) if j != i] for i, row in enumerate(rows)]
         self._take(
             np.array([row.get(i, 0.0) for i, row in enumerate(rows)]), np.cumsum([0, *map(len, others)]),
@@ -35,8 +35,8 @@ class RowWeights:
 
     @classmethod
     def of_entries(cls, starts: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> Self:
-        """As of rows that lie one behind the other: row i begins at starts[i], sources ascending, the node itself among
-        them. starts: [N] int64. sources: [entries] int64. weights: [entries] float64."""
+        """Constructs the matrix from the concatenated rows: row i begins at starts[i], with sources in ascending order,
+        the node itself among them. starts: [N] int64. sources: [entries] int64. weights: [entries] float64."""
         made = cls.__new__(cls)
         rows = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(sources)))
         itself = rows == sources
@@ -46,7 +46,7 @@ class RowWeights:
         return made
 
     def _take(self, own: np.ndarray, starts: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> None:
-        """own: [N]. starts: [N + 1]. sources, weights: [entries], the node itself not among them."""
+        """own: [N]. starts: [N + 1]. sources, weights: [entries], without the node itself."""
         self.num_nodes = len(own)
         self._exact = own, weights
         self._own, self._weights = own.astype(np.float32), weights.astype(np.float32)
@@ -58,8 +58,8 @@ class RowWeights:
     def mixed(self, x: Tensor) -> Tensor:
         """Returns W x as a new tensor. x: [N, E], contiguous, floating.
 
-        On a CPU with a C compiler, each entry is added up as `mix_into` does it for one node: own part first, then the
-        sources in ascending order, with the same bits.
+        On a CPU with a C compiler, every element is added up as `mix_into` does for one node, with the same bits: the
+        node's own part first, then its sources in ascending order.
         """
         if x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and cpu.library() is not None:
             out = torch.empty_like(x)

@@ -1,10 +1,10 @@
-/* out <- own x + w_0 r_0 + w_1 r_1 ..., each product but the first added without rounding in between, in this order:
-   the bits of torch's mul and add_. Everything is read once and written once. */
+/* out <- own x + w_0 r_0 + w_1 r_1 ..., added in this order. Every product but the first is added without rounding it
+   first, which gives the bits of torch's mul and add_. Everything is read once and written once. */
 #include <math.h>
 #include <stddef.h>
 
 #if defined(__x86_64__) && !defined(__FMA__)
-#error "rounding as fused multiply-add does would be slow"
+#error "without fused multiply-add in hardware, fmaf would be slow"
 #endif
 
 enum { PIECE = 2048 };
@@ -15,7 +15,7 @@ enum { PIECE = 2048 };
     return;
 #define FIRST fmaf(w[0], a[i], own * x[i])
 
-/* Up to four arrivals, from their element `at` on. out may be x. */
+/* The weighted sum of up to four arrivals, which are read from element `at` on. out may be x. */
 static void few(size_t n, float *out, const float *x, float own, size_t count, const float *const *r, const float *w,
                 size_t at) {
     const float *a = count > 0 ? r[0] + at : x, *b = count > 1 ? r[1] + at : x, *c = count > 2 ? r[2] + at : x,
@@ -39,8 +39,9 @@ void weighted_sum(size_t n, float *out, const float *x, float own, size_t count,
     }
 }
 
-/* The same for all rows of x [rows, width], in the columns from `from` to `to`: row i of out is own[i] x_i plus the rows
-   sources[k] of x, k from starts[i] to starts[i + 1]. `tile` columns of all rows at a time stay in a cache. */
+/* The weighted sums of all rows of x [rows, width], in the columns [from, to): row i of out is own[i] x_i plus the sum
+   of w[k] x_sources[k] over k in [starts[i], starts[i + 1]). Works on `tile` columns of all rows at a time, which stay in
+   a cache. */
 void weighted_rows(size_t rows, size_t width, size_t from, size_t to, size_t tile, float *out, const float *x,
                    const float *own, const size_t *starts, const size_t *sources, const float *w) {
     for (size_t at = from; at < to; at += tile) {

@@ -1,9 +1,10 @@
-"""Memory of a GPU lent to other processes on it: neighbors mix straight from it, without a copy between nodes.
+"""Slots in GPU memory that is shared with other processes on the same GPU: neighbors mix straight from it, without a
+copy between nodes.
 
 Handles of memory and events travel as plain bytes in the publish buffer's file; nothing is pickled. Memory is exported
-once, at the start (docs/explanation/transports.rst). Written from torch 2.13's sources
-(multiprocessing/reductions.py) and from CUDA's documentation of interprocess communication; it has run on no GPU yet.
-`_share_cuda_` and `_new_shared_cuda` are torch's own and not public: they are called here and nowhere else.
+once, at the start (docs/explanation/transports.rst). Written from torch 2.13's sources (multiprocessing/reductions.py)
+and from CUDA's documentation of interprocess communication; it has run on no GPU yet. `_share_cuda_` and
+`_new_shared_cuda` are private functions of torch: they are called here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ EVENT_BYTES = 64
 
 class CudaExportedSlots(ExportedSlots):
     def __init__(self, layout: Layout, device: torch.device, readers: Collection[int]) -> None:
-        """Raises RuntimeError where the GPU's memory cannot be shared."""
+        """Raises RuntimeError if the GPU's memory cannot be shared."""
         self._device = device
         with torch.cuda.device(device):
             self._memory = torch.zeros(layout.slot_bytes, dtype=torch.uint8, device=device)
-            torch.cuda.current_stream(device).synchronize()  # as it is before anybody maps it
+            torch.cuda.current_stream(device).synchronize()  # the zeros are written before a reader maps the memory
             self.slots = layout.views(self._memory)
             keys = [(phase, slot) for phase in range(layout.phases) for slot in range(SLOTS)]
             self._written = {key: torch.cuda.Event(interprocess=True) for key in keys}
@@ -54,7 +55,7 @@ class CudaExportedSlots(ExportedSlots):
 
 class CudaImportedSlots(ImportedSlots):
     def __init__(self, offer: bytes, layout: Layout, device: torch.device, uid: int) -> None:
-        """Raises ValueError for an offer that is none, RuntimeError where the GPU's driver refuses it."""
+        """Raises ValueError for an invalid offer, RuntimeError if the GPU's driver refuses it."""
         self._device = device
         memory, written, left = unpacked(offer, layout, uid)
         with torch.cuda.device(device):
@@ -75,9 +76,9 @@ Handles = dict[tuple[int, int], bytes]
 
 
 def unpacked(offer: bytes, layout: Layout, uid: int) -> tuple[list[Any], Handles, Handles]:
-    """(what `_new_shared_cuda` takes behind the device, events of what was written, events of what `uid` left).
+    """Returns (arguments of `_new_shared_cuda` after the device, `written` events, `left` events of the reader `uid`).
 
-    Raises ValueError for an offer that is not of this layout: sizes are the own schema's.
+    Raises ValueError for an offer that does not fit this layout, whose sizes come from the local schemas.
     """
     entries = layout.phases * SLOTS * (1 + layout.num_nodes)
     value = msgpack.unpackb(offer, max_bin_len=512, max_array_len=max(64, entries), max_map_len=0, max_ext_len=0)
@@ -102,7 +103,7 @@ def unpacked(offer: bytes, layout: Layout, uid: int) -> tuple[list[Any], Handles
 
 
 class CudaMemory(DeviceMemory):
-    """Between processes on one GPU."""
+    """GPU memory shared between processes on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

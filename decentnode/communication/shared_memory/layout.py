@@ -1,4 +1,4 @@
-"""Where everything lies in a publish buffer."""
+"""The layout of a publish buffer: the positions of its header words, slots and tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from decentnode.communication.shared_memory.segment import PAGE, Segment, placed
 from decentnode.payload import TensorSpec
 
 OFFER_BYTES, HANDLE_BYTES = 1024, 96
-"""Room for an offer: of the memory, and of each event (64 bytes in CUDA)."""
+"""Room for an offer: for the memory handle, and for each event handle (64 bytes in CUDA)."""
 
 Slots = list[list[list[Tensor]]]
 """[phase][slot][tensor]"""
 
 
 class Layout:
-    """Where everything lies; a function of the run's schemas alone, so that both ends agree."""
+    """The layout of a publish buffer. It depends on the run's schemas alone, so that both ends agree."""
 
     def __init__(self, schemas: tuple[Schema, ...], num_nodes: int, lent: bool = False) -> None:
-        """lent: the slots lie in memory of another kind (device_slots.py); the file has an offer in their place."""
+        """lent: whether the slots lie in device memory (device_slots.py); the file then has an offer in their place."""
         self.schemas = schemas
         self.num_nodes = num_nodes
         self.phases = len(schemas)
@@ -44,19 +44,21 @@ class Layout:
 
     @property
     def words(self) -> int:
-        """8-byte words of the header: a magic number, a sequence number per slot, a counter per reader and slot."""
+        """Number of 8-byte words of the header: a magic number, a sequence number per slot, a counter per reader and
+        slot."""
         return 1 + SLOTS * self.phases * (1 + self.num_nodes)
 
     def sequence(self, phase: int, slot: int) -> int:
-        """Which word of the header says what lies in a slot."""
+        """Returns the index of the header word with the sequence number of a slot."""
         return 1 + SLOTS * phase + slot
 
     def counter(self, uid: int, phase: int, slot: int) -> int:
-        """Which word of the header says what `uid` has released of a slot."""
+        """Returns the index of the header word in which `uid` counts its releases of a slot."""
         return 1 + SLOTS * (self.phases * (1 + uid) + phase) + slot
 
     def views(self, memory: Segment | Tensor) -> Slots:
-        """[phase][slot][tensor] over a segment of `size` bytes, or over a tensor [slot_bytes] of bytes."""
+        """Returns tensors [phase][slot][tensor] over a segment of `size` bytes, or over a tensor [slot_bytes] of
+        bytes."""
         return [
             [
                 [_view(memory, spec, start) for spec, start in zip(schema.tensors.values(), starts, strict=True)]

@@ -1,4 +1,4 @@
-"""Places where the model may live so that sending it costs no copy: one may be read while the other fills."""
+"""Slots in which the model may live so that sending it needs no copy: one may be read while the other is written."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from decentnode.communication.run_state import RunFacts, Steps, Wait, blocking
 
 LEASE_POLL_SECONDS = 100e-6
 PRIVATE_PLACES = 2
-"""Places of nodes without a publish buffer. While messages are still sent from all of them, the model lives in memory
-of its own, from which nothing is leased: what leaves from there is copied."""
+"""Slots of nodes without a publish buffer. While messages are still sent from all of them, the model lives in memory of
+its own without a lease, and what is sent from there is copied."""
 
 
 class PlaceWait:
-    """The wait for a place from which no message is sent (`run_state.Wait`), looked at LEASE_POLL_SECONDS apart, as
-    nobody says when the last lease is dropped."""
+    """The wait for a slot from which no message is being sent (`run_state.Wait`). It is polled every
+    LEASE_POLL_SECONDS, because nothing signals the release of the last lease."""
 
     def __init__(
         self, places: list[Tensor], current: Tensor, leases: Leases, facts: RunFacts, counters: Counters,
         *, deadline: float, late: bool,
     ) -> None:
-        """places: `current` is none of those to choose from. late: whether the last such wait was in vain; then this
-        one gives up at once."""
+        """places: all slots; `current` is not a candidate. late: whether the previous wait timed out; this one then
+        ends at once."""
         self._places = [place for place in places if place.data_ptr() != current.data_ptr()]
         self._leases, self._facts, self._counters, self._late = leases, facts, counters, late
         self._began: float | None = None
         self._holders = set[int]()
         self.deadline = deadline
         self.place: Tensor | None = None
-        """Once it is over; None where there was none in time."""
+        """After the wait: the free slot; None if none became free in time."""
 
     def step(self, now: float) -> bool:
-        """Raises what every wait raises once the run has failed."""
+        """See `run_state.Wait.step`. Raises the run's failure if the run has failed."""
         self.place = next((place for place in self._places if not self._leases.held(place.data_ptr())), None)
         self._facts.raise_if_failed()
         if self.place is not None or self._late or now >= self.deadline or self._facts.regrouping:
@@ -52,33 +52,34 @@ class PlaceWait:
 
 
 def poll(wait: Wait) -> None:
-    """Blocking until the wait is over."""
+    """Blocks until the wait is over."""
     while not wait.step(clock.now()):
         clock.sleep(LEASE_POLL_SECONDS)
 
 
 class ModelSlots:
-    """The places of one generation of members: a path's `model_slots` where there are any, else private memory. Used
+    """The model slots of one membership generation: a path's `model_slots` if there are any, else private memory. Used
     from the training thread."""
 
     def __init__(
         self, schema: Schema, leases: Leases, owner: Path | None, status: RunFacts, counters: Counters
     ) -> None:
-        """schema: of phase 0. owner: the path with `model_slots`, where there is one."""
+        """schema: of phase 0. owner: the path with `model_slots`, if there is one."""
         self.sent_to: tuple[int, ...] = ()
-        """Who may still read what was sent last."""
+        """Nodes that may still read what was sent last."""
         self._schema, self._owner, self._status, self._leases = schema, owner, status, leases
         self._counters = counters
         self._places: list[Tensor] = []
         self._late = False
-        """Whether leases on private places were once waited for in vain, and still are held."""
+        """Whether a wait for leases on private slots timed out, and they are still held."""
 
     def acquire_slot(self, current: Tensor, timeout_seconds: float) -> Tensor | None:
-        """What `Communication.acquire_slot` does. What goes to the others next comes after this wait."""
+        """Implements `Communication.acquire_slot`. The next payloads to other nodes are delayed by this wait."""
         return blocking(self.steps(current, timeout_seconds), poll)
 
     def steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:
-        """As `acquire_slot`, with the wait for private memory handed out; a path with slots of its own blocks."""
+        """Returns the steps of `acquire_slot`: yields the wait for private memory; a path with slots of its own
+        blocks."""
         schema = self._schema
         if not schema.elementwise or len(schema.tensors) != 1:
             return None
@@ -105,7 +106,8 @@ class ModelSlots:
         return torch.empty_like(current) if place is None else place
 
     def lease(self, tensor: Tensor) -> object:
-        """For what is sent from such a place: it may not change until the lease is dropped. None for anything else."""
+        """Returns a lease to hold while a message is sent from one of these slots, which must not change until it is
+        dropped. Returns None for any other memory."""
         for place in self._places:
             if place.data_ptr() == tensor.data_ptr() and tensor.numel():
                 return self._leases.take(place)

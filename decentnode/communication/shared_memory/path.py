@@ -1,7 +1,7 @@
-"""The path of payloads between nodes of one host: publish buffers in shared memory, and doorbells that say what lies
-there.
+"""The path of payloads between nodes of one host: publish buffers in shared memory, and doorbells that announce new
+payloads.
 
-A node on a GPU has a second publish buffer, in the memory of the GPU, for the others on it (device_slots.py).
+A node on a GPU has a second publish buffer, in the memory of the GPU, for the other nodes on it (device_slots.py).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from decentnode.wire.messages import Slot
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 2.0
-"""Longest wait, when closing, for readers of lent memory."""
+"""Longest wait, when closing, for readers of device memory."""
 STEPS = ("boards made", "boards mapped")
-"""Barriers of `SharedMemoryPath.open`, which nodes without a publish buffer pass too."""
+"""Barriers of `SharedMemoryPath.open`, in which nodes without a publish buffer take part, too."""
 
 
 def device_memory_of(context: PathContext) -> DeviceMemory | None:
-    """How memory of this node's device is shared with other nodes on it; None on the CPU."""
+    """Returns how this node's device shares memory with other nodes on it; None on the CPU."""
     return CudaMemory(context.device) if context.device.type == "cuda" else None
 
 
 class SharedMemoryPath(Path):
-    """One node's publish buffers, its mappings of its neighbors', and its doorbell.
+    """One node's publish buffers, the mappings of its neighbors' buffers, and its doorbell.
 
-    The buffers' names come from the run's id and the uid, their sizes from the local schema.
+    The buffers' names follow from the run's id and the uid, their sizes from the local schema.
     """
 
     leaves_chunks: ClassVar[bool] = True
@@ -58,16 +58,17 @@ class SharedMemoryPath(Path):
         self._run = ""
         self._wanted: dict[bool, Collection[int]] = {}
         self._buffers: dict[bool, PublishBuffer] = {}
-        """In the host's memory, and in a device's (True)."""
+        """The buffer in the host's memory (False), and the one in a device's memory (True)."""
         self._read_by: dict[bool, frozenset[int]] = {}
         self._mapped: dict[int, BufferReader] = {}
         self._doorbell: DatagramDoorbell | None = None
         self._doorbells: Doorbells | None = None
 
     def open(self, peers: frozenset[int], timeout_seconds: float) -> frozenset[int]:
-        """Make this node's publish buffers, map those of `peers`, and take the names away when everybody has them.
+        """Creates this node's publish buffers, maps those of `peers`, and unlinks the files once all nodes have mapped
+        them.
 
-        Raises EnvironmentFault when there is no room for a buffer and the config asks for shared memory by name.
+        Raises EnvironmentFault if there is no room for a buffer and the config requires shared memory.
         """
         context = self.context
         wanted = peers if context.partners is None else peers & context.partners
@@ -86,8 +87,8 @@ class SharedMemoryPath(Path):
         return self.begin()
 
     def make(self, wanted: Mapping[bool, Collection[int]], required: bool) -> None:
-        """First step of `open`: this node's publish buffers, and its doorbell. wanted: neighbors, by whether they read
-        the device's memory."""
+        """First step of `open`: creates this node's publish buffers and its doorbell. wanted: neighbors, by whether
+        they read device memory."""
         context = self.context
         assert context.folder is not None
         self._run = run_of(context.folder, context.generation)
@@ -103,17 +104,19 @@ class SharedMemoryPath(Path):
                 logger.warning("payloads leave over ipc: %s", error)
 
     def map(self) -> None:
-        """Second step, once everybody has made theirs: the others' publish buffers."""
+        """Second step of `open`, once all nodes have created their buffers: maps those of the neighbors."""
         for lent, uids in self._wanted.items():
             self._map(self._run, lent, uids)
 
     def hide(self) -> None:
-        """Third step, once everybody has mapped them: a crash from here on leaves no file behind."""
+        """Third step of `open`, once all nodes have mapped the buffers: unlinks the files, so that a crash leaves none
+        behind."""
         for buffer in self._buffers.values():
             buffer.unlink()
 
     def begin(self) -> frozenset[int]:
-        """Last step: who could map this node's publish buffers is sent payloads through them. Returns them."""
+        """Last step of `open`. Returns the neighbors that have mapped this node's publish buffers, which get their
+        payloads through them."""
         for lent, buffer in self._buffers.items():
             self._read_by[lent] = frozenset(uid for uid in self._wanted[lent] if buffer.attached(uid))
         self.readers = frozenset().union(*self._read_by.values())
@@ -125,8 +128,8 @@ class SharedMemoryPath(Path):
         return self.readers
 
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
-        """One payload for all of them is written once; payloads that differ have to leave as chunks. Blocking for a
-        moment only (`RunState.hold_up`) while slots are held: no neighbor waits because of another one."""
+        """Writes a payload once if all neighbors get the same one; different payloads have to leave as chunks. Blocks
+        only briefly (`RunState.hold_up`) while slots are held, so that no neighbor waits because of another."""
         uids = [uid for uid in outgoing if uid in self.readers and uid not in self._status.departed]
         if len({id(outgoing[uid]) for uid in uids}) != 1:
             return Sent(left=outgoing.keys())
@@ -146,7 +149,7 @@ class SharedMemoryPath(Path):
         return buffer
 
     def _waited(self, since: float, holders: Collection[int]) -> None:
-        """A wait for a slot is over: told on the edges of those who held it."""
+        """Counts a wait for a slot on the edges of the nodes that held the slot."""
         uids = set(holders) - {LEASED} | (self.context.leases.holders() if LEASED in holders else set())
         self._status.held_up(clock.now() - since, uids, self._counters)
 
@@ -160,17 +163,17 @@ class SharedMemoryPath(Path):
                 logger.warning("no shared memory from node %d: %s", uid, fault)
 
     def publish(self, payload: Payload, uids: list[int], key: ExchangeKey, timeout_seconds: float) -> list[int]:
-        """Write a payload into the publish buffers and ring at `uids`. Returns those that heard of it: the others have
-        to get chunks.
+        """Writes a payload into the publish buffers and rings the doorbells of `uids`. Returns the neighbors that were
+        notified; the others must get chunks.
 
-        Readers that still hold an earlier payload after that moment are not waited for again, nor sent anything, until
-        they have released all that they heard of. While they hold every slot, nobody is sent anything.
+        Readers that still hold an earlier payload after that wait are neither waited for nor sent anything until they
+        have released everything they were notified of. While they hold every slot, no neighbor is sent anything.
         """
         deadline = clock.now() + self._status.hold_up(timeout_seconds)
         told: list[int] = []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         buffers = list(self._buffers.items())
-        if len(buffers) > 1:  # readers of one do not wait for those of the other
+        if len(buffers) > 1:  # a free buffer first, so that its readers do not wait for those of the other
             buffers.sort(key=lambda item: item[1].is_held(key[1], payload, self._gone))
         for lent, buffer in buffers:
             read_by = self._read_by[lent]
@@ -195,7 +198,8 @@ class SharedMemoryPath(Path):
         logger.info("%s an earlier payload: payloads leave as chunks until it is released", who)
 
     def _ring(self, payload: Payload, uids: list[int], key: ExchangeKey, slot: int, use: int, totals: bytes) -> None:
-        """A datagram each, or a control message where the doorbell's queue is full or the scalars are long."""
+        """Sends one datagram per neighbor, or a control message if the doorbell's queue is full or the scalars are too
+        long."""
         doorbell, doorbells = self._doorbell, self._doorbells
         assert doorbell is not None and doorbells is not None
         datagram = doorbells.make(*key, slot, use, totals, payload.scalars)
@@ -212,7 +216,7 @@ class SharedMemoryPath(Path):
 
     @property
     def model_slots(self) -> list[Tensor]:
-        """The slots of phase 0, where a payload of one tensor needs no copy; empty without a publish buffer."""
+        """The slots of phase 0, from which a payload of one tensor needs no copy; empty without a publish buffer."""
         return [] if not self.readers or False not in self._buffers else [s[0] for s in self._buffers[False].slots[0]]
 
     def acquire_slot(self, current: Tensor, deadline: float) -> int | None:
@@ -221,10 +225,10 @@ class SharedMemoryPath(Path):
         return buffer.acquire_slot(current.data_ptr(), deadline, self._gone)
 
     def _gone(self, uid: int) -> bool:
-        """Whether a reader said goodbye. Raises what every wait raises once the run has failed."""
+        """Returns whether a reader has departed. Raises the run's failure if the run has failed."""
         self._status.raise_if_failed()
         if self._status.regrouping:
-            raise TimeoutError(uid)  # others may still read: the slot must stay as it is
+            raise TimeoutError(uid)  # others may still read the slot, so it must not be written
         return uid in self._status.departed
 
     def _on_datagram(self, datagram: bytes) -> None:
@@ -237,9 +241,9 @@ class SharedMemoryPath(Path):
             self.context.refuse(fault)
 
     def take(self, message: Slot) -> None:
-        """I/O thread: an admitted doorbell that came over ZeroMQ.
+        """I/O thread: takes an admitted doorbell message that arrived over ZeroMQ.
 
-        Raises PeerFault when there is no such payload.
+        Raises PeerFault if the payload that it announces does not exist.
         """
         reader = self._reader_of(message.source)
         payload = SlotPayload(reader, message.phase, message.slot, message.use, message.scalars)
@@ -271,13 +275,14 @@ class SharedMemoryPath(Path):
 
 
 _still_lent: list[PublishBuffer] = []
-"""Lent memory that others may still read: it is theirs until this process ends."""
+"""Buffers in device memory that others may still read, kept until this process ends."""
 
 
 def give_up(buffer: PublishBuffer, gone: Callable[[int], bool]) -> None:
-    """Blocking until others are done with lent memory, but for DRAIN_SECONDS at most: then it is never used again."""
+    """Blocks until no reader uses the buffer's device memory any more, for DRAIN_SECONDS at most; after that, the
+    memory is kept and never reused."""
     try:
         buffer.drain(clock.now() + DRAIN_SECONDS, gone)
-    except (TimeoutError, DecentnodeError, RuntimeError) as error:  # a reader that died takes its events along
+    except (TimeoutError, DecentnodeError, RuntimeError) as error:  # the events of a reader that died are invalid
         logger.debug("lent memory is still read: %s", error)
         _still_lent.append(buffer)

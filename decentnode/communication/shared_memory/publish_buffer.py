@@ -1,19 +1,19 @@
 """A node's publish buffer in shared memory: neighbors on the same host mix straight from it.
 
-One file per node: a header of sequence numbers and release counters, then two slots per phase. A payload is written
-into one slot while neighbors may still read the other. The file is unlinked as soon as everybody who needs it has it
-mapped, so that nothing is left after a crash.
+There is one file per node: a header of sequence numbers and release counters, then two slots per phase. A payload is
+written into one slot while neighbors may still read the other. The file is unlinked as soon as every node that needs it
+has mapped it, so that a crash leaves nothing behind.
 
 A slot is in one of three states (docs/slots.rst has them with all transitions):
 
-free       nobody may read it, no message is sent from it
-taken      it is being written: by `publish`, or because the model lives there (`take`); its sequence number is 0
-published  its sequence number is that of the payload in it; free again once every reader has released it, or is gone,
+free       no node may read it, and no message is sent from it
+taken      it is being written, by `publish` or because the model lives there (`acquire_slot`); its sequence number is 0
+published  its sequence number is that of the payload in it; free again once every reader has released it or is gone,
            and no lease on it is held
 
-Two things keep a reader from mixing a payload that is not the one it was told of. The owner writes a free slot only:
-a reader that is late keeps its slot for as long as it likes, and is sent chunks meanwhile. And the reader looks at the
-sequence number again after it has read and before it keeps what it made of it (`BufferReader.intact`).
+Two rules keep a reader from mixing a payload other than the announced one. The owner writes free slots only: a late
+reader keeps its slot for as long as it likes, and is sent chunks meanwhile. And the reader checks the sequence number
+again after it has read the payload and before it keeps the result (`BufferReader.intact`).
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from decentnode.wire.generation import Name
 
 MAGIC = 0x6465636E6F6465
 POLL_SECONDS = (20e-6, 1e-3)
-"""Shortest and longest sleep while a slot is still being read; it hardly ever is."""
+"""Shortest and longest sleep while a slot is still being read, which is rare."""
 LEASED = -1
-"""In place of the uid of a reader: messages are still sent from the slot."""
+"""In place of a reader's uid: messages are still sent from the slot."""
 
 
 def path_of(run: str, uid: int, lent: bool = False) -> Path:
-    """Where node `uid` publishes, before the file is unlinked; never taken from a message.
+    """Returns the file of node `uid`'s publish buffer, until it is unlinked. Never taken from a message.
 
-    run: the name of the run's private folder on this host and the generation of members, as `run_of` makes it.
+    run: the name of the run's private folder on this host and of the membership generation, as `run_of` returns it.
     """
     return FOLDER / f"decentnode-{run}-{uid}{'-lent' if lent else ''}"
 
 
 def run_of(folder: Path, generation: Name) -> str:
-    """launch/children/sockets.py removes by this name what nodes leave behind that are killed before all have mapped
-    it."""
+    """Returns the part of file names that identifies the run and generation. launch/children/sockets.py uses it to
+    remove the files of nodes that were killed before all nodes had mapped them."""
     number, origin = generation
     return f"{folder.name.removeprefix('decentnode-')}-{number}-{origin.hex()}"
 
 
 class PublishBuffer:
-    """The owner's end. Used from the training thread."""
+    """The owner's end of a publish buffer. Used from the training thread."""
 
     def __init__(
         self, path: Path, layout: Layout, lent: ExportedSlots | None = None, leases: Leases | None = None
     ) -> None:
-        """lent: the slots, where the layout says that they are not in the file. leases: of messages sent from slots.
+        """lent: the slots, if the layout places them in device memory. leases: of messages sent from slots.
 
-        Raises EnvironmentFault when there is no room or no right to make the file.
+        Raises EnvironmentFault if there is no room or no permission to create the file.
         """
         self.layout, self._lent = layout, lent
         self._leases = leases or Leases()
@@ -72,8 +72,9 @@ class PublishBuffer:
         except OSError as error:
             raise EnvironmentFault(f"{path}: {error.strerror}") from error
         self._words = self._segment.words(0, layout.words)
-        """MAGIC; by `Layout.sequence` the use of a slot that lies in it, 0 while it is taken; by `Layout.counter` 0
-        while the reader is not attached, else 1 + the last use of the slot that it has done with."""
+        """The header: MAGIC; at `Layout.sequence`, the use number of the payload in a slot, 0 while the slot is taken;
+        at `Layout.counter`, 0 while the reader has not attached, else 1 + the last use of the slot that it has
+        released."""
         self._words[0] = MAGIC
         if lent is not None:
             self._segment.write(layout.header_bytes, len(lent.offer).to_bytes(8, "little") + lent.offer)
@@ -81,25 +82,26 @@ class PublishBuffer:
         for phase in self.slots:
             for slot in phase:
                 for tensor in slot:
-                    tensor.zero_()  # every page is there before the first round
+                    tensor.zero_()  # allocates every page before the first round
         self._addresses = [[slot[0].data_ptr() for slot in phase] for phase in self.slots]
         self._uses = [0] * layout.phases
-        """By phase: how many payloads were published; each use has a number of its own within its phase."""
+        """By phase: how many payloads were published. Each use of a slot has its own number within the phase."""
         self._readers: list[list[tuple[int, frozenset[int]]]] = [[(0, frozenset())] * SLOTS for _ in self.slots]
-        """[phase][slot]: the last use, and whom it was published for."""
+        """[phase][slot]: the last use, and the readers it was published for."""
         self._home: int | None = None
-        """The slot of phase 0 that the model lives in."""
+        """The slot of phase 0 in which the model lives."""
         self.late: Set[int] = frozenset()
-        """Readers that once were waited for in vain and have not released everything yet: nobody waits for them."""
+        """Readers that exceeded a wait and have not released everything since: no later wait includes them."""
         self.on_wait: Callable[[float, Collection[int]], None] = lambda _since, _holders: None
-        """Called after a wait for a slot with when it began (clock.now) and who held the slot last: uids, or LEASED."""
+        """Called after a wait for a slot with (when it began, by clock.now; the last holders of the slot: uids, or
+        LEASED)."""
 
     def unlink(self) -> None:
-        """Take the name away; the memory lives on in those who have it mapped."""
+        """Removes the file's name; the memory lives on in the processes that have mapped it."""
         self._segment.unlink()
 
     def attached(self, uid: int) -> bool:
-        """Whether `uid` has this publish buffer mapped."""
+        """Returns whether `uid` has mapped this publish buffer."""
         counter, phases = self.layout.counter, range(self.layout.phases)
         return all(self._words[counter(uid, phase, slot)] for phase in phases for slot in range(SLOTS))
 
@@ -108,11 +110,12 @@ class PublishBuffer:
     def publish(
         self, phase: int, payload: Payload, readers: Collection[int], deadline: float, gone: Callable[[int], bool]
     ) -> tuple[int, int]:
-        """Write a payload for `readers`; (slot, use) to tell them. One that lies in a slot already is not copied.
+        """Writes a payload for `readers`. Returns (slot, use) for the doorbell. A payload that already lies in a slot
+        is not copied.
 
-        Blocking while no slot is free and one is held by somebody who is not late. `gone` may raise meanwhile. Raises
-        TimeoutError with what holds a slot beyond `deadline` (monotonic seconds): the uid of a reader, which is late
-        from then on, or LEASED. Nothing is written then.
+        Blocks while no slot is free and at least one is held by somebody who is not late. `gone` may raise meanwhile.
+        Raises TimeoutError if that lasts beyond `deadline` (monotonic seconds), and writes nothing then; its argument
+        is the holder of a slot: the uid of a reader, which is late from then on, or LEASED.
         """
         first = next(iter(payload.tensors.values()))
         addresses, lies_at = self._addresses[phase], first.data_ptr()
@@ -138,16 +141,16 @@ class PublishBuffer:
         return slot, use
 
     def is_held(self, phase: int, payload: Payload, gone: Callable[[int], bool]) -> bool:
-        """Whether `publish` would have to wait for readers. Not blocking."""
+        """Returns whether `publish` would have to wait for readers. Does not block."""
         addresses, lies_at = self._addresses[phase], next(iter(payload.tensors.values())).data_ptr()
         own = lies_at in addresses
         slots = [addresses.index(lies_at)] if own else self._in_turn(phase)
         return all(self._holder(phase, slot, gone, not own) is not None for slot in slots)
 
     def acquire_slot(self, current: int, deadline: float, gone: Callable[[int], bool]) -> int | None:
-        """Blocking: a free slot of phase 0 for the model to go to from address `current`; None when there is none in
-        time. It is the model's to write until it is published. Nobody becomes late by it: there is still time until the
-        next payload needs a slot."""
+        """Blocks until a slot of phase 0 is free for the model to move to from address `current`. Returns None if none
+        becomes free in time. The model may write the slot until it is published. No reader becomes late because of this
+        wait: it has time until the next payload needs a slot."""
         slots = [slot for slot, address in enumerate(self._addresses[0]) if address != current]
         try:
             self._home = self._await(0, slots, deadline, gone, decide=False)
@@ -158,18 +161,18 @@ class PublishBuffer:
         return self._home
 
     def _in_turn(self, phase: int) -> list[int]:
-        """The slots that a payload may be copied to, the one least recently used first."""
+        """Returns the slots that a payload may be copied to, the least recently used first."""
         first = self._uses[phase] + 1
         slots = [(first + i) % SLOTS for i in range(SLOTS)]
         return [slot for slot in slots if slot != self._home] if phase == 0 else slots
 
     def wait_released(self, phase: int, slot: int, deadline: float, gone: Callable[[int], bool]) -> None:
-        """Blocking until nobody reads a slot any more. Raises TimeoutError as `publish` does."""
+        """Blocks until no reader reads a slot any more. Raises TimeoutError as `publish` does."""
         self._await(phase, [slot], deadline, gone, leases=False)
 
     def drain(self, deadline: float, gone: Callable[[int], bool]) -> None:
-        """Blocking until nobody needs lent slots any more, which end with this process. Raises TimeoutError."""
-        self.late = frozenset()  # whoever was late has a last chance
+        """Blocks until no reader needs the slots in device memory, which end with this process. Raises TimeoutError."""
+        self.late = frozenset()  # waits for late readers once more
         for phase, slots in enumerate(self.slots if self._lent is not None else []):
             for slot in range(len(slots)):
                 self.wait_released(phase, slot, deadline, gone)
@@ -182,9 +185,9 @@ class PublishBuffer:
         self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True,
         decide: bool = True,
     ) -> int:
-        """Blocking: the first of `slots` that is free, as `publish` says. leases: whether those on it matter. decide:
-        whether who holds them too long is late from then on."""
-        for slot in slots:  # as a rule one is free
+        """Blocks as `publish` says, and returns the first of `slots` that is free. leases: whether leases on a slot
+        count. decide: whether those that hold the slots for too long are late from then on."""
+        for slot in slots:  # usually one is free
             if self._holder(phase, slot, gone, leases) is None:
                 return slot
         backoff = Backoff(POLL_SECONDS)
@@ -212,7 +215,7 @@ class PublishBuffer:
                 self.on_wait(began, set(last))
 
     def _holder(self, phase: int, slot: int, gone: Callable[[int], bool], leases: bool) -> int | None:
-        """Because of whom a slot is not free, those that are late before others; None where it is."""
+        """Returns who holds a slot, late holders first; None if the slot is free."""
         use, readers = self._readers[phase][slot]
         words, counter, found = self._words, self.layout.counter, None
         for uid in readers:
@@ -225,7 +228,8 @@ class PublishBuffer:
         return found
 
     def judge(self, silent: Set[int] = frozenset()) -> None:
-        """Whoever was late and has released everything is waited for again. silent: late if they hold anything."""
+        """Updates `late`: a reader that has released everything is no longer late. silent: readers that are late if
+        they hold anything."""
         if self.late or silent:
             slots = [(phase, slot) for phase in range(self.layout.phases) for slot in range(SLOTS)]
             holders = {uid for phase, slot in slots for uid in self._held_by(phase, slot)}
@@ -242,9 +246,9 @@ class BufferReader:
     """A neighbor's end of a publish buffer."""
 
     def __init__(self, path: Path, layout: Layout, uid: int, device_memory: DeviceMemory | None = None) -> None:
-        """uid: the reading node. device_memory: where the slots lie in a device's memory.
+        """uid: the reading node. device_memory: given if the slots lie in a device's memory.
 
-        Raises PeerFault when the file is not what the run's schemas say.
+        Raises PeerFault if the file does not fit the run's schemas.
         """
         try:
             segment = Segment.attach(path, layout.size, layout.header_bytes)
@@ -256,12 +260,13 @@ class BufferReader:
         if words[0] != MAGIC:
             raise PeerFault("wrong_board", str(path))
         self._lies = words[layout.sequence(0, 0) : layout.sequence(layout.phases, 0)]
-        """[SLOTS * phase + slot]: the use that lies there, as the owner says."""
+        """[SLOTS * phase + slot]: the use number of the payload in the slot, written by the owner."""
         self._released = words[layout.counter(uid, 0, 0) : layout.counter(uid + 1, 0, 0)]
-        """[SLOTS * phase + slot]: what this reader says."""
+        """[SLOTS * phase + slot]: the release counter, written by this reader."""
         self._borrowed: ImportedSlots | None = None
         self.imported = device_memory is not None
-        """Whether slots have to be entered, and are read by a device behind the host's back."""
+        """Whether the slots lie in device memory: they have to be entered, and the device may read them later than the
+        host."""
         self._inside: set[tuple[int, int]] = set()
         if device_memory is None:
             self.slots = layout.views(segment)
@@ -274,19 +279,20 @@ class BufferReader:
             self._released[place] = 1
 
     def enter(self, phase: int, slot: int) -> None:
-        """Training thread, before a slot is read."""
+        """Prepares to read a slot. Training thread."""
         if self._borrowed is not None:
             self._borrowed.enter(phase, slot)
             self._inside.add((phase, slot))
 
     def intact(self, phase: int, slot: int, use: int) -> bool:
-        """Whether the payload of this use still lies in the slot. Asked after it was read, and before what was made of
-        it is kept: the owner sets the number to 0 before it changes a byte. Between the last read of a payload and this
-        one a lock was let go of and taken or a call returned, so that no processor puts them in another order."""
+        """Returns whether the slot still holds the payload of this use. Called after the payload was read and before
+        the result is kept: the owner sets the number to 0 before it changes a byte. Between the last read of a payload
+        and this check, a lock was released and taken or a call returned, so that no processor reorders them."""
         return self._lies[SLOTS * phase + slot] == use
 
     def release(self, phase: int, slot: int, use: int) -> None:
-        """The owner may write this slot again. The training thread after `enter`, any thread without."""
+        """Allows the owner to write this slot again. Called on the training thread after `enter`, on any thread
+        without."""
         if self._borrowed is not None and (phase, slot) in self._inside:
             self._inside.discard((phase, slot))
             self._borrowed.leave(phase, slot)

@@ -1,14 +1,14 @@
-"""A segment of shared memory: a file in /dev/shm that one process makes and others of the same user map.
+"""A segment of shared memory: a file in /dev/shm that one process creates and other processes of the same user map.
 
 The publish buffers of nodes (publish_buffer.py) and the buckets of ranks (parallel/transports/shared_memory.py) lie in
-segments. This file knows nothing of either: it makes a file where there is room, maps it, gives views of it, takes its
-name away, removes what killed processes left behind, and tells whether the process that made a segment still lives.
+segments. This file knows nothing of either. It creates a file if there is room, maps it, gives views of it, unlinks it,
+removes the files that killed processes left behind, and tells whether the process that created a segment is alive.
 
-A segment has a header of 8-byte words, which its owner and its readers write, and behind it a body that its owner alone
-can write. Every word has one process that writes it, as a whole and aligned, so that a reader sees the value before or
-the one after. Whether a reader that sees a word also sees the bytes of the body that were written before it depends on
-the processor: those of x86 keep stores in order and loads in order; others do not (`stores_in_order`), and there a
-system call must lie between, such as the doorbells of publish buffers.
+A segment has a header of 8-byte words, which its owner and its readers write, and after it a body that only its owner
+can write. Every word is written by one process, as a whole and aligned, so that a reader sees either the old value or
+the new one. Whether a reader that sees a word also sees the bytes of the body that were written before it depends on
+the processor: x86 processors keep the order of stores and of loads; others do not (`stores_in_order`), and there a
+system call must lie in between, such as the doorbells of publish buffers.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ FOLDER = Path("/dev/shm")
 PAGE, ALIGNMENT = 4096, 128
 """Bytes. Tensors begin at multiples of ALIGNMENT: two cache lines, which processors fetch in pairs."""
 RESERVE_BYTES = 16 << 20
-"""What is left free of the folder, which is the host's memory."""
+"""Bytes of the folder, which is the host's memory, that are left free."""
 STALE_SECONDS = 60.0
-"""Age from which a file that nobody has locked counts as left behind; it is locked microseconds after it is made."""
+"""Age from which an unlocked file counts as left behind. Files are locked microseconds after they are created."""
 
 
 def rounded(size: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is not below `size`."""
+    """Returns the smallest multiple of `unit` that is at least `size`."""
     return -(-size // unit) * unit
 
 
 def placed(sizes: Iterable[int], start: int) -> tuple[list[int], int]:
-    """(where tensors of so many bytes begin, where the last one ends), aligned, the first at `start`."""
+    """Returns (the start of each tensor, the end of the last one) for tensors of these sizes in bytes. Starts are
+    aligned; the first tensor begins at `start`."""
     starts = []
     for size in sizes:
         starts.append(start)
@@ -54,27 +55,28 @@ def placed(sizes: Iterable[int], start: int) -> tuple[list[int], int]:
 
 
 def free_bytes(folder: Path = FOLDER) -> int:
-    """How much more shared memory this host has. Raises OSError."""
+    """Returns how many bytes of shared memory this host has left. Raises OSError."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 def stores_in_order() -> bool:
-    """Whether who sees a word also sees all that was written before it (see above), on this processor."""
+    """Returns whether, on this processor, a reader that sees a word also sees everything written before it (see
+    above)."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 class Segment:
-    """One segment as one process has it mapped; use `create` or `attach`. Not blocking.
+    """One segment as mapped by one process. Use `create` or `attach`. Does not block.
 
-    Views keep the mapping alive, so that there is nothing to close but the file that `watched` keeps open.
+    Views keep the mapping alive, so nothing needs to be closed except the file that `watched` keeps open.
     """
 
     def __init__(self, path: Path, file: int, size: int, header_bytes: int, owner: bool) -> None:
         self.path, self.size, self.header_bytes = path, size, header_bytes
         self._file, self._linked = file, owner
         if owner:
-            # One mapping, not two: it has a descriptor of its own, and the lock ends when any descriptor is closed.
+            # One mapping, not two: a mapping has a descriptor of its own, and closing any descriptor ends the lock.
             self._header = self._body = mmap.mmap(file, size)
         else:
             self._header = mmap.mmap(file, header_bytes)
@@ -83,10 +85,10 @@ class Segment:
 
     @classmethod
     def create(cls, path: Path, size: int, header_bytes: int, watched: bool = False) -> Segment:
-        """A segment of zeros that nobody has yet; its memory is taken here, not when it is written first.
+        """Creates a segment of zeros. Its memory is allocated here, not at the first write.
 
-        header_bytes: a multiple of PAGE, below `size`. watched: readers may ask `owner_is_gone`; nobody else in this
-        process may open the file then. Raises OSError where there is no room or no right to make the file.
+        header_bytes: a multiple of PAGE, below `size`. watched: readers may call `owner_is_gone`; then nothing else in
+        this process may open the file. Raises OSError if there is no room or no permission to create the file.
         """
         free = free_bytes(path.parent)
         if free < size + RESERVE_BYTES:
@@ -108,9 +110,9 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path, size: int, header_bytes: int, watched: bool = False) -> Segment:
-        """Another process's segment, of which only the header can be written. watched: as its owner said.
+        """Maps another process's segment, of which only the header is writable. watched: as in `create`.
 
-        Raises OSError where it cannot be opened, ValueError where it is not of this size or not this user's.
+        Raises OSError if the file cannot be opened, ValueError if it has another size or belongs to another user.
         """
         file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -125,15 +127,15 @@ class Segment:
             mapped.close_file()
         return mapped
 
-    # -- what lies in it --------------------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------------------
 
     def words(self, first: int, count: int) -> memoryview:
-        """[count] signed 8-byte words of the header."""
+        """Returns [count] signed 8-byte words of the header."""
         return memoryview(self._header)[8 * first : 8 * (first + count)].cast("q")
 
     def tensor(self, dtype: torch.dtype, count: int, start: int) -> Tensor:
-        """[count] elements of the body from byte `start` of the segment on. Only the owner may write them: in another
-        process to do so ends it with SIGSEGV."""
+        """Returns a tensor of [count] elements of the body, from byte `start` of the segment on. Only the owner may
+        write it: in another process, writing ends the process with SIGSEGV."""
         if not count:
             return torch.empty(0, dtype=dtype)
         with warnings.catch_warnings():
@@ -141,38 +143,40 @@ class Segment:
             return torch.frombuffer(self._body, dtype=dtype, count=count, offset=start - self._body_start)
 
     def write(self, start: int, data: bytes) -> None:
-        """Owner: bytes of the body, from byte `start` of the segment on."""
+        """Owner: writes bytes of the body, from byte `start` of the segment on."""
         self._body[start : start + len(data)] = data
 
     def read(self, start: int, count: int) -> bytes:
-        """At most `count` bytes of the body, from byte `start` of the segment on."""
+        """Returns at most `count` bytes of the body, from byte `start` of the segment on."""
         start -= self._body_start
         return self._body[start : start + count]
 
-    # -- its name, its file, its owner --------------------------------------------------------------------------
+    # -- name, file, owner --------------------------------------------------------------------------------------
 
     def unlink(self) -> None:
-        """Owner: take the name away; the memory lives on in those who have it mapped. Idempotent."""
+        """Owner: removes the file's name; the memory lives on in the processes that have mapped it. Idempotent."""
         if self._linked:
             self._linked = False
             self.path.unlink(missing_ok=True)
 
     def close_file(self) -> None:
-        """No more questions after the owner; as the owner's last act, it counts as gone. Idempotent."""
+        """Closes the file of a watched segment, after which `owner_is_gone` must not be called. If the owner calls it,
+        the owner counts as gone. Idempotent."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
     def owner_is_gone(self) -> bool:
-        """Whether the process that made a watched segment has ended, or has given it up. Two system calls."""
+        """Returns whether the process that created a watched segment has ended or has called `close_file`. Two system
+        calls."""
         return not _is_locked(self._file)
 
 
 def _is_locked(file: int) -> bool:
-    """Whether another process has a record lock on a file.
+    """Returns whether another process has a record lock on a file.
 
-    The system takes such a lock away when the process ends, however it ends. A socket or flock would stay open in
-    worker processes that it has forked, and pidfd_open is missing in kernels before 5.3.
+    The system removes such a lock when the process ends, however it ends. A socket or flock would stay open in worker
+    processes that it has forked, and pidfd_open is missing in kernels before 5.3.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -183,9 +187,10 @@ def _is_locked(file: int) -> bool:
 
 
 def remove_stale(names: re.Pattern[str], folder: Path = FOLDER) -> None:
-    """Remove watched segments of this user whose owners were killed before they took the names away. Never raises.
+    """Removes watched segments of this user whose owners were killed before they unlinked them. Never raises.
 
-    names: what names as a whole must be like. Nothing in this process may have such a segment under its name.
+    names: pattern that the whole file name must match. This process must not itself have a matching segment that is not
+    unlinked.
     """
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -207,7 +212,7 @@ def _remove_if_stale(entry: os.DirEntry[str]) -> None:
 
 
 class Backoff:
-    """Sleeps between looks at a word: the first is short, each next one twice as long, up to the longest."""
+    """Sleeps between polls of a word: the first sleep is short, each further one twice as long, up to the longest."""
 
     def __init__(self, seconds: tuple[float, float]) -> None:
         """seconds: the shortest and the longest sleep."""

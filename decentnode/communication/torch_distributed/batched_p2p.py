@@ -1,25 +1,26 @@
-"""Payloads as NCCL wants them: one batch per bucket, in one fixed order, matched by order alone.
+"""Point-to-point payloads as NCCL requires them: one batch per bucket, in one fixed order, matched by order alone.
 
-Why no schedule of rounds, however its graph changes, can make these batches wait for each other in a circle
+These rules ensure that no schedule of rounds, however its graph changes, makes batches wait for each other in a circle
 (docs/explanation/transports.rst, "Rules against deadlock"; tests/communication/test_deadlocks.py tries to break them on
 gloo):
 
-R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, sizes come from
-    the schema or from the header that went before.
-R2  Batches, and calls of all members in their place (group_collective.py), are launched in the order of (round, phase,
-    bucket), never in the order of arrivals; batch b of a payload is launched when b - 1 of it has been.
-R3  A batch holds all peers at once; different rounds and phases never share one.
+R1  Every send has its receive: neighbors and sources of a round are one pure function on both ends, and sizes come from
+    the schema or from the header that was sent before.
+R2  Batches, and the collective calls in their place (group_collective.py), are launched in the order of (round, phase,
+    bucket), never in the order of arrivals; batch b of a payload is launched after its batch b - 1.
+R3  A batch contains all peers at once; different rounds and phases never share one.
 R4  At most 256 operations per batch (`Communicator.batch`).
-R5  The communicator is made eagerly and warmed up by a batch between all its members, in which everybody takes part.
+R5  The communicator is created eagerly and warmed up by a batch between all its members, in which every member takes
+    part.
 R6  One communicator per device.
 R7  Whatever waits for the device or allocates on it does so on all nodes alike, or on a thread that launches nothing:
-    receive buffers have the schema's largest size and are taken before the round's first launch.
-R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: it
-    would put a round trip of control before every launch, and bound nothing, as a peer can die after its answer. What
-    bounds the wait are the deadlines of arrivals, above which communicators are aborted; what bounds its cost is
-    MAX_CTAS: in an overlapped schedule the local steps have the rest of the GPU, in a sequential one the node has
+    receive buffers have the schema's largest size and are allocated before the round's first launch.
+R8  A kernel of NCCL spins on the GPU while its peer is late. Nothing here asks first whether the peer is ready: that
+    would put a round trip of control messages before every launch, and bound nothing, as a peer can die after its
+    answer. The wait is bounded by the deadlines of arrivals, after which communicators are aborted. Its cost is bounded
+    by MAX_CTAS: in an overlapped schedule the local steps have the rest of the GPU; in a sequential one the node has
     nothing else to do. Nodes of very different speed still should not share a clique.
-R9  Every launched operation is waited for, on a thread of its own, before its buffers are used again.
+R9  Every launched operation is waited for, on a thread of its own, before its buffers are reused.
 R10 One thread launches everything.
 """
 
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Sending:
-    """One payload on its path to some peers."""
+    """One payload in flight to some peers."""
 
     uids: list[int]
     header: Tensor | None
@@ -65,7 +66,7 @@ class _Sending:
 
 @dataclass
 class _Coming:
-    """One payload that is to come."""
+    """One payload that is to arrive."""
 
     uid: int
     header: Tensor | None
@@ -83,7 +84,7 @@ class _Round:
     sending: list[_Sending]
     coming: list[_Coming]
     ready: Any = None
-    """On a GPU, the event behind which copies of the payloads are complete and receive buffers are free."""
+    """On a GPU, the event after which copies of the payloads are complete and receive buffers are free."""
 
     @property
     def what(self) -> str:
@@ -93,26 +94,26 @@ class _Round:
 
 
 _Step = tuple[_Round | CollectiveCall, Callable[[], None]]
-"""What to do next about something that was launched."""
+"""A launched round or call, and what to do next about it."""
 
 
 class BatchedPath(CliquePath):
-    """A batch per bucket, behind one of headers where the schema leaves sizes or scalars open; one thread launches,
-    another waits.
+    """Sends one batch per bucket, after a batch of headers if the schema leaves sizes or scalars open. One thread
+    launches the batches, another waits for them.
 
-    A bucket is a chunk of the plan (`chunk_bytes`). A peer that stays silent holds back every other source of its
-    batch, and all later batches: after the deadline they are missing together, and once `window` payloads wait for
-    a peer, PeerLost says so. When one of them departs, nobody waits for the others. Nothing is ever left out of a
-    batch on one side alone.
+    A bucket is a chunk of the plan (`chunk_bytes`). A silent peer holds up every other source of its batch, and all
+    later batches: after the deadline they are all missing, and once `window` payloads wait for a peer, PeerLost is
+    raised. When one of them departs, no node waits for the others. Nothing is ever left out of a batch on one side
+    alone.
     """
 
     def __init__(
         self, communicator: Communicator, node: NodeSide, *, peers: frozenset[int] | None = None,
         start_seconds: float | None = None,
     ) -> None:
-        """Blocking until every member's warm-up has met ours. node: as `CliquePath` takes it.
+        """Blocks until every member's warm-up has completed with this node's. node: see `CliquePath`.
 
-        peers: others than all members but this node; a node of a world of one may be its own peer. start_seconds:
+        peers: the peers, if not all members but this node; a node of a world of one may be its own peer. start_seconds:
         longest wait for the warm-up. Raises RuntimeError after it.
         """
         found = communicator.peers if peers is None else peers
@@ -132,13 +133,13 @@ class BatchedPath(CliquePath):
             thread.start()
 
     def _allocate(self) -> None:
-        """H5, R7: what a round with all peers needs, before round 0: as many models as there are peers, and one."""
+        """H5, R7: allocates, before round 0, what a round with all peers needs: one more model than there are peers."""
         for plans in self._inbox.plans:
             for buffers in [Buffers(self._pool, plans, 1) for _ in range(len(self.peers) + 1)]:
                 buffers.done()
 
     def _warm_up(self, timeout_seconds: float | None) -> None:
-        """R5: NCCL connects pairs at their first use; later batches are a matter of some ranks only."""
+        """R5: NCCL connects a pair at its first use, and later batches may involve only some ranks."""
         own = torch.zeros(1, device=self._device)
         theirs = {uid: torch.empty(1, device=self._device) for uid in self.peers}
         works = self._communicator.batch([(uid, own) for uid in self.peers], list(theirs.items()))
@@ -151,7 +152,7 @@ class BatchedPath(CliquePath):
     ) -> frozenset[int]:
         plans, gone = self._inbox.plans[key[1]], self._status.departed
         late = [uid for uid in sources if self._due.get(uid, 0) >= self.window]
-        if late:  # as for sends: their memory is all taken by rounds that are over
+        if late:  # as for sends: rounds that are over still occupy all their buffers
             raise PeerLost(f"nothing came from node {late[0]} in {self.window} exchanges, last {key[0]}", late)
         coming = [self._coming_from(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
         dropped: set[int] = set()
@@ -181,7 +182,8 @@ class BatchedPath(CliquePath):
         return _Coming(uid, None, buffers, totals, parts)
 
     def _opens(self, uid: int, key: ExchangeKey) -> bool:
-        """False for a peer that departed. Raises PeerLost where a tagged send could be left out: R1."""
+        """Returns False for a peer that departed. Raises PeerLost if the peer takes nothing: the send must not be left
+        out (R1)."""
         if self._may_send(uid, key[0]):
             return True
         if self._status.departed.get(uid, key[0] + 1) <= key[0]:
@@ -192,7 +194,7 @@ class BatchedPath(CliquePath):
         raise PeerLost(f"node {uid} received nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
 
     def _room_patience(self) -> float:
-        """The whole time-out, as nothing can be left out."""
+        """Returns the whole time-out, as nothing can be left out."""
         return self._status.patience(self._timeout_seconds)
 
     def _sending(self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey) -> _Sending:
@@ -204,7 +206,7 @@ class BatchedPath(CliquePath):
         if holding[0] is None or tensors[0].device != self._device:
             buffers = Buffers(self._pool, plans, 1)
             for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
-                copy.copy_(tensor, non_blocking=copy.is_cuda)  # gloo reads the host's memory without an event
+                copy.copy_(tensor, non_blocking=copy.is_cuda)  # blocking on the host, where gloo waits for no event
             tensors = buffers.cut(totals)
         parts = pieces(plans, tensors)
         for uid in uids:
@@ -242,7 +244,7 @@ class BatchedPath(CliquePath):
         self._launched.put(None)
 
     def _ends(self, doing: str, each: _Round | CollectiveCall, error: RuntimeError | MemoryError) -> None:
-        """A thread cannot go on: what is matched by order alone fails for all peers at once."""
+        """Handles an error that ends a thread. Operations are matched by order alone, so all peers are affected."""
         logger.debug("%s ended: %s", doing, error)
         self._broke({SUM, *self.peers}, each.what, error)
 
@@ -252,7 +254,7 @@ class BatchedPath(CliquePath):
         return torch.cuda.stream(torch.cuda.Stream(self._device))
 
     def _launch_calls(self, call: CollectiveCall) -> None:
-        """Bucket by bucket like batches, in the same order of (round, phase): R2."""
+        """Launches the call bucket by bucket, like batches, in the same order of (round, phase): R2."""
         for launch in call.launches:
             work = launch()
             self._launched.put((call, lambda work=work: self._called(call, work)))  # type: ignore[misc]
@@ -280,7 +282,7 @@ class BatchedPath(CliquePath):
     def _batch(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
         return self._communicator.batch(sends, receives)
 
-    # -- waiting thread (but `_opened` of payloads whose sizes only headers tell) -------------------------------
+    # -- waiting thread (but `_opened` runs on the launching thread for payloads whose headers have the sizes) --
 
     def _wait_all(self) -> None:
         with self._on_device():
@@ -293,7 +295,7 @@ class BatchedPath(CliquePath):
                     return
 
     def _opened(self, each: _Round, works: list[Any]) -> None:
-        """Blocking until the headers are there: from now on the inbox knows the payloads."""
+        """Blocks until the headers have arrived, then announces the payloads to the inbox."""
         self._communicator.wait(works)
         for coming in each.coming:
             assert coming.header is not None
@@ -335,7 +337,7 @@ class BatchedPath(CliquePath):
             for uid in sending.uids:
                 self._sent(uid)
 
-    # -- the end ----------------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------------------
 
     def _end(self, clean: bool) -> None:
         self._rounds.put(None)

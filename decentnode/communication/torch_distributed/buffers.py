@@ -1,4 +1,5 @@
-"""What both ends of a communicator agree on: headers, pieces, and the buffers that payloads leave from and land in."""
+"""What both ends of a communicator agree on: headers, pieces, and the buffers that payloads are sent from and received
+into."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ HEADER_BYTES = 1024
 
 
 def pack(round: int, phase: int, totals: list[int], scalars: Mapping[str, int | float]) -> Tensor:
-    """[HEADER_BYTES] uint8: two bytes of length, then msgpack. Raises ValueError when it does not fit."""
+    """Returns a header [HEADER_BYTES] uint8: two bytes of length, then msgpack. Raises ValueError if it does not
+    fit."""
     raw = msgpack.packb([round, phase, totals, dict(scalars)])
     if len(raw) > HEADER_BYTES - 2:
         raise ValueError(f"payload scalars must fit in {HEADER_BYTES - 2} bytes, got {len(raw)}")
@@ -26,7 +28,8 @@ def pack(round: int, phase: int, totals: list[int], scalars: Mapping[str, int | 
 def unpack(
     header: Tensor, round: int, phase: int, plans: tuple[TensorPlan, ...]
 ) -> tuple[list[int], dict[str, int | float]]:
-    """(elements per tensor, scalars), checked against the own schema. Raises ValueError for anything else.
+    """Returns (elements per tensor, scalars) of a header, checked against the local schema. Raises ValueError for
+    anything else.
 
     header: [HEADER_BYTES] uint8 on the CPU.
     """
@@ -52,7 +55,7 @@ def unpack(
 
 
 def pieces(plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors cut as both ends cut them; empty ones give none."""
+    """Returns the tensors cut into chunks, as both ends cut them; an empty tensor gives none."""
     return [
         tensor[slice(*plan.bounds(chunk, tensor.numel()))]
         for plan, tensor in zip(plans, tensors, strict=True) if tensor.numel()
@@ -61,16 +64,17 @@ def pieces(plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> list[Tensor]
 
 
 class Pool:
-    """Buffers of the schema's largest sizes that are used again; any thread. What never comes back is forgotten."""
+    """A pool of reusable buffers of the schema's largest sizes, for any thread. Buffers that are never given back are
+    not tracked."""
 
     def __init__(self, device: torch.device, keep: int = 16, pinned: bool = False) -> None:
-        """keep: how many free ones of one size and dtype are kept. pinned: for copies to and from a GPU."""
+        """keep: how many free buffers of one size and dtype are kept. pinned: for copies to and from a GPU."""
         self.device, self._keep, self._pinned = device, keep, pinned
         self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lock = threading.Lock()
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """[elements], with any values."""
+        """Returns a buffer [elements] with arbitrary values."""
         with self._lock:
             free = self._free.get((elements, dtype))
             if free:
@@ -85,7 +89,7 @@ class Pool:
 
 
 class Buffers:
-    """One payload's tensors, back in the pool when their `users` are done with them; any thread."""
+    """One payload's tensors. They return to the pool once all their `users` are done with them. Any thread."""
 
     def __init__(self, pool: Pool, plans: tuple[TensorPlan, ...], users: int) -> None:
         self.whole = [pool.take(plan.spec.max_elements, plan.spec.dtype) for plan in plans]
@@ -93,11 +97,11 @@ class Buffers:
         self._lock = threading.Lock()
 
     def cut(self, totals: list[int]) -> list[Tensor]:
-        """The tensors of a payload with these sizes."""
+        """Returns the tensors of a payload with these sizes."""
         return [tensor[:total] for tensor, total in zip(self.whole, totals, strict=True)]
 
     def done(self) -> None:
-        """One user needs them no more."""
+        """Records that one user no longer needs the buffers."""
         with self._lock:
             self._users -= 1
             last = self._users == 0

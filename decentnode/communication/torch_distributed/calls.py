@@ -1,4 +1,4 @@
-"""Calls of torch.distributed in which all members of a communicator take part; its group is in no registry of torch."""
+"""Collective calls of torch.distributed among all members of a communicator, whose group is in no registry of torch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 NEVER = timedelta(days=30)
-"""gloo's own deadline tears every connection of the node down; the deadlines of rounds are kept above it."""
+"""In place of a deadline: when gloo's own deadline passes, it closes every connection of the node, so the deadlines of
+rounds are kept outside it."""
 
 
 class Calls:
-    """The calls of one communicator, which all members make in one order; not blocking. They return works."""
+    """The collective calls of one communicator. All members make them in the same order. They do not block, and return
+    work handles."""
 
     def __init__(self, group: Any, members: Sequence[int], scatters: bool = False) -> None:
-        """members: uids by rank. scatters: whether `reduce_scatter` sends no more than it has to; gloo's is an
-        all_reduce inside, with twice the bytes (torch 2.13, counted at its sockets).
-        """
+        """members: uids by rank. scatters: whether `reduce_scatter` sends only what it has to; gloo implements it as an
+        all_reduce, with twice the bytes (torch 2.13, counted at its sockets)."""
         self.members, self.scatters = tuple(members), scatters
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> Any:
-        """Sum in place."""
+        """Sums the tensor over all ranks, in place."""
         return self._group.allreduce([tensor], _unhurried(c10d.AllreduceOptions()))
 
     def reduce_scatter(self, out: Tensor, parts: list[Tensor]) -> Any:
-        """out: the sum of what all gave for this rank; parts: for every rank, as large as `out`."""
+        """Writes to `out` the sum of what all ranks gave for this rank. parts: one for every rank, each as large as
+        `out`."""
         return self._group.reduce_scatter([out], [parts], _unhurried(c10d.ReduceScatterOptions()))
 
     def all_gather(self, out: list[Tensor], own: Tensor) -> Any:
-        """out: what every rank gave."""
+        """Writes to `out` what every rank gave."""
         return self._group.allgather([out], [own], _unhurried(c10d.AllgatherOptions()))
 
 
 def _unhurried(options: Any) -> Any:
-    """Without the library's own deadline."""
+    """Returns the options without the library's own deadline."""
     options.timeout = NEVER
     return options

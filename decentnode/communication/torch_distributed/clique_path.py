@@ -22,70 +22,73 @@ from decentnode.payload import Payload
 from decentnode.tensors import own_fault
 
 SEND_WINDOW = 4
-"""Payloads that may be under way to one peer; the next one waits. Where a round has more than two exchanges, those of
-two rounds (`CliquePath.window`)."""
+"""Payloads that may be in flight to one peer; the next one waits. If a round has more than two exchanges, the window is
+the payloads of two rounds (`CliquePath.window`)."""
 CLOSE_SECONDS = 2.0
-"""Longest wait, when closing, for a peer to take what was sent to it."""
+"""Longest wait, when closing, for peers to take what was sent to them."""
 
 
 @dataclass(frozen=True)
 class NodeSide:
-    """What a clique's path has of the node whose end it is."""
+    """What a clique's path uses of its node."""
 
     inbox: Inbox
-    """Where arrived payloads go."""
+    """Where arrived payloads are put."""
     state: RunState
     counters: Counters
     timeout_seconds: float
     """Longest wait for room in a peer's window."""
     lease_of: Callable[[Tensor], object]
-    """Returns what to hold while a tensor is sent from where it lies; None where it has to be copied first."""
+    """Returns an object to hold while a tensor is sent from its own memory; None if the tensor has to be copied
+    first."""
 
 
 class CliquePath(abc.ABC):
-    """One node's end of a communicator. `begin` and `close` are the training thread's.
+    """One node's end of a communicator. The training thread calls `begin` and `close`.
 
     Arrived payloads go into the inbox, where exchanges find them beside those of the other paths. Every receive has
-    buffers of its own: a round that fails changes no model. Control never comes here (H1): no barrier, no mean, no
-    word on who is alive.
+    buffers of its own, so that a failed round changes no model. Control messages never take this path (H1): it has no
+    barriers, no means, and no messages about which nodes are alive.
     """
 
     def __init__(self, calls: Calls, pool: Pool, node: NodeSide) -> None:
-        """calls: of this node's communicator. pool: of buffers on its device."""
+        """calls: the collective calls of this node's communicator. pool: of buffers on its device."""
         self.window = max(SEND_WINDOW, 2 * len(node.inbox.plans))  # fragments of one round are sent together
         self.peers: frozenset[int] = frozenset()
-        """The members that are reached by this path."""
+        """The members that this path reaches."""
         self._calls, self._pool = calls, pool
         self._inbox, self._status, self._counters = node.inbox, node.state, node.counters
         self._timeout_seconds, self._lease_of = node.timeout_seconds, node.lease_of
         self._flying: dict[int, int] = {}
-        """Payloads under way to each peer."""
+        """By peer: payloads in flight to it."""
         self._blocked = 0
-        """Calls that wait for what is under way; others need not be woken by it."""
+        """Number of waits for payloads in flight; if 0, completed operations need not wake anybody."""
         self._coming = 0
-        """Receives under way, calls of all members among them."""
+        """Receives in flight, including collective calls."""
         self._due: dict[int, int] = {}
-        """By peer: payloads that are still to come."""
+        """By peer: payloads that have not arrived yet."""
         self._left = False
-        """Whether the communicator was given up: what fails from then on concerns nobody."""
+        """Whether the communicator was given up; errors from then on are ignored."""
 
     @abc.abstractmethod
     def begin(
         self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
-        """Send and receive the payloads of one (round, phase); those to whom nothing was sent.
+        """Starts to send and receive the payloads of one (round, phase). Returns the neighbors to which nothing was
+        sent.
 
-        Payload tensors may be changed as soon as this returns, but for those with a lease. Blocks only while more
-        than `window` payloads are under way to a peer.
+        The caller may change payload tensors as soon as this returns, except those with a lease. Blocks only while more
+        than `window` payloads are in flight to a peer.
         """
 
     def begin_collective(
         self, kind: CollectiveKind, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload]
     ) -> None:
-        """Instead of `begin`, when all members call it for this (round, phase): what arrives is the inbox's as ever.
+        """Does the work of `begin` with a collective call that all members make for this (round, phase). Arrivals go to
+        the inbox as usual.
 
-        With a member that is known to have left nothing is launched: of the others, too, nothing comes. Nor is it after
-        a call that failed.
+        If a member is known to have departed, nothing is launched, because nothing arrives from the others either. Nor
+        is anything launched after a call has failed.
         """
         self._inbox.together[key] = self.peers
         if SUM in self._status.broken:
@@ -101,10 +104,10 @@ class CliquePath(abc.ABC):
 
     @abc.abstractmethod
     def _launch_call(self, call: CollectiveCall) -> None:
-        """Not blocking: launch, then tell `_call_over` of every launch that is over."""
+        """Launches the call and, later, calls `_call_over` for every launch that has completed. Does not block."""
 
     def _call_over(self, call: CollectiveCall) -> None:
-        """A waiting thread: the next launch of a call is over."""
+        """Records that the next launch of a call has completed. Called on a waiting thread."""
         if call.ends:
             for uid in self.peers:
                 call.count(self._counters.edge(uid))
@@ -112,13 +115,16 @@ class CliquePath(abc.ABC):
         call.came()
 
     def _broke(self, uids: Collection[int], what: str, error: RuntimeError | MemoryError) -> None:
-        """Any thread: an operation failed, so that nothing more comes of these on this path; `SUM` among them stands
-        for calls of all members. what: the operation and its peers. Where this node's device failed, or its host
-        has no memory, nobody is blamed: the node's waits raise the error."""
+        """Any thread: records that an operation failed, so that nothing more arrives from these peers on this path.
+        `SUM` among them stands for collective calls.
+
+        what: the operation and its peers. If this node's device failed, or its host has no memory, no peer is blamed:
+        the node's waits raise the error.
+        """
         if own_fault(error):
             self._status.fail(error)
             return
-        reason = f"{what} failed: {str(error).partition('. ')[0]}"  # what follows is advice of the library
+        reason = f"{what} failed: {str(error).partition('. ')[0]}"  # the library's further sentences are advice
         with self._status.changed:
             new = set(uids) - self._status.broken.keys()
             if self._left or not new:
@@ -128,7 +134,7 @@ class CliquePath(abc.ABC):
         self._counters.fault("communicator_broken", min(uids) if len(uids) == 1 else None, reason)
 
     def leave(self, clean: bool) -> None:
-        """Give the communicator up. clean: nothing is under way."""
+        """Gives the communicator up. clean: whether nothing is in flight."""
         with self._status.changed:
             self._left = True
             self._status.broken.clear()
@@ -136,10 +142,10 @@ class CliquePath(abc.ABC):
 
     @abc.abstractmethod
     def _end(self, clean: bool) -> None:
-        """What `leave` does about the communicator and its threads."""
+        """Closes the communicator and its threads, for `leave`."""
 
     def close(self) -> None:
-        """Blocking until what was sent has left, for CLOSE_SECONDS at most; not at all once the run has failed."""
+        """Blocks until everything has been sent, for CLOSE_SECONDS at most; does not block if the run has failed."""
         status = self._status
         deadline = clock.now() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
         with status.changed:
@@ -154,11 +160,12 @@ class CliquePath(abc.ABC):
         return any(count and uid not in self._status.departed for uid, count in self._flying.items())
 
     def _has_room(self, uid: int) -> bool:
-        """Whether `_may_send` would not block for the peer's window."""
+        """Returns whether the peer's window has room, so that `_may_send` does not block for it."""
         return self._flying.get(uid, 0) < self.window
 
     def _may_send(self, uid: int, round: int) -> bool:
-        """Blocking while the window is full; False when the peer is gone, took nothing in time or cannot be reached."""
+        """Reserves a place in the peer's window, and blocks while it is full. Returns False if the peer is gone, took
+        nothing in time or cannot be reached."""
         began = clock.now()
         deadline = began + self._room_patience()
         waited = False
@@ -189,22 +196,23 @@ class CliquePath(abc.ABC):
                 self._blocked -= 1
 
     def _room_patience(self) -> float:
-        """Longest wait for room in a peer's window that begins now."""
+        """Returns how long a wait for room in a peer's window that begins now may last."""
         return self._status.room_patience(self._timeout_seconds)
 
     def flying(self) -> list[int]:
-        """Peers that have not taken all of what was sent to them."""
+        """Returns the peers that have not taken everything that was sent to them."""
         return [uid for uid, count in self._flying.items() if count]
 
     def _sent(self, uid: int) -> None:
-        """Any thread: a payload to `uid` has left."""
+        """Any thread: records that a payload to `uid` has been sent."""
         with self._status.changed:
             self._flying[uid] -= 1
             if self._blocked:
                 self._status.notify()
 
     def _expecting(self, count: int, uid: int | None = None) -> None:
-        """Any thread: so many more receives are under way, or fewer, from `uid` where it is one peer's."""
+        """Any thread: changes the number of receives in flight by `count`; those from `uid`, if they are from one
+        peer."""
         with self._status.changed:
             self._coming += count
             if uid is not None:
@@ -213,11 +221,12 @@ class CliquePath(abc.ABC):
                 self._status.notify()
 
     def _has_header(self, phase: int) -> bool:
-        """Whether payloads say anything that the schema does not: sizes or scalars. Slices have neither."""
+        """Returns whether payloads of this phase have a header, for sizes or scalars that the schema does not
+        determine. Slices have neither."""
         return not (self._inbox.schemas[phase].elementwise and self._is_exact(phase))
 
     def _is_exact(self, phase: int) -> bool:
-        """Whether every size is known before a payload comes."""
+        """Returns whether every size is known before a payload arrives."""
         return all(plan.spec.exact for plan in self._inbox.plans[phase])
 
     def _count_sent(self, uid: int, phase: int, pieces: int) -> None:

@@ -1,7 +1,8 @@
-"""One communicator of torch.distributed per clique, used by batches alone: gloo between CPUs, NCCL between GPUs.
+"""One communicator of torch.distributed per clique, used for batches of point-to-point operations: gloo between CPUs,
+NCCL between GPUs.
 
-Both backends take `batch`'s one path. What only CUDA can run stands in `NcclCommunicator` and has its tests in
-tests/gpu. It is written from torch 2.13's sources and NCCL's documentation; it has run on no GPU yet.
+Both backends share the code of `batch`. What only CUDA can run is in `NcclCommunicator`, with its tests in tests/gpu.
+It is written from torch 2.13's sources and NCCL's documentation; it has run on no GPU yet.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ from decentnode.communication.torch_distributed.gloo import abandon, make_group
 logger = logging.getLogger(__name__)
 
 MAX_OPERATIONS = 256
-"""R4: of one batch; NCCL splits larger groups differently on different ranks, and hangs (pytorch#174288)."""
+"""R4: most operations in one batch. NCCL splits larger groups differently on different ranks, and hangs
+(pytorch#174288)."""
 MAX_CTAS = 8
-"""Multiprocessors of the GPU that kernels of a batch may hold while they wait for a peer (R8; an H200 has 132)."""
+"""Multiprocessors of the GPU that a batch's kernels may occupy while they wait for a peer (R8; an H200 has 132)."""
 ABORT_SECONDS = 10.0
 POLL_SECONDS = 1e-3
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Deadlines are the run's own: torch's watchdog would take the whole process down. Set where nothing else is."""
+"""Environment variables that disable torch's watchdog, which would end the whole process: the run keeps its own
+deadlines. Variables that are already set are kept."""
 
 
 class Communicator(abc.ABC):
-    """Used from one issuing thread (R6, R10); batches may be waited for on another."""
+    """Used from one issuing thread (R6, R10); another thread may wait for its batches."""
 
     device: torch.device
-    """Where tensors have to be."""
+    """The device on which tensors must be."""
 
     def __init__(self, uid: int, members: Sequence[int]) -> None:
         """members: uids by rank."""
@@ -53,16 +56,16 @@ class Communicator(abc.ABC):
 
     @property
     def calls(self) -> Calls:
-        """What all members do at once; from the issuing thread, in the order of batches."""
+        """The collective calls; made from the issuing thread, in the order of batches."""
         return Calls(self._group, tuple(self._rank), scatters=self.device.type == "cuda")
 
     def batch(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Any]:
-        """Launch one batch of point-to-point operations with every peer inside (R3), peers ascending, over NCCL sends
-        first and over gloo receives; what `wait` takes.
+        """Launches one batch of point-to-point operations with all peers (R3), in ascending order of peers; over NCCL
+        sends first, over gloo receives first. Returns what `wait` takes. Does not block.
 
-        sends, receives: (uid, contiguous tensor on `device`), unchanged until waited for. Not blocking. Every send
-        needs its receive in the peer's batch of the same number, of the same size (R1): neither backend says so
-        when it is missing. Raises ValueError for more than MAX_OPERATIONS, RuntimeError when a connection broke.
+        sends, receives: (uid, contiguous tensor on `device`), unchanged until the batch was waited for. Every send
+        needs a receive of the same size in the peer's batch with the same number (R1): neither backend reports a
+        missing one. Raises ValueError for more than MAX_OPERATIONS, RuntimeError if a connection broke.
         """
         if len(sends) + len(receives) > MAX_OPERATIONS:
             raise ValueError(
@@ -76,31 +79,31 @@ class Communicator(abc.ABC):
             self._group._start_coalescing(self.device)
         sending = [(self._group.send, tensor, uid) for uid, tensor in sorted(sends, key=_uid)]
         receiving = [(self._group.recv, tensor, uid) for uid, tensor in sorted(receives, key=_uid)]
-        # gloo tells a peer that it may send behind whatever leaves on the connection: after a send, that is all of it
+        # gloo queues the notice that a peer may send behind the data on the connection: after a send, behind all of it
         order = [*sending, *receiving] if coalesces else [*receiving, *sending]
         works = [operation([tensor], self._rank[uid], 0) for operation, tensor, uid in order]
         return [self._group._end_coalescing(self.device)] if coalesces else works
 
     @abc.abstractmethod
     def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
-        """Blocking until a batch is over: what it received may be read by any stream. Raises RuntimeError.
+        """Blocks until a batch is complete: any stream may then read what it received. Raises RuntimeError.
 
-        timeout_seconds: None, where those who wait for the batch's payloads keep their deadlines above it. After a
-        time-out the communicator is of no more use.
+        timeout_seconds: None if those who wait for the batch's payloads keep deadlines of their own. After a time-out
+        the communicator can no longer be used.
         """
 
     @abc.abstractmethod
     def leave(self, clean: bool) -> None:
-        """clean: nothing is under way."""
+        """Gives the communicator up. clean: whether nothing is in flight."""
 
 
 class GlooCommunicator(Communicator):
-    """Between CPUs; the path of NCCL without a GPU."""
+    """A communicator between CPUs, which also runs NCCL's path without a GPU."""
 
     def __init__(
         self, store: dist.Store, uid: int, members: Sequence[int], via: str, timeout_seconds: float
     ) -> None:
-        """Blocking until all members called it. Raises RuntimeError."""
+        """Blocks until all members have called it. Raises RuntimeError."""
         super().__init__(uid, members)
         self.device = torch.device("cpu")
         rank, size = self._rank[uid], len(members)
@@ -118,15 +121,16 @@ class GlooCommunicator(Communicator):
 
 
 class NcclCommunicator(Communicator):
-    """Between GPUs, one node per GPU. Never run so far: tests/gpu has what a world of one node can show."""
+    """A communicator between GPUs, one node per GPU. It has never run so far: tests/gpu has what a world of one node
+    can test."""
 
     def __init__(
         self, store: dist.Store, uid: int, members: Sequence[int], device: torch.device, timeout_seconds: float
     ) -> None:
-        """Blocking until all members called it. Raises RuntimeError.
+        """Blocks until all members have called it. Raises RuntimeError.
 
-        The communicator is made at once, not at its first use (R5: a lazy one makes the first batch a matter of all
-        ranks, and of one more communicator per pair), on `device` and no other.
+        The communicator is created eagerly, on `device` only (R5: a lazy one makes the first batch depend on all ranks,
+        and creates one more communicator per pair).
         """
         super().__init__(uid, members)
         self.device = device
@@ -158,7 +162,8 @@ class NcclCommunicator(Communicator):
                 clock.sleep(POLL_SECONDS)
 
     def leave(self, clean: bool) -> None:
-        """An abort may hang itself (nccl#863): it gets ABORT_SECONDS, and the end of the process does the rest."""
+        """Shuts down or aborts. An abort may itself hang (nccl#863): after ABORT_SECONDS it is left to the end of the
+        process."""
         backend: Any = self._backend
         shutdown = backend.shutdown if hasattr(backend, "shutdown") else backend._shutdown  # the latter in torch 2.6
         end = threading.Thread(target=shutdown if clean else backend.abort, name=f"nccl {self.uid} ends", daemon=True)
@@ -176,7 +181,7 @@ def _uid(entry: tuple[int, Tensor]) -> int:
 def _group_of(
     store: dist.Store, rank: int, size: int, backend: Any, device: torch.device, kind: Literal["GLOO", "NCCL"]
 ) -> Any:
-    """The backend as the ProcessGroup that torch's functions take, outside its registry."""
+    """Returns the backend wrapped in a ProcessGroup, which torch's functions take, outside torch's registry."""
     group: Any = dist.ProcessGroup(store, rank, size)
     kinds: Any = dist.ProcessGroup.BackendType
     group._register_backend(torch.device(device.type), getattr(kinds, kind), backend)
@@ -185,7 +190,7 @@ def _group_of(
 
 
 def describe_gpu(device: torch.device) -> str:
-    """What `refusal` compares: NCCL's version and the GPU's identity; empty without both."""
+    """Returns what `refusal` compares: NCCL's version and the GPU's identity; empty if either is missing."""
     if device.type != "cuda" or not dist.is_nccl_available():
         return ""
     version = ".".join(map(str, torch.cuda.nccl.version()))
@@ -193,7 +198,8 @@ def describe_gpu(device: torch.device) -> str:
 
 
 def gpu_number(device: torch.device) -> int:
-    """What stands for a GPU wherever it is seen, in (0, 2^40): it survives a mean of doubles. 0 for other devices."""
+    """Returns a number in (0, 2^40) that identifies the GPU on every node, and is exact in a mean of doubles; 0 for
+    other devices."""
     if device.type != "cuda":
         return 0
     identity = str(torch.cuda.get_device_properties(device).uuid)
@@ -201,8 +207,8 @@ def gpu_number(device: torch.device) -> int:
 
 
 def refusal(found: dict[int, str], who: str = "node") -> str:
-    """Why these nodes cannot have one NCCL communicator, by their `describe_gpu`; empty when they can. who: what the
-    numbers are of, for the message."""
+    """Returns why these nodes cannot share one NCCL communicator, by their `describe_gpu`; empty if they can. who: what
+    the numbers identify, for the message."""
     without = sorted(uid for uid, text in found.items() if not text)
     if without:
         return f"NCCL needs a GPU and a torch with NCCL on every {who}, {who} {without[0]} lacks one"
@@ -220,6 +226,7 @@ def refusal(found: dict[int, str], who: str = "node") -> str:
 
 
 def exchange_descriptions(store: dist.Store, uid: int, members: Sequence[int], own: str) -> dict[int, str]:
-    """Blocking: what every member says of itself, by uid. Raises RuntimeError when one says nothing in time."""
+    """Blocks until every member has described itself. Returns the descriptions by uid. Raises RuntimeError if one is
+    missing after the time-out."""
     store.set(f"member/{uid}", own)
     return {member: store.get(f"member/{member}").decode() for member in members}

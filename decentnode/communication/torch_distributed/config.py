@@ -1,4 +1,4 @@
-"""Keys of paths over torch.distributed."""
+"""Configuration keys of paths over torch.distributed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decentnode.communication.parts import CommunicationConfig
 
 
 class TorchKeys(CommunicationConfig):
-    """How the members of a clique exchange; keys of every transport that may have cliques."""
+    """Keys of every transport that may have cliques: how the members of a clique exchange."""
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of torch.distributed in a clique. nccl: between GPUs, one node on each. gloo: between CPUs; models on

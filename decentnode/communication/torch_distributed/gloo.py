@@ -1,4 +1,5 @@
-"""Point-to-point tensors over torch.distributed's gloo, without its default group: one communicator per clique."""
+"""Point-to-point transfers of tensors over torch.distributed's gloo, without its default group: one communicator per
+clique."""
 
 from __future__ import annotations
 
@@ -24,26 +25,28 @@ _abandoned: list[object] = []
 
 
 def listen(host: str, timeout_seconds: float) -> dist.TCPStore:
-    """A store on a free port, for the members of one clique to find each other."""
+    """Opens a store on a free port, at which the members of one clique meet."""
     return dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_seconds), False)
 
 
 def connect(host: str, port: int, prefix: str, timeout_seconds: float) -> dist.Store:
-    """The clique's store, with keys of one generation alone. Raises RuntimeError when nobody listens in time."""
+    """Connects to the clique's store, with a prefix for the keys of one generation. Raises RuntimeError if nothing
+    listens in time."""
     store = dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_seconds), False)
     return dist.PrefixStore(prefix, store)
 
 
 def in_file(path: Path, members: int, timeout_seconds: float) -> dist.Store:
-    """The store of a clique on one host, in a file that its last member removes. It listens nowhere, and does not ask
-    the DNS for the name of ::ffff:127.0.0.1 as a TCPStore does, which takes seconds where no answer comes."""
+    """Returns the store of a clique on one host, in a file that its last member removes. It does not listen. Nor does
+    it resolve the name of ::ffff:127.0.0.1 as a TCPStore does, which takes seconds if no DNS server answers."""
     store = dist.FileStore(str(path), members)
     store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
 
 
 def make_group(store: dist.Store, rank: int, size: int, via: str, timeout_seconds: float) -> Any:
-    """A gloo backend at the interface with address `via`, in no registry of torch. Blocking. Raises RuntimeError."""
+    """Blocks until all members have called it. Returns a gloo backend on the interface with address `via`, in no
+    registry of torch. Raises RuntimeError."""
     gloo: Any = dist.ProcessGroupGloo  # its p2p calls and options are missing in the type stubs
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=via)]
@@ -52,12 +55,13 @@ def make_group(store: dist.Store, rank: int, size: int, via: str, timeout_second
 
 
 def abandon(group: object) -> None:
-    """Keep a communicator with operations under way alive: its destructor would free buffers that it writes to."""
+    """Keeps a communicator with operations in flight alive: its destructor would free buffers that it still writes
+    to."""
     _abandoned.append(group)
 
 
 def own_address(host: str) -> str:
-    """The address of the interface that leads to `host`; sends nothing. Raises OSError without a route."""
+    """Returns the address of the interface that leads to `host`; sends nothing. Raises OSError without a route."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -65,7 +69,7 @@ def own_address(host: str) -> str:
 
 
 class Connection(threading.Thread):
-    """Jobs of one peer in one direction, one after the other: waiting for gloo has no other form."""
+    """A thread that runs the jobs of one peer in one direction one after the other. gloo has only a blocking wait."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -73,12 +77,12 @@ class Connection(threading.Thread):
         self.start()
 
     def put(self, job: Callable[[], None], failed: Failed) -> None:
-        """Any thread. failed: called on the line's thread with what `job` raised; the line then ends, and jobs that
-        come later are left out."""
+        """Any thread: adds a job. failed: called on this thread with what `job` raised; the thread then ends, and later
+        jobs are ignored."""
         self._jobs.put((job, failed))
 
     def end(self) -> None:
-        """Any thread: the line ends after the jobs that it has."""
+        """Any thread: ends the thread after the jobs that it has."""
         self._jobs.put(None)
 
     def run(self) -> None:
@@ -93,7 +97,7 @@ class Connection(threading.Thread):
 
 
 class _Broken:
-    """The wait for what could not even be launched."""
+    """The wait for an operation that could not be launched: raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
         self._error = error
@@ -103,12 +107,12 @@ class _Broken:
 
 
 class GlooClique:
-    """One generation's communicator of `members`, ranks in their order. Every call may come from any thread."""
+    """One generation's communicator of `members`, with ranks in their order. Any thread may call every method."""
 
     def __init__(
         self, store: dist.Store, uid: int, members: tuple[int, ...], via: str, timeout_seconds: float
     ) -> None:
-        """Blocking until all members called it. via: the address of the own interface. Raises RuntimeError."""
+        """Blocks until all members have called it. via: the address of this node's interface. Raises RuntimeError."""
         self.uid, self.peers = uid, frozenset(members) - {uid}
         self._rank = {member: rank for rank, member in enumerate(members)}
         self._group = make_group(store, self._rank[uid], len(members), via, timeout_seconds)
@@ -117,16 +121,16 @@ class GlooClique:
         self._lines: dict[tuple[int, bool], Connection] = {}
 
     def send(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
-        """tensor: on the CPU, unchanged until the returned wait is over. Not blocking. A connection that broke already
-        is told of by the wait, as one that breaks later is."""
+        """Starts to send a tensor on the CPU, which must not change until the returned wait is over. Does not block. If
+        the connection is already broken, the wait raises the error, as it does if the connection breaks later."""
         return self.call(lambda: self._group.send([tensor], self._rank[uid], tag % TAGS))
 
     def receive(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
-        """As `send`, into `tensor`."""
+        """Starts to receive into `tensor`, as `send` does."""
         return self.call(lambda: self._group.recv([tensor], self._rank[uid], tag % TAGS))
 
     def call(self, launch: Callable[[], Any]) -> Callable[[], object]:
-        """One of `calls`, which all members make in the same order."""
+        """Launches one of `calls`, which all members make in the same order. Returns its wait."""
         try:
             with self._lock:
                 work = launch()
@@ -135,13 +139,13 @@ class GlooClique:
         return lambda: work.wait(NEVER)
 
     def line(self, uid: int, out: bool) -> Connection:
-        """That of a peer and a direction; that from the node itself is for `calls`."""
+        """Returns the thread of a peer and direction; `calls` use the one from this node to itself."""
         if (uid, out) not in self._lines:
             self._lines[uid, out] = Connection(f"gloo {self.uid} {'to' if out else 'from'} {uid}")
         return self._lines[uid, out]
 
     def close(self, clean: bool) -> None:
-        """clean: nothing is under way."""
+        """Ends the threads. clean: whether nothing is in flight."""
         for line in self._lines.values():
             line.end()
         if clean:

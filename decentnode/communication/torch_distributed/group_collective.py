@@ -1,17 +1,17 @@
-"""What a whole clique does at once: one call of torch.distributed per bucket, where every member wants the same.
+"""Collective exchanges of a whole clique: one call of torch.distributed per bucket, in place of point-to-point sends.
 
 =============== ============================================ ================ ==========================
 call            when                                         bytes, n members where
 =============== ============================================ ================ ==========================
-all_reduce      everybody sends one model to all others,     2 (n - 1) / n S  ``full`` and its kin on a
-                and their sum is enough                                       complete graph
+all_reduce      every member sends one model to all others,  2 (n - 1) / n S  ``full`` and similar rules on a
+                and only their sum is needed                                  complete graph
 reduce_scatter  as before, but each gets a part of its own   (n - 1) / n S    ``hierarchical``, 1st phase
-                (NCCL alone)
-all_gather      everybody wants what each of the others has  (n - 1) / n S    ``hierarchical``, 3rd phase
+                (NCCL only)
+all_gather      every member needs each other's payload      (n - 1) / n S    ``hierarchical``, 3rd phase
 =============== ============================================ ================ ==========================
 
-Point to point the first takes (n - 1) S, and the others what they take here. Sums are added in the library's order:
-equal to those in ascending order of uid to the rounding of their dtype, and alike on all members.
+Point to point, the first would take (n - 1) S, the others the same as here. The library chooses the order of addition:
+sums equal those in ascending order of uid up to the rounding of their dtype, and are the same on all members.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 def kind_of(
     group: AveragingGroup, outgoing: Mapping[int, Payload], schema: Schema, scatters: bool
 ) -> CollectiveKind | None:
-    """The call that does the work of these payloads; None where point to point is as good. The same on all members.
+    """Returns the collective call that does the work of these payloads; None if point-to-point sends are as good. All
+    members get the same answer.
 
-    scatters: `Calls.scatters`.
+    scatters: see `Calls.scatters`.
 
-    Of two members each sends what it has to the other either way. Slices are not gathered: they are mixed as they come.
+    With two members, each sends the other what it has either way. Slices are not gathered: they are mixed as they
+    arrive.
     """
     one = len({id(payload) for payload in outgoing.values()}) == 1
     if len(group.members) < 3 or not all(spec.exact for spec in schema.tensors.values()):
@@ -57,13 +59,13 @@ def kind_of(
 
 
 class CollectiveCall:
-    """One (round, phase) of an averaging group on its path: `launches` are made in their order by one thread of each
-    member, and `came` is told of each when it is over, in the same order."""
+    """One (round, phase) of an averaging group in flight. One thread of each member makes the `launches` in their
+    order, and `came` is called for each completed launch, in the same order."""
 
     def __init__(self, kind: CollectiveKind, key: ExchangeKey, calls: Calls, inbox: Inbox, pool: Pool) -> None:
         self.key, self.launches = key, list[Callable[[], Any]]()
         self.ready: Any = None
-        """On a GPU, the event behind which copies of the payloads are complete."""
+        """On a GPU, the event after which copies of the payloads are complete."""
         self._kind, self._calls, self._inbox, self._pool = kind, calls, inbox, pool
         self._plans = inbox.plans[key[1]]
         self._totals = [plan.spec.max_elements for plan in self._plans]
@@ -73,7 +75,7 @@ class CollectiveCall:
         self._came = 0
 
     def load(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> CollectiveCall:
-        """Training thread: copy what is sent, and let the inbox know what is to come."""
+        """Copies what is sent, and announces to the inbox what will arrive. Training thread."""
         if any(payload.scalars for payload in outgoing.values()):
             raise ValueError("payloads of an averaging group must have no scalars")
         {"all_reduce": self._load_sum, "reduce_scatter": self._load_parts, "all_gather": self._load_all}[self._kind](
@@ -121,7 +123,8 @@ class CollectiveCall:
             tensor.copy_(payload.tensors[plan.name], non_blocking=self._pool.device.type == "cuda")
 
     def count(self, edge: EdgeCounters) -> None:
-        """What passed between this member and one of the others: as if each had sent to each, and what that saved."""
+        """Counts what passed between this member and another one: as if each had sent to each, and what the call
+        saved."""
         edge.frames_sent += len(self.launches)
         edge.frames_received += len(self.launches)
         for plan, total in zip(self._plans, self._totals, strict=True):
@@ -137,11 +140,11 @@ class CollectiveCall:
 
     @property
     def ends(self) -> bool:
-        """Whether all launches but one are over."""
+        """Whether the next completed launch is the last."""
         return self._came + 1 == len(self.launches)
 
     def came(self) -> None:
-        """Any one thread: the next launch is over."""
+        """Records that the next launch has completed. Called on one thread only."""
         last = self.ends
         self._came += 1
         if last:
@@ -155,7 +158,7 @@ class CollectiveCall:
 
 
 class SumExchange(Exchange):
-    """An exchange whose arrivals are sums: either everybody's payload is there, or nobody's."""
+    """An exchange whose arrivals are sums: either all payloads have arrived, or none."""
 
     def __init__(self, inbox: Inbox, key: ExchangeKey, expected: tuple[int, ...]) -> None:
         self._inner = InboxExchange(inbox, key, (SUM,), frozenset(expected))
@@ -184,5 +187,5 @@ class SumExchange(Exchange):
 
     @property
     def departed(self) -> frozenset[int]:
-        """With one that left, what the others gave is lost as well."""
+        """With one departed member, the payloads of all others are lost as well."""
         return self.missing if self._inner.departed or self.undelivered else frozenset()

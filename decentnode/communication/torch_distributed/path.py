@@ -1,4 +1,4 @@
-"""Payloads between the members of a clique over torch.distributed: gloo between CPUs, NCCL between GPUs."""
+"""The path of payloads between the members of a clique over torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchDistributedPath(Path):
-    """One communicator for this node's clique; nodes without a clique take part in opening it all the same."""
+    """One communicator for this node's clique. Nodes without a clique still take part in `open`."""
 
     def __init__(self, context: PathContext) -> None:
         super().__init__(context)
@@ -44,13 +44,13 @@ class TorchDistributedPath(Path):
         self.clique: CliquePath | None = None
         """What moves the payloads, once the members have met."""
         self._store: object = None
-        """On the first node of a clique the store where it met: NCCL's threads may look there as long as they live."""
+        """On the first node of a clique, the store at which it met: NCCL's threads may read it as long as they live."""
 
-    # -- the start --------------------------------------------------------------------------------------------
+    # -- opening ----------------------------------------------------------------------------------------------
 
     def open(self, peers: frozenset[int], timeout_seconds: float) -> frozenset[int]:
-        """The members of every clique meet in a file, or where that would not do at a store that the lowest uid opens
-        on a free port; all port numbers travel in one mean."""
+        """The members of every clique meet in a file or, if that is not possible, at a store that the lowest uid opens
+        on a free port; one mean carries all port numbers."""
         context = self.context
         members = context.routing.joined(context.routing.clique_of(context.uid))
         first, port = members[0] if members else -1, 0
@@ -79,7 +79,7 @@ class TorchDistributedPath(Path):
         return reached
 
     def _join(self, host: str, port: int, members: tuple[int, ...], via: str, timeout_seconds: float) -> CliquePath:
-        """Raises RuntimeError, AssemblyError."""
+        """Blocks until all members have joined, and returns the clique's path. Raises RuntimeError, AssemblyError."""
         context = self.context
         file = self._store_file(members)
         if file is not None:
@@ -100,7 +100,8 @@ class TorchDistributedPath(Path):
         return BatchedPath(found, node, start_seconds=timeout_seconds)
 
     def _takes_nccl(self, store: dist.Store, members: tuple[int, ...]) -> bool:
-        """Blocking, the same answer on every member. Raises AssemblyError where nccl is asked for and cannot be."""
+        """Blocks, and returns whether the clique uses NCCL, the same on every member. Raises AssemblyError if nccl is
+        required and not possible."""
         if not self._may_take_nccl(members):
             return False
         wanted, context = self._config.backend, self.context
@@ -117,8 +118,8 @@ class TorchDistributedPath(Path):
         return wanted == "nccl" or (wanted == "auto" and set(members) <= self.context.routing.gpu.keys())
 
     def _store_file(self, members: tuple[int, ...]) -> File | None:
-        """Where the members of a clique meet that are on one host, the same on every member. None for others, and
-        where NCCL's threads may look into the store for longer than the file is there."""
+        """Returns the file in which the members of a clique on one host meet, the same on every member. Returns None
+        for other cliques, and if NCCL's threads may read the store after the file is removed."""
         folder, machine_of = self.context.folder, self.context.machine_of
         if folder is None or self._may_take_nccl(members) or len({machine_of[uid] for uid in members}) > 1:
             return None
@@ -129,7 +130,7 @@ class TorchDistributedPath(Path):
         return f"{number}-{origin.hex()}"
 
     def _store_host(self, members: tuple[int, ...]) -> tuple[str, str]:
-        """(host of the clique's store, address of this node's interface)."""
+        """Returns (host of the clique's store, address of this node's interface)."""
         context = self.context
         far = [uid for uid in members if context.machine_of[uid] != context.machine_of[context.uid]]
         if not far:
@@ -151,8 +152,8 @@ class TorchDistributedPath(Path):
     def collective(
         self, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload], expected: tuple[int, ...]
     ) -> Exchange | None:
-        """One call of the whole clique, where the group is all of it and every edge of it takes this path. Payloads
-        that are to be looked at one by one are no sums."""
+        """Makes one call of the whole clique, if the group is the whole clique and every edge of it takes this path.
+        Payloads that have to be checked one by one are not summed."""
         assert self.clique is not None
         kind = self._collective_kind(group, outgoing, key[1])
         if kind is None:
@@ -175,10 +176,11 @@ class TorchDistributedPath(Path):
             return None
         return kind_of(group, outgoing, context.schemas[phase], self.clique.scatters)
 
-    # -- the end ----------------------------------------------------------------------------------------------
+    # -- closing ----------------------------------------------------------------------------------------------
 
     def close(self, broken: bool) -> None:
-        """broken: abort, which may take seconds; otherwise wait until what was sent has left, for a bounded time."""
+        """broken: aborts, which may take seconds. Otherwise waits until everything has been sent, for a bounded
+        time."""
         clique, self.clique, self._store = self.clique, None, None
         if clique is None:
             return

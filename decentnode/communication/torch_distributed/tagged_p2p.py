@@ -1,4 +1,5 @@
-"""Payloads over gloo, every piece with a tag of its own: nodes may be rounds apart, a late one delays nobody else."""
+"""Point-to-point payloads over gloo with a tag for every piece: nodes may be rounds apart, and a late node delays no
+other."""
 
 from __future__ import annotations
 
@@ -16,20 +17,19 @@ from decentnode.communication.torch_distributed.group_collective import Collecti
 from decentnode.payload import Payload
 
 MAX_RECEIVES = 10_000
-"""Payloads of one peer that are still to come, all but `CliquePath.window` of them without memory; nothing more is
-expected of a peer that is further behind."""
+"""Most payloads of one peer that may be outstanding, all but `CliquePath.window` of them without memory; if a peer is
+further behind, further payloads are not received."""
 
 
 class TaggedPath(CliquePath):
-    """Every payload is a send matched by its receive: the tensors in the schema's order, cut into chunks.
+    """Sends every payload to a matching receive: the tensors in the schema's order, cut into chunks.
 
     Both ends derive tags and sizes from (round, phase) and the schema (R1). Sizes that the schema leaves open, and
-    scalars, travel in a header of fixed size before them. A receive is posted by `begin`, waited for on a thread per
-    peer.
+    scalars, are sent first in a header of fixed size. `begin` posts a receive, and a thread per peer waits for it.
     """
 
     def __init__(self, clique: GlooClique, node: NodeSide, *, pinned: bool = False) -> None:
-        """pinned: models lie on a GPU."""
+        """pinned: whether models lie on a GPU."""
         super().__init__(clique.calls, Pool(torch.device("cpu"), pinned=pinned), node)
         self.peers = clique.peers
         self._clique = clique
@@ -43,7 +43,7 @@ class TaggedPath(CliquePath):
             self._receive(uid, key)
         held_up = {uid for _, uids in outgoing for uid in uids if not self._has_room(uid)}
         dropped: set[int] = set()
-        for now in (True, False):  # nobody waits for its payload because another one takes none
+        for now in (True, False):  # peers with room first, so that none waits for one whose window is full
             for payload, uids in outgoing:
                 meant = [uid for uid in sorted(uids) if (uid not in held_up) == now]
                 open_ = [uid for uid in meant if self._may_send(uid, key[0])]
@@ -93,8 +93,9 @@ class TaggedPath(CliquePath):
             )
 
     def _receive(self, uid: int, key: ExchangeKey) -> None:
-        """Post what is known to come; the peer's line waits for it and posts the rest. Where `window` receives of a
-        peer are under way, which is all that it has under way to here, the line posts this one after them."""
+        """Posts what is known to arrive; the peer's thread waits for it and posts the rest. If `window` receives of a
+        peer are in flight, which is as many as the peer itself sends at a time, the peer's thread posts this one after
+        them."""
         if uid in self._status.broken:
             return
         due = self._due.get(uid, 0)
@@ -107,7 +108,7 @@ class TaggedPath(CliquePath):
         self._clique.line(uid, out=False).put(job, functools.partial(self._broke, {uid}, what))
 
     def _posted(self, uid: int, key: ExchangeKey) -> Callable[[], None]:
-        """Post a receive; what the peer's line does about it: blocking until everything is there."""
+        """Posts a receive. Returns the job of the peer's thread, which blocks until the whole payload has arrived."""
         plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
         totals = [plan.spec.max_elements for plan in plans]
         if not self._has_header(key[1]):
@@ -139,7 +140,7 @@ class TaggedPath(CliquePath):
     def _take(
         self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int], waits: list[Callable[[], object]]
     ) -> None:
-        """The peer's line, blocking: tell the inbox of one piece after the other."""
+        """Blocks until every piece has arrived, and announces each to the inbox. Runs on the peer's thread."""
         for wait in waits[:-1]:
             wait()
             self._inbox.chunk_received(key, uid, last=False)
@@ -152,7 +153,7 @@ class TaggedPath(CliquePath):
 
 
 class _Over:
-    """What a peer's line does about a payload on its path: wait until it has left, then let go of its memory."""
+    """The job of a peer's thread for a payload in flight: waits until it was sent, then releases its memory."""
 
     def __init__(
         self, sent: Callable[[int], None], uid: int, waits: list[Callable[[], object]], buffers: Buffers | None,
