@@ -40,8 +40,8 @@ void weighted_sum(size_t n, float *out, const float *x, float own, size_t count,
 }
 
 /* The weighted sums of all rows of x [rows, width], in the columns [from, to): row i of out is own[i] x_i plus the sum
-   of w[k] x_sources[k] over k in [starts[i], starts[i + 1]). Works on `tile` columns of all rows at a time, which stay in
-   a cache. */
+   of w[k] x_sources[k] over k in [starts[i], starts[i + 1]). Works on `tile` columns of all rows at a time, which
+   stay in a cache. */
 void weighted_rows(size_t rows, size_t width, size_t from, size_t to, size_t tile, float *out, const float *x,
                    const float *own, const size_t *starts, const size_t *sources, const float *w) {
     for (size_t at = from; at < to; at += tile) {
