@@ -42,7 +42,14 @@ from torch import Tensor
 from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.absences import SUM
 from decentnode.communication.receive.chunking import TensorPlan
-from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
+from decentnode.communication.torch_distributed.buffers import (
+    HEADER_BYTES,
+    Buffers,
+    Pool,
+    pack_header,
+    pieces,
+    unpack_header,
+)
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.communicator import Communicator
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
@@ -55,17 +62,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Sending:
+class _OutgoingPayload:
     """One payload in flight to some peers."""
 
     uids: list[int]
     header: Tensor | None
     parts: list[Tensor]
-    let_go: Callable[[], None]
+    release: Callable[[], None]
 
 
 @dataclass
-class _Coming:
+class _IncomingPayload:
     """One payload that is to arrive."""
 
     uid: int
@@ -76,24 +83,24 @@ class _Coming:
 
 
 @dataclass
-class _Round:
+class _RoundBatches:
     """The batches of one (round, phase)."""
 
     key: ExchangeKey
     plans: tuple[TensorPlan, ...]
-    sending: list[_Sending]
-    coming: list[_Coming]
+    outgoing: list[_OutgoingPayload]
+    incoming: list[_IncomingPayload]
     ready: Any = None
     """On a GPU, the event after which copies of the payloads are complete and receive buffers are free."""
 
     @property
-    def what(self) -> str:
+    def operation(self) -> str:
         """The operation and its peers, for messages."""
-        peers = {uid for each in self.sending for uid in each.uids} | {each.uid for each in self.coming}
+        peers = {uid for each in self.outgoing for uid in each.uids} | {each.uid for each in self.incoming}
         return f"the batch of round {self.key[0]} with node {names(sorted(peers))}"
 
 
-_Step = tuple[_Round | CollectiveCall, Callable[[], None]]
+_LaunchedStep = tuple[_RoundBatches | CollectiveCall, Callable[[], None]]
 """A launched round or call, and what to do next about it."""
 
 
@@ -122,8 +129,8 @@ class BatchedPath(CliquePath):
         self._communicator, self._device = communicator, communicator.device
         if self._device.type == "cuda":
             self._allocate()
-        self._rounds: queue.SimpleQueue[_Round | CollectiveCall | None] = queue.SimpleQueue()
-        self._launched: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._rounds: queue.SimpleQueue[_RoundBatches | CollectiveCall | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[_LaunchedStep | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=target, name=f"clique {communicator.uid} {name}", daemon=True)
             for name, target in (("launches", self._launch_all), ("waits", self._wait_all))
@@ -151,37 +158,37 @@ class BatchedPath(CliquePath):
         self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
         plans, gone = self._inbox.plans[key[1]], self._status.departed
-        late = [uid for uid in sources if self._due.get(uid, 0) >= self.window]
+        late = [uid for uid in sources if self._outstanding.get(uid, 0) >= self.window]
         if late:  # as for sends: rounds that are over still occupy all their buffers
             raise PeerLost(f"nothing came from node {late[0]} in {self.window} exchanges, last {key[0]}", late)
-        coming = [self._coming_from(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
+        incoming = [self._prepare_receive(uid, key) for uid in sources if gone.get(uid, key[0] + 1) > key[0]]
         dropped: set[int] = set()
-        sending = []
+        sends = []
         for payload, uids in outgoing:
-            open_ = [uid for uid in uids if self._opens(uid, key)]
-            dropped |= set(uids) - set(open_)
-            if open_:
-                sending.append(self._sending(payload, plans, open_, key))
-        for each in coming:
-            self._expecting(1, each.uid)
-        self._inbox.together[key] = frozenset(c.uid for c in coming).union(*(s.uids for s in sending))
-        self._rounds.put(_Round(key, plans, sending, coming, self._marked()))
+            reached = [uid for uid in uids if self._reserve_send(uid, key)]
+            dropped |= set(uids) - set(reached)
+            if reached:
+                sends.append(self._prepare_send(payload, plans, reached, key))
+        for each in incoming:
+            self._count_receives(1, each.uid)
+        self._inbox.together[key] = frozenset(c.uid for c in incoming).union(*(s.uids for s in sends))
+        self._rounds.put(_RoundBatches(key, plans, sends, incoming, self._record_event()))
         return frozenset(dropped)
 
     def _launch_call(self, call: CollectiveCall) -> None:
-        call.ready = self._marked()
+        call.ready = self._record_event()
         self._rounds.put(call)
 
-    def _coming_from(self, uid: int, key: ExchangeKey) -> _Coming:
+    def _prepare_receive(self, uid: int, key: ExchangeKey) -> _IncomingPayload:
         plans = self._inbox.plans[key[1]]
         buffers, totals = Buffers(self._pool, plans, 2), [plan.spec.max_elements for plan in plans]
         parts = pieces(plans, buffers.whole) if self._is_exact(key[1]) else []
         if self._has_header(key[1]):
-            return _Coming(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
+            return _IncomingPayload(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
         self._inbox.start_receive(key, uid, buffers.whole, {}, buffers.done)
-        return _Coming(uid, None, buffers, totals, parts)
+        return _IncomingPayload(uid, None, buffers, totals, parts)
 
-    def _opens(self, uid: int, key: ExchangeKey) -> bool:
+    def _reserve_send(self, uid: int, key: ExchangeKey) -> bool:
         """Returns False for a peer that departed. Raises PeerLost if the peer takes nothing: the send must not be left
         out (R1)."""
         if self._may_send(uid, key[0]):
@@ -193,14 +200,16 @@ class BatchedPath(CliquePath):
             raise PeerLost(f"node {self._communicator.uid}: {why}", [uid])
         raise PeerLost(f"node {uid} received nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
 
-    def _room_patience(self) -> float:
+    def _room_wait_seconds(self) -> float:
         """Returns the whole time-out, as nothing can be left out."""
         return self._status.patience(self._timeout_seconds)
 
-    def _sending(self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey) -> _Sending:
+    def _prepare_send(
+        self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey
+    ) -> _OutgoingPayload:
         tensors = [payload.tensors[plan.name] for plan in plans]
         totals = [tensor.numel() for tensor in tensors]
-        header = moved(pack(*key, totals, payload.scalars), self._device) if self._has_header(key[1]) else None
+        header = moved(pack_header(*key, totals, payload.scalars), self._device) if self._has_header(key[1]) else None
         holding: list[object] = [self._lease_of(tensors[0]) if len(tensors) == 1 else None]
         buffers = None
         if holding[0] is None or tensors[0].device != self._device:
@@ -212,14 +221,14 @@ class BatchedPath(CliquePath):
         for uid in uids:
             self._count_sent(uid, key[1], len(parts))
 
-        def let_go() -> None:
+        def release() -> None:
             holding.clear()
             if buffers is not None:
                 buffers.done()
 
-        return _Sending(uids, header, parts, let_go)
+        return _OutgoingPayload(uids, header, parts, release)
 
-    def _marked(self) -> Any:
+    def _record_event(self) -> Any:
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()
@@ -239,14 +248,14 @@ class BatchedPath(CliquePath):
                     else:
                         self._launch(each)
                 except (RuntimeError, MemoryError) as error:
-                    self._ends("launching", each, error)
+                    self._fail_thread("launching", each, error)
                     break
         self._launched.put(None)
 
-    def _ends(self, doing: str, each: _Round | CollectiveCall, error: RuntimeError | MemoryError) -> None:
+    def _fail_thread(self, doing: str, each: _RoundBatches | CollectiveCall, error: RuntimeError | MemoryError) -> None:
         """Handles an error that ends a thread. Operations are matched by order alone, so all peers are affected."""
         logger.debug("%s ended: %s", doing, error)
-        self._broke({SUM, *self.peers}, each.what, error)
+        self._mark_broken({SUM, *self.peers}, each.operation, error)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         if self._device.type != "cuda":
@@ -257,32 +266,32 @@ class BatchedPath(CliquePath):
         """Launches the call bucket by bucket, like batches, in the same order of (round, phase): R2."""
         for launch in call.launches:
             work = launch()
-            self._launched.put((call, lambda work=work: self._called(call, work)))  # type: ignore[misc]
+            self._launched.put((call, lambda work=work: self._complete_launch(call, work)))  # type: ignore[misc]
 
-    def _launch(self, each: _Round) -> None:
+    def _launch(self, each: _RoundBatches) -> None:
         if self._has_header(each.key[1]):
             headers = self._batch(
-                [(uid, s.header) for s in each.sending if s.header is not None for uid in s.uids],
-                [(c.uid, c.header) for c in each.coming if c.header is not None],
+                [(uid, s.header) for s in each.outgoing if s.header is not None for uid in s.uids],
+                [(c.uid, c.header) for c in each.incoming if c.header is not None],
             )
             if self._is_exact(each.key[1]):
-                self._launched.put((each, lambda: self._opened(each, headers)))
+                self._launched.put((each, lambda: self._receive_headers(each, headers)))
             else:
-                self._opened(each, headers)
-        buckets = [len(sending.parts) for sending in each.sending] + [len(coming.parts) for coming in each.coming]
+                self._receive_headers(each, headers)
+        buckets = [len(sent.parts) for sent in each.outgoing] + [len(received.parts) for received in each.incoming]
         for bucket in range(max(buckets, default=0)):
             works = self._batch(
-                [(uid, s.parts[bucket]) for s in each.sending if bucket < len(s.parts) for uid in s.uids],
-                [(c.uid, c.parts[bucket]) for c in each.coming if bucket < len(c.parts)],
+                [(uid, s.parts[bucket]) for s in each.outgoing if bucket < len(s.parts) for uid in s.uids],
+                [(c.uid, c.parts[bucket]) for c in each.incoming if bucket < len(c.parts)],
             )
-            came = functools.partial(self._came, each, works, bucket)
-            self._launched.put((each, came))
-        self._launched.put((each, lambda: self._over(each)))
+            receive_bucket = functools.partial(self._receive_bucket, each, works, bucket)
+            self._launched.put((each, receive_bucket))
+        self._launched.put((each, lambda: self._release_sent(each)))
 
     def _batch(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list[Any]:
         return self._communicator.batch(sends, receives)
 
-    # -- waiting thread (but `_opened` runs on the launching thread for payloads whose headers have the sizes) --
+    # -- waiting thread (`_receive_headers` runs on the launching thread if the sizes are only in the headers) ---
 
     def _wait_all(self) -> None:
         with self._on_device():
@@ -291,51 +300,51 @@ class BatchedPath(CliquePath):
                 try:
                     step()
                 except (RuntimeError, MemoryError) as error:
-                    self._ends("waiting", each, error)
+                    self._fail_thread("waiting", each, error)
                     return
 
-    def _opened(self, each: _Round, works: list[Any]) -> None:
+    def _receive_headers(self, each: _RoundBatches, works: list[Any]) -> None:
         """Blocks until the headers have arrived, then announces the payloads to the inbox."""
         self._communicator.wait(works)
-        for coming in each.coming:
-            assert coming.header is not None
+        for incoming in each.incoming:
+            assert incoming.header is not None
             try:
-                coming.totals, scalars = unpack(coming.header.cpu(), *each.key, each.plans)
+                incoming.totals, scalars = unpack_header(incoming.header.cpu(), *each.key, each.plans)
             except ValueError as error:
-                self._counters.fault("malformed", coming.uid, str(error))
-                raise RuntimeError(f"node {coming.uid}: {error}") from error
-            self._pool.give(coming.header)
-            self._counters.edge(coming.uid).received(0, scalars)
-            tensors = coming.buffers.cut(coming.totals)
+                self._counters.fault("malformed", incoming.uid, str(error))
+                raise RuntimeError(f"node {incoming.uid}: {error}") from error
+            self._pool.give(incoming.header)
+            self._counters.edge(incoming.uid).received(0, scalars)
+            tensors = incoming.buffers.cut(incoming.totals)
             if not self._is_exact(each.key[1]):
-                coming.parts = pieces(each.plans, tensors)
-            self._inbox.start_receive(each.key, coming.uid, tensors, dict(scalars), coming.buffers.done)
-            if not coming.parts:
-                self._complete(each, coming)
+                incoming.parts = pieces(each.plans, tensors)
+            self._inbox.start_receive(each.key, incoming.uid, tensors, dict(scalars), incoming.buffers.done)
+            if not incoming.parts:
+                self._complete_payload(each, incoming)
 
-    def _came(self, each: _Round, works: list[Any], bucket: int) -> None:
+    def _receive_bucket(self, each: _RoundBatches, works: list[Any], bucket: int) -> None:
         self._communicator.wait(works)
-        for coming in each.coming:
-            if bucket + 1 < len(coming.parts):
-                self._inbox.chunk_received(each.key, coming.uid, last=False)
-            elif bucket + 1 == len(coming.parts):
-                self._complete(each, coming)
+        for incoming in each.incoming:
+            if bucket + 1 < len(incoming.parts):
+                self._inbox.chunk_received(each.key, incoming.uid, last=False)
+            elif bucket + 1 == len(incoming.parts):
+                self._complete_payload(each, incoming)
 
-    def _called(self, call: CollectiveCall, work: Any) -> None:
+    def _complete_launch(self, call: CollectiveCall, work: Any) -> None:
         self._communicator.wait([work])
-        self._call_over(call)
+        self._launch_completed(call)
 
-    def _complete(self, each: _Round, coming: _Coming) -> None:
-        self._count_received(coming.uid, each.key[1], coming.totals, len(coming.parts))
-        self._inbox.chunk_received(each.key, coming.uid, last=True)
-        coming.buffers.done()
-        self._expecting(-1, coming.uid)
+    def _complete_payload(self, each: _RoundBatches, incoming: _IncomingPayload) -> None:
+        self._count_received(incoming.uid, each.key[1], incoming.totals, len(incoming.parts))
+        self._inbox.chunk_received(each.key, incoming.uid, last=True)
+        incoming.buffers.done()
+        self._count_receives(-1, incoming.uid)
 
-    def _over(self, each: _Round) -> None:
-        for sending in each.sending:
-            sending.let_go()
-            for uid in sending.uids:
-                self._sent(uid)
+    def _release_sent(self, each: _RoundBatches) -> None:
+        for payload in each.outgoing:
+            payload.release()
+            for uid in payload.uids:
+                self._send_completed(uid)
 
     # -- closing ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from decentnode.communication.receive.chunking import TensorPlan
 HEADER_BYTES = 1024
 
 
-def pack(round: int, phase: int, totals: list[int], scalars: Mapping[str, int | float]) -> Tensor:
+def pack_header(round: int, phase: int, totals: list[int], scalars: Mapping[str, int | float]) -> Tensor:
     """Returns a header [HEADER_BYTES] uint8: two bytes of length, then msgpack. Raises ValueError if it does not
     fit."""
     raw = msgpack.packb([round, phase, totals, dict(scalars)])
@@ -25,7 +25,7 @@ def pack(round: int, phase: int, totals: list[int], scalars: Mapping[str, int | 
     return torch.frombuffer(bytearray(framed.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def unpack(
+def unpack_header(
     header: Tensor, round: int, phase: int, plans: tuple[TensorPlan, ...]
 ) -> tuple[list[int], dict[str, int | float]]:
     """Returns (elements per tensor, scalars) of a header, checked against the local schema. Raises ValueError for

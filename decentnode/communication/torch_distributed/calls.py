@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-NEVER = timedelta(days=30)
+NO_TIMEOUT = timedelta(days=30)
 """In place of a deadline: when gloo's own deadline passes, it closes every connection of the node, so the deadlines of
 rounds are kept outside it."""
 
@@ -26,19 +26,19 @@ class Calls:
 
     def all_reduce(self, tensor: Tensor) -> Any:
         """Sums the tensor over all ranks, in place."""
-        return self._group.allreduce([tensor], _unhurried(c10d.AllreduceOptions()))
+        return self._group.allreduce([tensor], _without_timeout(c10d.AllreduceOptions()))
 
     def reduce_scatter(self, out: Tensor, parts: list[Tensor]) -> Any:
         """Writes to `out` the sum of what all ranks gave for this rank. parts: one for every rank, each as large as
         `out`."""
-        return self._group.reduce_scatter([out], [parts], _unhurried(c10d.ReduceScatterOptions()))
+        return self._group.reduce_scatter([out], [parts], _without_timeout(c10d.ReduceScatterOptions()))
 
     def all_gather(self, out: list[Tensor], own: Tensor) -> Any:
         """Writes to `out` what every rank gave."""
-        return self._group.allgather([out], [own], _unhurried(c10d.AllgatherOptions()))
+        return self._group.allgather([out], [own], _without_timeout(c10d.AllgatherOptions()))
 
 
-def _unhurried(options: Any) -> Any:
+def _without_timeout(options: Any) -> Any:
     """Returns the options without the library's own deadline."""
-    options.timeout = NEVER
+    options.timeout = NO_TIMEOUT
     return options

@@ -59,15 +59,15 @@ class CliquePath(abc.ABC):
         self._calls, self._pool = calls, pool
         self._inbox, self._status, self._counters = node.inbox, node.state, node.counters
         self._timeout_seconds, self._lease_of = node.timeout_seconds, node.lease_of
-        self._flying: dict[int, int] = {}
+        self._in_flight: dict[int, int] = {}
         """By peer: payloads in flight to it."""
-        self._blocked = 0
+        self._num_blocked = 0
         """Number of waits for payloads in flight; if 0, completed operations need not wake anybody."""
-        self._coming = 0
+        self._receives_in_flight = 0
         """Receives in flight, including collective calls."""
-        self._due: dict[int, int] = {}
+        self._outstanding: dict[int, int] = {}
         """By peer: payloads that have not arrived yet."""
-        self._left = False
+        self._is_closed = False
         """Whether the communicator was given up; errors from then on are ignored."""
 
     @abc.abstractmethod
@@ -95,7 +95,7 @@ class CliquePath(abc.ABC):
             return
         if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):
             return
-        self._expecting(1)
+        self._count_receives(1)
         self._launch_call(CollectiveCall(kind, key, self._calls, self._inbox, self._pool).load(group, outgoing))
 
     @property
@@ -104,30 +104,30 @@ class CliquePath(abc.ABC):
 
     @abc.abstractmethod
     def _launch_call(self, call: CollectiveCall) -> None:
-        """Launches the call and, later, calls `_call_over` for every launch that has completed. Does not block."""
+        """Launches the call, and calls `_launch_completed` for every launch that has completed. Does not block."""
 
-    def _call_over(self, call: CollectiveCall) -> None:
+    def _launch_completed(self, call: CollectiveCall) -> None:
         """Records that the next launch of a call has completed. Called on a waiting thread."""
-        if call.ends:
+        if call.is_last_launch:
             for uid in self.peers:
                 call.count(self._counters.edge(uid))
-            self._expecting(-1)
-        call.came()
+            self._count_receives(-1)
+        call.launch_completed()
 
-    def _broke(self, uids: Collection[int], what: str, error: RuntimeError | MemoryError) -> None:
+    def _mark_broken(self, uids: Collection[int], operation: str, error: RuntimeError | MemoryError) -> None:
         """Any thread: records that an operation failed, so that nothing more arrives from these peers on this path.
         `SUM` among them stands for collective calls.
 
-        what: the operation and its peers. If this node's device failed, or its host has no memory, no peer is blamed:
-        the node's waits raise the error.
+        operation: the failed operation and its peers, for messages. If this node's device failed, or its host has no
+        memory, no peer is blamed: the node's waits raise the error.
         """
         if own_fault(error):
             self._status.fail(error)
             return
-        reason = f"{what} failed: {str(error).partition('. ')[0]}"  # the library's further sentences are advice
+        reason = f"{operation} failed: {str(error).partition('. ')[0]}"  # the library's further sentences are advice
         with self._status.changed:
             new = set(uids) - self._status.broken.keys()
-            if self._left or not new:
+            if self._is_closed or not new:
                 return
             self._status.broken.update(dict.fromkeys(new, Breakage(reason, clock.now())))
             self._status.notify()
@@ -136,7 +136,7 @@ class CliquePath(abc.ABC):
     def leave(self, clean: bool) -> None:
         """Gives the communicator up. clean: whether nothing is in flight."""
         with self._status.changed:
-            self._left = True
+            self._is_closed = True
             self._status.broken.clear()
         self._end(clean)
 
@@ -149,75 +149,75 @@ class CliquePath(abc.ABC):
         status = self._status
         deadline = clock.now() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
         with status.changed:
-            self._blocked += 1
+            self._num_blocked += 1
             while self._sends_under_way() and (remaining := deadline - clock.now()) > 0:
                 status.wait(min(remaining, 0.5))
-            self._blocked -= 1
-            clean = not any(self._flying.values()) and not self._coming
+            self._num_blocked -= 1
+            clean = not any(self._in_flight.values()) and not self._receives_in_flight
         self.leave(clean)
 
     def _sends_under_way(self) -> bool:
-        return any(count and uid not in self._status.departed for uid, count in self._flying.items())
+        return any(count and uid not in self._status.departed for uid, count in self._in_flight.items())
 
     def _has_room(self, uid: int) -> bool:
         """Returns whether the peer's window has room, so that `_may_send` does not block for it."""
-        return self._flying.get(uid, 0) < self.window
+        return self._in_flight.get(uid, 0) < self.window
 
     def _may_send(self, uid: int, round: int) -> bool:
         """Reserves a place in the peer's window, and blocks while it is full. Returns False if the peer is gone, took
         nothing in time or cannot be reached."""
         began = clock.now()
-        deadline = began + self._room_patience()
+        deadline = began + self._room_wait_seconds()
         waited = False
         with self._status.changed:
             while True:
                 self._status.raise_if_failed()
                 if self._status.departed.get(uid, round + 1) <= round:
                     return False
-                broke = self._status.broken.get(uid)
-                if broke is None and self._has_room(uid):
-                    self._flying[uid] = self._flying.get(uid, 0) + 1
+                breakage = self._status.broken.get(uid)
+                if breakage is None and self._has_room(uid):
+                    self._in_flight[uid] = self._in_flight.get(uid, 0) + 1
                     if waited:
                         self._status.held_up(clock.now() - began, [uid], self._counters)
                     return True
-                until = deadline if broke is None else min(deadline, broke.since + BROKEN_SECONDS)
+                until = deadline if breakage is None else min(deadline, breakage.since + BROKEN_SECONDS)
                 remaining = until - clock.now()
                 if remaining <= 0:
                     self._status.held_up(clock.now() - began, [uid], self._counters)
-                    if broke is None:
+                    if breakage is None:
                         self._counters.fault("send_window", uid, f"round {round}")
                     return False
                 waited = True
                 if self._status.regrouping:
                     return False
-                self._blocked += 1
+                self._num_blocked += 1
                 with self._status.waits_for([uid]):
                     self._status.wait(min(remaining, 1.0))
-                self._blocked -= 1
+                self._num_blocked -= 1
 
-    def _room_patience(self) -> float:
+    def _room_wait_seconds(self) -> float:
         """Returns how long a wait for room in a peer's window that begins now may last."""
         return self._status.room_patience(self._timeout_seconds)
 
-    def flying(self) -> list[int]:
+    def peers_in_flight(self) -> list[int]:
         """Returns the peers that have not taken everything that was sent to them."""
-        return [uid for uid, count in self._flying.items() if count]
+        return [uid for uid, count in self._in_flight.items() if count]
 
-    def _sent(self, uid: int) -> None:
+    def _send_completed(self, uid: int) -> None:
         """Any thread: records that a payload to `uid` has been sent."""
         with self._status.changed:
-            self._flying[uid] -= 1
-            if self._blocked:
+            self._in_flight[uid] -= 1
+            if self._num_blocked:
                 self._status.notify()
 
-    def _expecting(self, count: int, uid: int | None = None) -> None:
+    def _count_receives(self, count: int, uid: int | None = None) -> None:
         """Any thread: changes the number of receives in flight by `count`; those from `uid`, if they are from one
         peer."""
         with self._status.changed:
-            self._coming += count
+            self._receives_in_flight += count
             if uid is not None:
-                self._due[uid] = self._due.get(uid, 0) + count
-            if self._blocked:
+                self._outstanding[uid] = self._outstanding.get(uid, 0) + count
+            if self._num_blocked:
                 self._status.notify()
 
     def _has_header(self, phase: int) -> bool:

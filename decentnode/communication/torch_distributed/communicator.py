@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decentnode import clock
-from decentnode.communication.torch_distributed.calls import NEVER, Calls
+from decentnode.communication.torch_distributed.calls import NO_TIMEOUT, Calls
 from decentnode.communication.torch_distributed.gloo import abandon, make_group
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class GlooCommunicator(Communicator):
         self._group = _group_of(store, rank, size, self._backend, self.device, "GLOO")
 
     def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
-        limit = NEVER if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        limit = NO_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
         for work in works:
             work.wait(limit)
 
@@ -145,7 +145,7 @@ class NcclCommunicator(Communicator):
         self._group = _group_of(store, rank, size, self._backend, device, "NCCL")
         self._group.bound_device_id = device
         self._backend.eager_connect_single_device(device)
-        self._backend._set_default_timeout(NEVER)
+        self._backend._set_default_timeout(NO_TIMEOUT)
         self._waiting = torch.cuda.Stream(device)
 
     def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:

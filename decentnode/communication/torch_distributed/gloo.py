@@ -15,12 +15,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from decentnode.communication.torch_distributed.calls import NEVER, Calls
+from decentnode.communication.torch_distributed.calls import NO_TIMEOUT, Calls
 
 logger = logging.getLogger(__name__)
 
 TAGS = 1 << 30
-Failed = Callable[[RuntimeError | MemoryError], None]
+ErrorHandler = Callable[[RuntimeError | MemoryError], None]
 _abandoned: list[object] = []
 
 
@@ -36,7 +36,7 @@ def connect(host: str, port: int, prefix: str, timeout_seconds: float) -> dist.S
     return dist.PrefixStore(prefix, store)
 
 
-def in_file(path: Path, members: int, timeout_seconds: float) -> dist.Store:
+def file_store(path: Path, members: int, timeout_seconds: float) -> dist.Store:
     """Returns the store of a clique on one host, in a file that its last member removes. It does not listen. Nor does
     it resolve the name of ::ffff:127.0.0.1 as a TCPStore does, which takes seconds if no DNS server answers."""
     store = dist.FileStore(str(path), members)
@@ -68,18 +68,18 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-class Connection(threading.Thread):
+class PeerThread(threading.Thread):
     """A thread that runs the jobs of one peer in one direction one after the other. gloo has only a blocking wait."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Failed] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], ErrorHandler] | None] = queue.SimpleQueue()
         self.start()
 
-    def put(self, job: Callable[[], None], failed: Failed) -> None:
-        """Any thread: adds a job. failed: called on this thread with what `job` raised; the thread then ends, and later
-        jobs are ignored."""
-        self._jobs.put((job, failed))
+    def put(self, job: Callable[[], None], on_error: ErrorHandler) -> None:
+        """Any thread: adds a job. on_error: called on this thread with what `job` raised; the thread then ends, and
+        later jobs are ignored."""
+        self._jobs.put((job, on_error))
 
     def end(self) -> None:
         """Any thread: ends the thread after the jobs that it has."""
@@ -87,16 +87,16 @@ class Connection(threading.Thread):
 
     def run(self) -> None:
         while (found := self._jobs.get()) is not None:
-            job, failed = found
+            job, on_error = found
             try:
                 job()
             except (RuntimeError, MemoryError) as error:
                 logger.debug("%s ended: %s", self.name, error)
-                failed(error)
+                on_error(error)
                 return
 
 
-class _Broken:
+class _FailedLaunch:
     """The wait for an operation that could not be launched: raises the error."""
 
     def __init__(self, error: RuntimeError) -> None:
@@ -118,7 +118,7 @@ class GlooClique:
         self._group = make_group(store, self._rank[uid], len(members), via, timeout_seconds)
         self.calls = Calls(self._group, members)
         self._lock = threading.Lock()
-        self._lines: dict[tuple[int, bool], Connection] = {}
+        self._threads: dict[tuple[int, bool], PeerThread] = {}
 
     def send(self, uid: int, tensor: Tensor, tag: int) -> Callable[[], object]:
         """Starts to send a tensor on the CPU, which must not change until the returned wait is over. Does not block. If
@@ -135,21 +135,21 @@ class GlooClique:
             with self._lock:
                 work = launch()
         except RuntimeError as error:
-            return _Broken(error)
-        return lambda: work.wait(NEVER)
+            return _FailedLaunch(error)
+        return lambda: work.wait(NO_TIMEOUT)
 
-    def line(self, uid: int, out: bool) -> Connection:
+    def thread_for(self, uid: int, out: bool) -> PeerThread:
         """Returns the thread of a peer and direction; `calls` use the one from this node to itself."""
-        if (uid, out) not in self._lines:
-            self._lines[uid, out] = Connection(f"gloo {self.uid} {'to' if out else 'from'} {uid}")
-        return self._lines[uid, out]
+        if (uid, out) not in self._threads:
+            self._threads[uid, out] = PeerThread(f"gloo {self.uid} {'to' if out else 'from'} {uid}")
+        return self._threads[uid, out]
 
     def close(self, clean: bool) -> None:
         """Ends the threads. clean: whether nothing is in flight."""
-        for line in self._lines.values():
-            line.end()
+        for thread in self._threads.values():
+            thread.end()
         if clean:
-            for line in self._lines.values():
-                line.join(1.0)
-        if not clean or any(line.is_alive() for line in self._lines.values()):
+            for thread in self._threads.values():
+                thread.join(1.0)
+        if not clean or any(thread.is_alive() for thread in self._threads.values()):
             abandon(self._group)

@@ -60,7 +60,7 @@ def kind_of(
 
 class CollectiveCall:
     """One (round, phase) of an averaging group in flight. One thread of each member makes the `launches` in their
-    order, and `came` is called for each completed launch, in the same order."""
+    order, and `launch_completed` is called for each completed launch, in the same order."""
 
     def __init__(self, kind: CollectiveKind, key: ExchangeKey, calls: Calls, inbox: Inbox, pool: Pool) -> None:
         self.key, self.launches = key, list[Callable[[], Any]]()
@@ -70,9 +70,9 @@ class CollectiveCall:
         self._plans = inbox.plans[key[1]]
         self._totals = [plan.spec.max_elements for plan in self._plans]
         self._sources: list[int] = []
-        self._held: list[Buffers] = []
-        self._taken: list[Tensor] = []
-        self._came = 0
+        self._buffers: list[Buffers] = []
+        self._scratch: list[Tensor] = []
+        self._num_completed = 0
 
     def load(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> CollectiveCall:
         """Copies what is sent, and announces to the inbox what will arrive. Training thread."""
@@ -85,7 +85,7 @@ class CollectiveCall:
 
     def _load_sum(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:  # noqa: ARG002
         assert group.own is not None
-        buffers = self._landing(SUM)
+        buffers = self._receive_buffers(SUM)
         self._fill(buffers.whole, group.own)
         for piece in pieces(self._plans, buffers.whole):
             self.launches.append(lambda piece=piece: self._calls.all_reduce(piece))  # type: ignore[misc]
@@ -94,26 +94,26 @@ class CollectiveCall:
         assert group.own is not None
         (plan,), n = self._plans, len(group.members)
         flat = self._pool.take(n * plan.spec.max_elements, plan.spec.dtype)
-        self._taken.append(flat)
+        self._scratch.append(flat)
         parts = []
         for each, part in zip(group.members, flat.view(n, -1), strict=True):
             self._fill([part], outgoing.get(each, group.own))
             parts.append(pieces(self._plans, [part]))
-        for out, *given in zip(pieces(self._plans, self._landing(SUM).whole), *parts, strict=True):
+        for out, *given in zip(pieces(self._plans, self._receive_buffers(SUM).whole), *parts, strict=True):
             self.launches.append(lambda out=out, given=given: self._calls.reduce_scatter(out, given))  # type: ignore[misc]
 
     def _load_all(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
         own, back = (Buffers(self._pool, self._plans, 1) for _ in range(2))
-        self._held += [own, back]
+        self._buffers += [own, back]
         self._fill(own.whole, next(iter(outgoing.values())))
-        found = [self._landing(each) if each in outgoing else back for each in group.members]
+        found = [self._receive_buffers(each) if each in outgoing else back for each in group.members]
         outs = [pieces(self._plans, each.whole) for each in found]
         for piece, *out in zip(pieces(self._plans, own.whole), *outs, strict=True):
             self.launches.append(lambda piece=piece, out=out: self._calls.all_gather(out, piece))  # type: ignore[misc]
 
-    def _landing(self, source: int) -> Buffers:
+    def _receive_buffers(self, source: int) -> Buffers:
         buffers = Buffers(self._pool, self._plans, users=2)
-        self._held.append(buffers)
+        self._buffers.append(buffers)
         self._sources.append(source)
         self._inbox.start_receive(self.key, source, buffers.cut(self._totals), {}, buffers.done)
         return buffers
@@ -134,26 +134,26 @@ class CollectiveCall:
                 edge.saved_bytes += size - 2 * size // len(self._calls.members)
 
     @property
-    def what(self) -> str:
+    def operation(self) -> str:
         """The operation and its members, for messages."""
         return f"the {self._kind} of round {self.key[0]} among nodes {names(self._calls.members)}"
 
     @property
-    def ends(self) -> bool:
+    def is_last_launch(self) -> bool:
         """Whether the next completed launch is the last."""
-        return self._came + 1 == len(self.launches)
+        return self._num_completed + 1 == len(self.launches)
 
-    def came(self) -> None:
+    def launch_completed(self) -> None:
         """Records that the next launch has completed. Called on one thread only."""
-        last = self.ends
-        self._came += 1
-        if last:
-            for tensor in self._taken:
+        is_last = self.is_last_launch
+        self._num_completed += 1
+        if is_last:
+            for tensor in self._scratch:
                 self._pool.give(tensor)
         for source in self._sources:
-            self._inbox.chunk_received(self.key, source, last=last)
-        if last:
-            for buffers in self._held:
+            self._inbox.chunk_received(self.key, source, last=is_last)
+        if is_last:
+            for buffers in self._buffers:
                 buffers.done()
 
 

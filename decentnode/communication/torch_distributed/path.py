@@ -24,7 +24,7 @@ from decentnode.communication.torch_distributed.communicator import (
     refusal,
 )
 from decentnode.communication.torch_distributed.config import TorchKeys
-from decentnode.communication.torch_distributed.gloo import GlooClique, connect, in_file, listen, own_address
+from decentnode.communication.torch_distributed.gloo import GlooClique, connect, file_store, listen, own_address
 from decentnode.communication.torch_distributed.group_collective import CollectiveKind, SumExchange, kind_of
 from decentnode.communication.torch_distributed.tagged_p2p import TaggedPath
 from decentnode.errors import AssemblyError
@@ -74,7 +74,7 @@ class TorchDistributedPath(Path):
                     f"{host}:{ports[first]}: {error}", [context.uid],
                 ) from error
             reached = peers & self.clique.peers
-            context.leases.owing.append(self.clique.flying)
+            context.leases.owing.append(self.clique.peers_in_flight)
         context.barrier("cliques/joined", timeout_seconds)
         return reached
 
@@ -83,7 +83,7 @@ class TorchDistributedPath(Path):
         context = self.context
         file = self._store_file(members)
         if file is not None:
-            store = in_file(file, len(members), timeout_seconds)
+            store = file_store(file, len(members), timeout_seconds)
         else:
             store = connect(host, port, f"{context.run_id.hex()}/{self._generation_name()}", timeout_seconds)
         node = NodeSide(context.inbox, context.state, context.counters, self._config.timeout_seconds, context.lease_of)

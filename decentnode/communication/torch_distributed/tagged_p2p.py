@@ -10,7 +10,14 @@ import torch
 
 from decentnode.communication.parts import ExchangeKey
 from decentnode.communication.receive.absences import SUM
-from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, Buffers, Pool, pack, pieces, unpack
+from decentnode.communication.torch_distributed.buffers import (
+    HEADER_BYTES,
+    Buffers,
+    Pool,
+    pack_header,
+    pieces,
+    unpack_header,
+)
 from decentnode.communication.torch_distributed.clique_path import CliquePath, NodeSide
 from decentnode.communication.torch_distributed.gloo import GlooClique
 from decentnode.communication.torch_distributed.group_collective import CollectiveCall
@@ -34,40 +41,40 @@ class TaggedPath(CliquePath):
         self.peers = clique.peers
         self._clique = clique
         per_phase = [sum(plan.count(plan.spec.max_elements) for plan in plans) for plans in self._inbox.plans]
-        self._slots = 1 + max(per_phase)
+        self._tags_per_payload = 1 + max(per_phase)
 
     def begin(
         self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
         for uid in sorted(sources):
             self._receive(uid, key)
-        held_up = {uid for _, uids in outgoing for uid in uids if not self._has_room(uid)}
+        full = {uid for _, uids in outgoing for uid in uids if not self._has_room(uid)}
         dropped: set[int] = set()
-        for now in (True, False):  # peers with room first, so that none waits for one whose window is full
+        for has_room in (True, False):  # peers with room first, so that none waits for one whose window is full
             for payload, uids in outgoing:
-                meant = [uid for uid in sorted(uids) if (uid not in held_up) == now]
-                open_ = [uid for uid in meant if self._may_send(uid, key[0])]
-                dropped |= set(meant) - set(open_)
-                if open_:
-                    self._send(payload, open_, key)
+                peers = [uid for uid in sorted(uids) if (uid not in full) == has_room]
+                reached = [uid for uid in peers if self._may_send(uid, key[0])]
+                dropped |= set(peers) - set(reached)
+                if reached:
+                    self._send(payload, reached, key)
         return frozenset(dropped)
 
     def _launch_call(self, call: CollectiveCall) -> None:
-        line = self._clique.line(self._clique.uid, out=False)
+        thread = self._clique.thread_for(self._clique.uid, out=False)
         for launch in call.launches:
             wait = self._clique.call(launch)
 
-            def over(wait: Callable[[], object] = wait) -> None:
+            def complete(wait: Callable[[], object] = wait) -> None:
                 wait()
-                self._call_over(call)
+                self._launch_completed(call)
 
-            line.put(over, lambda error: self._broke({SUM, *self.peers}, call.what, error))
+            thread.put(complete, lambda error: self._mark_broken({SUM, *self.peers}, call.operation, error))
 
     def _end(self, clean: bool) -> None:
         self._clique.close(clean)
 
     def _tag(self, key: ExchangeKey) -> int:
-        return (key[0] * len(self._inbox.plans) + key[1]) * self._slots
+        return (key[0] * len(self._inbox.plans) + key[1]) * self._tags_per_payload
 
     def _send(self, payload: Payload, uids: list[int], key: ExchangeKey) -> None:
         plans = self._inbox.plans[key[1]]
@@ -81,15 +88,16 @@ class TaggedPath(CliquePath):
                 copy.copy_(tensor)
             tensors = buffers.cut(totals)
         parts = pieces(plans, tensors)
-        header = pack(*key, totals, payload.scalars) if self._has_header(key[1]) else None
+        header = pack_header(*key, totals, payload.scalars) if self._has_header(key[1]) else None
         tag = self._tag(key)
         for uid in uids:
             waits = [] if header is None else [self._clique.send(uid, header, tag)]
             waits += [self._clique.send(uid, part, tag + 1 + slot) for slot, part in enumerate(parts)]
             self._count_sent(uid, key[1], len(parts))
-            what = f"the send of round {key[0]} to node {uid}"
-            self._clique.line(uid, out=True).put(
-                _Over(self._sent, uid, waits, buffers, lease), functools.partial(self._broke, {uid}, what)
+            operation = f"the send of round {key[0]} to node {uid}"
+            self._clique.thread_for(uid, out=True).put(
+                _SendCompletion(self._send_completed, uid, waits, buffers, lease),
+                functools.partial(self._mark_broken, {uid}, operation),
             )
 
     def _receive(self, uid: int, key: ExchangeKey) -> None:
@@ -98,46 +106,48 @@ class TaggedPath(CliquePath):
         them."""
         if uid in self._status.broken:
             return
-        due = self._due.get(uid, 0)
-        if due >= MAX_RECEIVES:
+        outstanding = self._outstanding.get(uid, 0)
+        if outstanding >= MAX_RECEIVES:
             self._counters.fault("receive_window", uid, f"round {key[0]}")
             return
-        self._expecting(1, uid)
-        job = self._posted(uid, key) if due < self.window else lambda: self._posted(uid, key)()
-        what = f"the receive of round {key[0]} from node {uid}"
-        self._clique.line(uid, out=False).put(job, functools.partial(self._broke, {uid}, what))
+        self._count_receives(1, uid)
+        job = self._post_receive(uid, key) if outstanding < self.window else lambda: self._post_receive(uid, key)()
+        operation = f"the receive of round {key[0]} from node {uid}"
+        self._clique.thread_for(uid, out=False).put(job, functools.partial(self._mark_broken, {uid}, operation))
 
-    def _posted(self, uid: int, key: ExchangeKey) -> Callable[[], None]:
+    def _post_receive(self, uid: int, key: ExchangeKey) -> Callable[[], None]:
         """Posts a receive. Returns the job of the peer's thread, which blocks until the whole payload has arrived."""
         plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
         totals = [plan.spec.max_elements for plan in plans]
         if not self._has_header(key[1]):
-            waits = self._post(uid, key, buffers, totals)
+            waits = self._post_pieces(uid, key, buffers, totals)
             self._inbox.start_receive(key, uid, buffers.cut(totals), {}, buffers.done)
-            return lambda: self._take(uid, key, buffers, totals, waits)
+            return lambda: self._receive_pieces(uid, key, buffers, totals, waits)
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        head = self._clique.receive(uid, header, self._tag(key))
-        posted = self._post(uid, key, buffers, totals) if self._is_exact(key[1]) else None
+        header_wait = self._clique.receive(uid, header, self._tag(key))
+        posted = self._post_pieces(uid, key, buffers, totals) if self._is_exact(key[1]) else None
 
-        def open_() -> None:
-            head()
+        def receive_header() -> None:
+            header_wait()
             try:
-                totals, scalars = unpack(header, *key, plans)
+                totals, scalars = unpack_header(header, *key, plans)
             except ValueError as error:
                 self._counters.fault("malformed", uid, str(error))
                 return
             self._counters.edge(uid).received(0, scalars)
-            waits = self._post(uid, key, buffers, totals) if posted is None else posted
+            waits = self._post_pieces(uid, key, buffers, totals) if posted is None else posted
             self._inbox.start_receive(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
-            self._take(uid, key, buffers, totals, waits)
+            self._receive_pieces(uid, key, buffers, totals, waits)
 
-        return open_
+        return receive_header
 
-    def _post(self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int]) -> list[Callable[[], object]]:
+    def _post_pieces(
+        self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int]
+    ) -> list[Callable[[], object]]:
         parts = pieces(self._inbox.plans[key[1]], buffers.cut(totals))
         return [self._clique.receive(uid, part, self._tag(key) + 1 + slot) for slot, part in enumerate(parts)]
 
-    def _take(
+    def _receive_pieces(
         self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int], waits: list[Callable[[], object]]
     ) -> None:
         """Blocks until every piece has arrived, and announces each to the inbox. Runs on the peer's thread."""
@@ -149,17 +159,17 @@ class TaggedPath(CliquePath):
         self._count_received(uid, key[1], totals, len(waits))
         self._inbox.chunk_received(key, uid, last=True)
         buffers.done()
-        self._expecting(-1, uid)
+        self._count_receives(-1, uid)
 
 
-class _Over:
+class _SendCompletion:
     """The job of a peer's thread for a payload in flight: waits until it was sent, then releases its memory."""
 
     def __init__(
-        self, sent: Callable[[int], None], uid: int, waits: list[Callable[[], object]], buffers: Buffers | None,
+        self, on_sent: Callable[[int], None], uid: int, waits: list[Callable[[], object]], buffers: Buffers | None,
         lease: object,
     ) -> None:
-        self._sent, self._uid, self._waits, self._buffers, self._lease = sent, uid, waits, buffers, lease
+        self._on_sent, self._uid, self._waits, self._buffers, self._lease = on_sent, uid, waits, buffers, lease
 
     def __call__(self) -> None:
         for wait in self._waits:
@@ -167,4 +177,4 @@ class _Over:
         if self._buffers is not None:
             self._buffers.done()
         self._lease, self._waits = None, []
-        self._sent(self._uid)
+        self._on_sent(self._uid)

@@ -14,7 +14,7 @@ from decentnode.communication.hybrid.transport import Collective
 from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import plans
 from decentnode.communication.torch_distributed import path as path_module
-from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, pack, unpack
+from decentnode.communication.torch_distributed.buffers import HEADER_BYTES, pack_header, unpack_header
 from decentnode.communication.torch_distributed.clique_path import SEND_WINDOW
 from decentnode.communication.torch_distributed.communicator import refusal
 from decentnode.communication.torch_distributed.path import TorchDistributedPath
@@ -90,9 +90,9 @@ SIZES = plans(OPEN[0], 1 << 22)
 
 
 def test_headers_come_back_as_they_were() -> None:
-    assert unpack(pack(7, 1, [3, 64], {"a": 0.5}), 7, 1, SIZES) == ([3, 64], {"a": 0.5})
+    assert unpack_header(pack_header(7, 1, [3, 64], {"a": 0.5}), 7, 1, SIZES) == ([3, 64], {"a": 0.5})
     with pytest.raises(ValueError, match="scalars must fit"):
-        pack(0, 0, [], {str(n): n for n in range(HEADER_BYTES)})
+        pack_header(0, 0, [], {str(n): n for n in range(HEADER_BYTES)})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_no_size_is_believed_that_the_schema_does_not_allow(value: object) -> No
     framed = len(raw).to_bytes(2, "little") + raw
     header[: len(framed)] = torch.tensor(list(framed), dtype=torch.uint8)
     with pytest.raises(ValueError, match="must"):
-        unpack(header, 7, 1, SIZES)
+        unpack_header(header, 7, 1, SIZES)
 
 
 def test_random_bytes_are_no_header() -> None:
@@ -115,7 +115,7 @@ def test_random_bytes_are_no_header() -> None:
         noise = torch.randint(0, 256, (HEADER_BYTES,), generator=draw, dtype=torch.uint8)
         noise[1] = 0
         with pytest.raises(ValueError):
-            unpack(noise, 7, 1, SIZES)
+            unpack_header(noise, 7, 1, SIZES)
 
 
 def test_keys_are_refused_because_models_would_travel_in_the_clear() -> None:
