@@ -82,4 +82,4 @@ def test_what_goes_beyond_the_window_is_refused_and_not_kept() -> None:
         wait_until(lambda: seen.count(("window_exceeded", 1)) == 16 - fitting, lambda: victim.counters.faults)
         assert victim.counters.faults == {"window_exceeded": 16 - fitting} and "window_exceeded" in EVENTS
         (incoming,) = victim._inbox.state.incoming[0, 0].values()
-        assert len(incoming.buffers[0]) == fitting and incoming.waiting_bytes() <= victim._links.window
+        assert len(incoming.buffers[0]) == fitting and incoming.unconsumed_bytes() <= victim._links.window

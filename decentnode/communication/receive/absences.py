@@ -21,7 +21,7 @@ class Absences:
 
     def __init__(self, facts: RunFacts) -> None:
         self._facts = facts
-        self.together: dict[ExchangeKey, frozenset[int]] = {}
+        self.served_together: dict[ExchangeKey, frozenset[int]] = {}
         """Nodes that a communicator serves in one batch or call: when one departs, nothing arrives from the others
         either."""
         self.skips: dict[int, list[tuple[ExchangeKey, ExchangeKey]]] = {}
@@ -35,28 +35,28 @@ class Absences:
             raise PeerFault("malformed_header", f"payloads {first} to {last} of {source} are skipped")
         self.skips[source] = [*known, (first, last)]
 
-    def comes_no_more(self, source: int, key: ExchangeKey) -> bool:
+    def will_not_arrive(self, source: int, key: ExchangeKey) -> bool:
         """Returns whether nothing more of this exchange arrives from a source: it departed, skips it, or shares a batch
         or call with a node that departed."""
-        return self._departed(source, key) or self._held_up(source, key) or self._is_skipped(source, key)
+        return self._departed(source, key) or self._is_lost_with_departed(source, key) or self._is_skipped(source, key)
 
-    def apart(self, key: ExchangeKey, sources: Collection[int]) -> list[int]:
+    def independent_sources(self, key: ExchangeKey, sources: Collection[int]) -> list[int]:
         """Returns the sources that no communicator serves together with others. Nodes that are served together all wait
         as long as one of them is gone, so asking them would say nothing."""
-        group = self.together.get(key, frozenset())
+        group = self.served_together.get(key, frozenset())
         return [source for source in sources if source != SUM and source not in group]
 
-    def whom(self, key: ExchangeKey, waiting: Collection[int]) -> tuple[int, ...]:
+    def nodes_of(self, key: ExchangeKey, waiting: Collection[int]) -> tuple[int, ...]:
         """Returns the nodes that these sources stand for."""
-        return tuple(sorted(self.together.get(key, ()))) if SUM in waiting else tuple(waiting)
+        return tuple(sorted(self.served_together.get(key, ()))) if SUM in waiting else tuple(waiting)
 
     def forget_below(self, round: int) -> None:
         """Drops what concerns rounds below `round`, which are over."""
-        self.together = {key: group for key, group in self.together.items() if key[0] >= round}
+        self.served_together = {key: group for key, group in self.served_together.items() if key[0] >= round}
 
     def clear(self) -> None:
         """Drops everything, because a new generation begins."""
-        self.together.clear()
+        self.served_together.clear()
         self.skips.clear()
 
     def _is_skipped(self, source: int, key: ExchangeKey) -> bool:
@@ -65,8 +65,8 @@ class Absences:
     def _departed(self, uid: int, key: ExchangeKey) -> bool:
         return self._facts.departed.get(uid, key[0] + 1) <= key[0]
 
-    def _held_up(self, source: int, key: ExchangeKey) -> bool:
+    def _is_lost_with_departed(self, source: int, key: ExchangeKey) -> bool:
         """Returns whether a source is served together with a node that departed earlier, so that nothing arrives from
         either."""
-        group = self.together.get(key, frozenset())
+        group = self.served_together.get(key, frozenset())
         return (source in group or source == SUM) and any(self._departed(uid, key) for uid in group)

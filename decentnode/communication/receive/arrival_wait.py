@@ -11,35 +11,37 @@ from decentnode.communication.receive.inbox_state import InboxState
 from decentnode.communication.receive.partial_payload import PartialPayload
 from decentnode.communication.run_state import BROKEN_SECONDS, STOPPING_TIMEOUT_SECONDS, RunFacts
 
-ASKS = 4
+ASKS_PER_TIMEOUT = 4
 """How often per time-out a source is asked whether it is itself waiting for others. If a source begins to wait later
 than three quarters of a time-out after this node did, the node does not learn of it."""
 
 
 _NOTHING: dict[int, PartialPayload] = {}
-STANDSTILL = 0.5
+STALL_FRACTION = 0.5
 """Fraction of the time-out. If a step is called later than its deadline by more than this, the process itself was not
 running in between."""
 
 
-class Patience:
+class WaitDeadlines:
     """Decides until when one wait lasts, and when to ask overdue sources whether they are alive.
 
     Nodes that wait for one that is gone all give up on it after the same time-out, but do not all begin to wait in the
     same round. The payloads of the last of them would then reach the first ones just as these give up in turn.
-    Therefore a source that reports that it is itself waiting (`InboxState.lives`) has up to one more time-out.
+    Therefore a source that reports that it is itself waiting (`InboxState.reported_waiting`) has up to one more
+    time-out.
     """
 
     def __init__(
-        self, status: RunFacts, lives: Mapping[int, float], timeout_seconds: float, used: float, now: float
+        self, status: RunFacts, reported_waiting: Mapping[int, float], timeout_seconds: float, used: float, now: float
     ) -> None:
         """used: seconds of the time-out that earlier waits of the round have used."""
         self.began = self.last = now
-        self._status, self._lives, self._timeout_seconds, self._used = status, lives, timeout_seconds, used
+        self._status, self._reported_waiting = status, reported_waiting
+        self._timeout_seconds, self._used = timeout_seconds, used
         self._asks = 0
         self._end = self._limit = self._ask_at = 0.0
 
-    def came(self, when: float) -> None:
+    def note_arrival(self, when: float) -> None:
         """Restarts the time-out at the time of an arrival, for all sources that are still missing."""
         self.last, self._used, self._asks = when, 0.0, 0
 
@@ -48,17 +50,17 @@ class Patience:
         self.began += seconds
         self.last += seconds
 
-    def forgive(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """Restarts the wait at `now`: this process was not running before, so that the silence was its own."""
         self.began = now
-        self.came(now)
+        self.note_arrival(now)
 
     @property
     def since(self) -> float:
         """When the part of the wait began that is not hidden behind local steps."""
         return max(self.began, self._status.exposed_since)
 
-    def look(self, now: float) -> bool:
+    def update(self, now: float) -> bool:
         """Updates the deadlines to `now`. Returns whether the missing sources should be asked now."""
         status, limit, start = self._status, self._timeout_seconds, self.last
         if status.stopping:
@@ -66,30 +68,30 @@ class Patience:
         if status.exposed_since > start:
             start = status.exposed_since
         start -= self._used
-        interval, before = limit / ASKS, self._asks
+        interval, before = limit / ASKS_PER_TIMEOUT, self._asks
         self._limit, self._end = limit, start + limit
         while interval > 0 and now >= start + (self._asks + 1) * interval:
             self._asks += 1
         self._ask_at = start + (self._asks + 1) * interval if interval > 0 else math.inf
         return self._asks > before
 
-    def late(self, waiting: list[int], now: float) -> list[int]:
-        """Returns the sources of `waiting` that have exceeded their time. Call after `look`."""
-        early = now < self._end and not self._status.broken
-        return [] if early else [source for source in waiting if now >= self._until(source)]
+    def timed_out(self, waiting: list[int], now: float) -> list[int]:
+        """Returns the sources of `waiting` that have exceeded their time. Call after `update`."""
+        is_early = now < self._end and not self._status.broken
+        return [] if is_early else [source for source in waiting if now >= self._give_up_at(source)]
 
-    def next(self, waiting: list[int]) -> float:
-        """Returns the latest time of the next step. Call after `look`."""
+    def next_step_at(self, waiting: list[int]) -> float:
+        """Returns the latest time of the next step. Call after `update`."""
         # usually no source was asked, and no connection broke
-        until = min(map(self._until, waiting)) if self._lives or self._status.broken else self._end
+        until = min(map(self._give_up_at, waiting)) if self._reported_waiting or self._status.broken else self._end
         return self._ask_at if self._ask_at < until else until
 
-    def _until(self, source: int) -> float:
-        broke = self._status.broken.get(source)
-        if broke is not None:
-            return min(self._end, broke.since + BROKEN_SECONDS)
-        said = self._lives.get(source)
-        return self._end if said is None else min(max(self._end, said + self._limit), self._end + self._limit)
+    def _give_up_at(self, source: int) -> float:
+        breakage = self._status.broken.get(source)
+        if breakage is not None:
+            return min(self._end, breakage.since + BROKEN_SECONDS)
+        reported = self._reported_waiting.get(source)
+        return self._end if reported is None else min(max(self._end, reported + self._limit), self._end + self._limit)
 
 
 class ArrivalWait:
@@ -100,8 +102,8 @@ class ArrivalWait:
     """
 
     __slots__ = (
-        "_began", "_chunk", "_inbox", "_key", "_left_out", "_patience", "_sources", "_timeout_seconds", "_tolerated",
-        "arrived", "deadline", "missing",
+        "_began", "_chunk", "_deadlines", "_has_left_out_sources", "_inbox", "_key", "_sources", "_timeout_seconds",
+        "_tolerated", "arrived", "deadline", "missing",
     )  # fmt: skip
 
     def __init__(
@@ -114,8 +116,8 @@ class ArrivalWait:
         self._inbox, self._key, self._chunk, self._sources = inbox, key, chunk, sources
         self._timeout_seconds, self._tolerated = timeout_seconds, tolerated
         self._began = -math.inf
-        self._patience: Patience | None = None
-        self._left_out = False
+        self._deadlines: WaitDeadlines | None = None
+        self._has_left_out_sources = False
         """Whether the wait ends without sources that have not delivered."""
         self.missing: list[int] = []
         """Sources that had not delivered at the last step."""
@@ -129,8 +131,8 @@ class ArrivalWait:
             return
         self._began += seconds
         self.deadline += seconds
-        if self._patience is not None:
-            self._patience.postpone(seconds)
+        if self._deadlines is not None:
+            self._deadlines.postpone(seconds)
 
     def step(self, now: float) -> bool:
         """Returns whether the wait is over: the sources have delivered or departed, or nothing arrived for the
@@ -140,144 +142,148 @@ class ArrivalWait:
         source that reports that it is itself waiting has up to twice the time-out, so that nodes that wait for one that
         is gone do not give up on each other. Raises the run's failure if the run has failed.
         """
-        inbox, patience = self._inbox, self._patience
+        inbox, deadlines = self._inbox, self._deadlines
         if self._began == -math.inf:
             missing = inbox.outstanding(self._key, self._chunk, self._sources)
             if not missing:
                 arrived = inbox.incoming.get(self._key, _NOTHING)
                 self.arrived = {source: arrived[source] for source in self._sources}
                 return True
-            if self._begins_simply(missing, now):
+            if self._begin_without_deadlines(missing, now):
                 return False
-            patience = self._begin(missing, now)
+            deadlines = self._begin(missing, now)
         else:
-            if patience is None:
-                if self._is_simply_over(now):
+            if deadlines is None:
+                if self._is_over_without_deadlines(now):
                     return True
-                patience = self._patience = Patience(inbox.status, inbox.lives, self._timeout_seconds, 0.0, self._began)
-            if now - self.deadline > STANDSTILL * self._timeout_seconds:
-                patience.forgive(now)
-            self._note_arrivals(patience)
-        if self.missing and self._goes_on(patience, now):
+                deadlines = self._new_deadlines(0.0, self._began)
+            if now - self.deadline > STALL_FRACTION * self._timeout_seconds:
+                deadlines.restart(now)
+            self._note_arrivals(deadlines)
+        if self.missing and self._keep_waiting(deadlines, now):
             return False
-        self._finish(patience, now)
-        missing = inbox.outstanding(self._key, self._chunk, self._sources) if self._left_out else []
+        self._finish(deadlines, now)
+        missing = inbox.outstanding(self._key, self._chunk, self._sources) if self._has_left_out_sources else []
         arrived = inbox.incoming.get(self._key, _NOTHING)
         self.missing = missing
         self.arrived = {source: arrived[source] for source in self._sources if source not in missing}
         return True
 
-    def _begins_simply(self, missing: list[int], now: float) -> bool:
-        """Begins the wait without a `Patience` if only the time-out matters. Returns whether it could. Most waits are
-        like this, and are over at the next step."""
+    def _begin_without_deadlines(self, missing: list[int], now: float) -> bool:
+        """Begins the wait without a `WaitDeadlines` if only the time-out matters. Returns whether it could. Most waits
+        are like this, and are over at the next step."""
         inbox, status = self._inbox, self._inbox.status
         if (self._tolerated or status.waited_seconds or status.given_up or status.departed or status.broken
                 or inbox.absences.skips or status.regrouping or status.stopping
                 or status.failure is not None):  # fmt: skip
             return False
-        self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS
-        inbox.want(missing, self._key, self._chunk)
+        self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS_PER_TIMEOUT
+        inbox.set_wanted(missing, self._key, self._chunk)
         if status.exposed_since <= now:
-            status.wait_for(inbox.absences.whom(self._key, missing), now)
+            status.wait_for(inbox.absences.nodes_of(self._key, missing), now)
         else:
             status.waiting = None
         return True
 
-    def _is_simply_over(self, now: float) -> bool:
-        """Returns whether all sources have delivered, after `_begins_simply`. Counts what `_note_arrivals` and
-        `_finish` count, without a `Patience`."""
+    def _is_over_without_deadlines(self, now: float) -> bool:
+        """Returns whether all sources have delivered, after `_begin_without_deadlines`. Counts what `_note_arrivals`
+        and `_finish` count, without a `WaitDeadlines`."""
         inbox, status = self._inbox, self._inbox.status
         if inbox.outstanding(self._key, self._chunk, self.missing):
             return False
-        here, last, exposed = inbox.incoming[self._key], 0.0, status.exposed_since
+        payloads, last, exposed = inbox.incoming[self._key], 0.0, status.exposed_since
         for source in self.missing:
-            if here[source].arrived > last:
-                last = here[source].arrived
-        since = now if now - self.deadline > STANDSTILL * self._timeout_seconds else self._began
+            if payloads[source].arrived > last:
+                last = payloads[source].arrived
+        since = now if now - self.deadline > STALL_FRACTION * self._timeout_seconds else self._began
         inbox.count_wait(self.missing[-1:], max(0.0, last - max(since, exposed)))
         status.waiting = None
         status.waited_seconds = max(0.0, now - max(last, exposed))
         self.missing = []
-        self.arrived = {source: here[source] for source in self._sources}
+        self.arrived = {source: payloads[source] for source in self._sources}
         return True
 
-    def _begin(self, missing: list[int], now: float) -> Patience:
-        inbox, status = self._inbox, self._inbox.status
+    def _begin(self, missing: list[int], now: float) -> WaitDeadlines:
+        status = self._inbox.status
         self.missing = missing
         if status.given_up:
             self.missing = [each for each in missing if each not in status.given_up or each not in status.silent]
-            self._left_out = len(self.missing) < len(missing)
-        used = 0.0 if status.given_up else status.waited_seconds  # the sources that used it up are left out
+            self._has_left_out_sources = len(self.missing) < len(missing)
+        used_seconds = 0.0 if status.given_up else status.waited_seconds  # the sources that used it up are left out
         self._began = now
-        self._patience = patience = Patience(status, inbox.lives, self._timeout_seconds, used, now)
-        return patience
+        return self._new_deadlines(used_seconds, now)
 
-    def _goes_on(self, patience: Patience, now: float) -> bool:
+    def _new_deadlines(self, used_seconds: float, now: float) -> WaitDeadlines:
+        inbox = self._inbox
+        self._deadlines = WaitDeadlines(inbox.status, inbox.reported_waiting, self._timeout_seconds, used_seconds, now)
+        return self._deadlines
+
+    def _keep_waiting(self, deadlines: WaitDeadlines, now: float) -> bool:
         """Returns whether any missing source is still worth waiting for; then sets `deadline`."""
         inbox, status, key = self._inbox, self._inbox.status, self._key
         status.raise_if_failed()
         before = self.missing
         if status.departed or inbox.absences.skips:
-            self.missing = [source for source in self.missing if not inbox.absences.comes_no_more(source, key)]
-        if patience.look(now):
+            self.missing = [source for source in self.missing if not inbox.absences.will_not_arrive(source, key)]
+        if deadlines.update(now):
             inbox.ask(key, self.missing)
-        late = patience.late(self.missing, now)
-        if late:
-            status.silent.update(late)
-            status.given_up.update(late)
-            inbox.count_wait(late, now - patience.since)
-            self.missing = [source for source in self.missing if source not in late]
+        timed_out = deadlines.timed_out(self.missing, now)
+        if timed_out:
+            status.silent.update(timed_out)
+            status.given_up.update(timed_out)
+            inbox.count_wait(timed_out, now - deadlines.since)
+            self.missing = [source for source in self.missing if source not in timed_out]
         if len(self.missing) < len(before) or status.regrouping:
-            self._left_out = True
+            self._has_left_out_sources = True
             if not self.missing or status.regrouping:
                 return False
-        self.deadline = patience.next(self.missing)
+        self.deadline = deadlines.next_step_at(self.missing)
         spare = 0
         if self._tolerated:
             spare = self._tolerated - len(inbox.outstanding(key, self._chunk, self._sources)) + len(self.missing)
             if len(self.missing) <= spare:
-                over = self._grace_ends(patience)
-                if now >= over:
-                    self._left_out = True
+                grace_deadline = self._grace_deadline(deadlines)
+                if now >= grace_deadline:
+                    self._has_left_out_sources = True
                     return False
-                self.deadline = min(self.deadline, over)
-        inbox.want(self.missing, key, self._chunk, spare)
+                self.deadline = min(self.deadline, grace_deadline)
+        inbox.set_wanted(self.missing, key, self._chunk, spare)
         if status.exposed_since <= now:
-            status.wait_for(inbox.absences.whom(key, self.missing), patience.since)
+            status.wait_for(inbox.absences.nodes_of(key, self.missing), deadlines.since)
         else:
             status.waiting = None
         return True
 
-    def _grace_ends(self, patience: Patience) -> float:
+    def _grace_deadline(self, deadlines: WaitDeadlines) -> float:
         """Returns until when to wait for the sources that the quorum tolerates: the grace period begins once the quorum
         has arrived and this node waits."""
-        quorum, here = self._inbox.status.quorum, self._inbox.incoming.get(self._key, _NOTHING)
+        quorum, payloads = self._inbox.status.quorum, self._inbox.incoming.get(self._key, _NOTHING)
         assert quorum is not None
         outstanding = self._inbox.outstanding(self._key, self._chunk, self._sources)
-        came = sorted(here[source].arrived for source in self._sources if source not in outstanding)
+        arrival_times = sorted(payloads[source].arrived for source in self._sources if source not in outstanding)
         needed = len(self._sources) - self._tolerated
-        return max(came[needed - 1] if needed else patience.since, patience.since) + quorum.grace_seconds
+        return max(arrival_times[needed - 1] if needed else deadlines.since, deadlines.since) + quorum.grace_seconds
 
-    def _note_arrivals(self, patience: Patience) -> None:
+    def _note_arrivals(self, deadlines: WaitDeadlines) -> None:
         inbox, status = self._inbox, self._inbox.status
-        still = inbox.outstanding(self._key, self._chunk, self.missing)
-        if len(still) < len(self.missing):
+        outstanding = inbox.outstanding(self._key, self._chunk, self.missing)
+        if len(outstanding) < len(self.missing):
             # the time of arrival, not of this step: the waiting thread is woken only when everything has arrived, or
             # after a second, which would otherwise be added to the wait for the other sources
-            here, last = inbox.incoming.get(self._key, _NOTHING), 0.0
+            payloads, last = inbox.incoming.get(self._key, _NOTHING), 0.0
             for source in self.missing:
-                if source not in still and here[source].arrived > last:
-                    last = here[source].arrived
-            patience.came(last)
+                if source not in outstanding and payloads[source].arrived > last:
+                    last = payloads[source].arrived
+            deadlines.note_arrival(last)
             status.waited_seconds = 0.0
-        if not still:
-            inbox.count_wait(self.missing[-1:], max(0.0, patience.last - patience.since))
-        self.missing = still
+        if not outstanding:
+            inbox.count_wait(self.missing[-1:], max(0.0, deadlines.last - deadlines.since))
+        self.missing = outstanding
 
-    def _finish(self, patience: Patience, now: float) -> None:
+    def _finish(self, deadlines: WaitDeadlines, now: float) -> None:
         inbox, status = self._inbox, self._inbox.status
         status.waiting = None
-        status.waited_seconds += max(0.0, now - max(patience.last, status.exposed_since))
+        status.waited_seconds += max(0.0, now - max(deadlines.last, status.exposed_since))
         if self.missing:
-            inbox.want((), self._key, self._chunk)
-            inbox.count_wait(self.missing, now - patience.since)
+            inbox.set_wanted((), self._key, self._chunk)
+            inbox.count_wait(self.missing, now - deadlines.since)

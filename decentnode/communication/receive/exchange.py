@@ -18,7 +18,7 @@ from decentnode.communication.run_state import GuardedWait, Wait
 from decentnode.communication.shared_process import SharedProcess
 from decentnode.payload import Payload
 
-_NOBODY: frozenset[int] = frozenset()
+_NO_SOURCES: frozenset[int] = frozenset()
 
 
 class InboxExchange(Exchange):
@@ -38,13 +38,13 @@ class InboxExchange(Exchange):
         self._neighbors = neighbors
         self._missing: frozenset[int] = frozenset()
         self._rejected: frozenset[int] = frozenset()
-        self._began, self._last = clock.now(), 0.0
+        self._began, self._last_arrival = clock.now(), 0.0
         self._read_in_place: list[tuple[int, SlotPayload]] = []
         """Of the current arrival: payloads in neighbors' slots that the caller reads in place."""
 
     @property
     def seconds(self) -> float:
-        return max(0.0, self._last - self._began)
+        return max(0.0, self._last_arrival - self._began)
 
     def arrivals(self, timeout_seconds: float) -> Iterator[Arrival]:
         inbox = self._inbox
@@ -70,70 +70,73 @@ class InboxExchange(Exchange):
         """Yields the arrivals, each preceded by the wait for it. Does not block."""
         self._state.status.raise_if_failed()
         schema = self._state.schemas[self._key[1]]
-        yield from self._chunks(schema, timeout_seconds) if schema.elementwise else self._whole(schema, timeout_seconds)
+        arrivals = self._arrivals_by_chunk if schema.elementwise else self._arrival_of_whole
+        yield from arrivals(schema, timeout_seconds)
         self._inbox.finish(self._key)
 
-    def _chunks(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
+    def _arrivals_by_chunk(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
         inbox, plan = self._state, self._state.plans[self._key[1]][0]
         placement = inbox.placement
-        alive = list(self._expected)
+        sources = list(self._expected)
         chunk, stop = 0, -1
         while stop < schema.elements:
-            wait = ArrivalWait(inbox, self._key, chunk, alive, timeout_seconds, self._tolerated(len(alive)))
+            wait = ArrivalWait(inbox, self._key, chunk, sources, timeout_seconds, self._tolerated(len(sources)))
             yield wait
             arrived = wait.arrived
-            if len(arrived) < len(alive):
-                self._missing |= set(alive) - arrived.keys()
-            in_slots = self._note(arrived)
+            if len(arrived) < len(sources):
+                self._missing |= set(sources) - arrived.keys()
+            in_slots = self._prepare_reading(arrived)
             start, stop = plan.bounds(chunk, schema.elements)
-            if stop < schema.elements and all(each.in_one_piece for each in arrived.values()) and (
-                placement.on_cpu or all(placement.near(each.part(chunk, start, stop)) for each in arrived.values())
+            if stop < schema.elements and all(each.is_contiguous for each in arrived.values()) and (
+                placement.on_cpu
+                or all(placement.is_on_device(each.part(chunk, start, stop)) for each in arrived.values())
             ):
                 stop = schema.elements  # everything has arrived, and nothing has to be copied to a GPU in pieces
             found: dict[int, Payload] = {}
             for source, incoming in arrived.items():
                 tensor = incoming.part(chunk, start, stop)
-                near = placement.on_cpu and tensor.is_cpu
-                found[source] = Payload({plan.name: tensor if near else placement.placed(tensor)})
-            received = self._accepted(found, in_slots)
+                needs_no_move = placement.on_cpu and tensor.is_cpu
+                found[source] = Payload({plan.name: tensor if needs_no_move else placement.to_device(tensor)})
+            received = self._without_rejected(found, in_slots)
             yield Arrival(start, stop, received, self._missing)
-            alive = [source for source in received if source not in self._missing]
+            sources = [source for source in received if source not in self._missing]
             if stop < schema.elements:  # `finish` releases the last chunk
                 self._inbox.release(chunk, arrived)
             chunk += 1
         self._read_in_place = []
 
-    def _whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
+    def _arrival_of_whole(self, schema: Schema, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
         tolerated = self._tolerated(len(self._expected))
         wait = ArrivalWait(self._state, self._key, WHOLE, list(self._expected), timeout_seconds, tolerated)
         yield wait
         arrived = wait.arrived
         self._missing = frozenset(self._expected) - arrived.keys()
-        in_slots = self._note(arrived)
-        received = self._accepted({source: self._own(incoming) for source, incoming in arrived.items()}, in_slots)
+        in_slots = self._prepare_reading(arrived)
+        payloads = {source: self._whole_payload(incoming) for source, incoming in arrived.items()}
+        received = self._without_rejected(payloads, in_slots)
         yield Arrival(0, schema.elements, received, self._missing)
 
-    def _tolerated(self, alive: int) -> int:
-        """Returns how many of `alive` sources may be missing once a quorum has delivered."""
+    def _tolerated(self, num_sources: int) -> int:
+        """Returns how many of `num_sources` sources may be missing once a quorum has delivered."""
         quorum = self._state.status.quorum
-        return 0 if quorum is None else quorum.tolerates(len(self._expected), alive)
+        return 0 if quorum is None else quorum.tolerates(len(self._expected), num_sources)
 
-    def _own(self, incoming: PartialPayload) -> Payload:
+    def _whole_payload(self, incoming: PartialPayload) -> Payload:
         """Returns a whole payload on the device of the models. Rules that mix whole payloads keep state that cannot be
         rolled back, so they must not see bytes that can still change: a payload in a slot is copied."""
         payload = incoming.payload()
         placement = self._state.placement
-        copied = placement.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
-        tensors = {name: t.clone() if copied else placement.placed(t) for name, t in payload.tensors.items()}
+        must_copy = placement.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
+        tensors = {name: t.clone() if must_copy else placement.to_device(t) for name, t in payload.tensors.items()}
         return Payload(tensors, payload.scalars)
 
-    def _note(self, arrived: dict[int, PartialPayload]) -> list[tuple[int, SlotPayload]]:
+    def _prepare_reading(self, arrived: dict[int, PartialPayload]) -> list[tuple[int, SlotPayload]]:
         """Prepares to read the payloads. Returns those in slots of the host's memory, which may change while they are
         read."""
         in_slots: list[tuple[int, SlotPayload]] = []
         for source, incoming in arrived.items():
-            if incoming.arrived > self._last:
-                self._last = incoming.arrived
+            if incoming.arrived > self._last_arrival:
+                self._last_arrival = incoming.arrived
             if isinstance(incoming, SlotPayload):
                 if incoming.reader.imported:
                     incoming.enter()
@@ -141,7 +144,9 @@ class InboxExchange(Exchange):
                     in_slots.append((source, incoming))
         return in_slots
 
-    def _accepted(self, received: dict[int, Payload], in_slots: list[tuple[int, SlotPayload]]) -> dict[int, Payload]:
+    def _without_rejected(
+        self, received: dict[int, Payload], in_slots: list[tuple[int, SlotPayload]]
+    ) -> dict[int, Payload]:
         """Returns `received` without payloads that hold NaN or infinity, if these are to be rejected, and without
         copies of payloads that changed while they were copied."""
         if self._state.reject_non_finite:
@@ -151,7 +156,7 @@ class InboxExchange(Exchange):
                 self._rejected |= {source}
                 self._state.counters.fault("non_finite", source, f"round {self._key[0]}, phase {self._key[1]}")
         if in_slots and not (self._state.placement.on_cpu and self._state.schemas[self._key[1]].elementwise):
-            for source in self._changed(in_slots):
+            for source in self._overwritten(in_slots):
                 received.pop(source, None)
             in_slots = []
         self._read_in_place = in_slots
@@ -162,9 +167,9 @@ class InboxExchange(Exchange):
         return bool(self._read_in_place)
 
     def spoiled(self) -> frozenset[int]:
-        return frozenset(self._changed(self._read_in_place)) if self._read_in_place else _NOBODY
+        return frozenset(self._overwritten(self._read_in_place)) if self._read_in_place else _NO_SOURCES
 
-    def _changed(self, in_slots: list[tuple[int, SlotPayload]]) -> list[int]:
+    def _overwritten(self, in_slots: list[tuple[int, SlotPayload]]) -> list[int]:
         """Returns the sources whose payloads were overwritten while they were read; they are missing from now on."""
         found = [source for source, each in in_slots if not each.intact()]
         for source in found:

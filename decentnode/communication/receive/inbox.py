@@ -43,9 +43,9 @@ class Inbox:
         self.schemas, self.plans, self.device = schemas, self.state.plans, self.state.placement.device
 
     @property
-    def together(self) -> dict[ExchangeKey, frozenset[int]]:
-        """See `Absences.together`."""
-        return self.state.absences.together
+    def served_together(self) -> dict[ExchangeKey, frozenset[int]]:
+        """See `Absences.served_together`."""
+        return self.state.absences.served_together
 
     # -- any thread -------------------------------------------------------------------------------------------
 
@@ -55,11 +55,11 @@ class Inbox:
             self.state.put(message, buffer, now)
 
     def start_receive(
-        self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
+        self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, release: Callable[[], None]
     ) -> bool:
         """See `InboxState.start_receive`."""
         with self.status.lock:
-            return self.state.start_receive(key, source, tensors, scalars, let_go)
+            return self.state.start_receive(key, source, tensors, scalars, release)
 
     def chunk_received(self, key: ExchangeKey, source: int, last: bool) -> None:
         """See `InboxState.chunk_received`."""

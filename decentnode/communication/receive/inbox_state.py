@@ -76,20 +76,20 @@ class InboxState:
         """The channels that are mailboxes; the rest of this class is about the other channels."""
         self.incoming: dict[ExchangeKey, dict[int, PartialPayload]] = {}
         self._floor = 0
-        self._end = math.inf
+        self._end_round = math.inf
         """This node takes part in no round from this one on, so nothing of these rounds is kept."""
-        self._round = -1
+        self._current_round = -1
         """The current round."""
-        self.lives: dict[int, float] = {}
+        self.reported_waiting: dict[int, float] = {}
         """By source: when it last reported, in the current round, that it is itself waiting for others."""
         self._finished: set[ExchangeKey] = set()
         self._wanted: set[int] = set()
         """Sources that are waited for."""
         self._spare = 0
         """Once no more than this many of them are missing, `InboxPort.ready` is called for each further arrival."""
-        self._late: dict[int, ExchangeKey] = {}
+        self._last_late: dict[int, ExchangeKey] = {}
         """By source: the payload that was last counted as late."""
-        self._wanted_what: tuple[ExchangeKey, int] = ((-1, 0), 0)
+        self._wanted_chunk: tuple[ExchangeKey, int] = ((-1, 0), 0)
         """(key, chunk) that is waited for; chunk may be WHOLE."""
 
     @property
@@ -109,13 +109,13 @@ class InboxState:
         self._shapes.check(message, buffer)
         key = (message.round, message.phase)
         self.status.silent.discard(message.source)
-        if self.mailbox.keeps(message.phase):
-            self._came(self.mailbox.put(message, buffer, now))
+        if self.mailbox.is_mailbox(message.phase):
+            self._wake_mailbox_reader(self.mailbox.put(message, buffer, now))
             return
         if message.round < self._floor or key in self._finished:
             self._count_late(key, message.source)
             raise PeerFault("stale_round", f"round {message.round} from {message.source}")
-        if message.round >= self._end:
+        if message.round >= self._end_round:
             self._port.consumed(message.source, buffer.nbytes + MESSAGE_COST)
             return
         tensors = self.plans[message.phase]
@@ -127,45 +127,45 @@ class InboxState:
             raise PeerFault("duplicate_chunk", f"round {message.round} from {message.source}")
         incoming.put(message, buffer, now)
         if not self.schemas[message.phase].elementwise:
-            self._absorb(key, message.source, incoming)
+            self._assemble(key, message.source, incoming)
         self._wake(key, message.source, incoming)
 
     def _count_late(self, key: ExchangeKey, source: int) -> None:
         """Counts a payload of which something arrived after its exchange was over; once per payload, however many
         chunks arrive."""
-        if self._late.get(source) != key:
-            self._late[source] = key
+        if self._last_late.get(source) != key:
+            self._last_late[source] = key
             self.counters.edge(source).late_payloads += 1
 
     def start_receive(
-        self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None]
+        self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, release: Callable[[], None]
     ) -> bool:
         """Announces that the chunks of a payload will arrive in `tensors`, which the caller owns. Returns False if the
-        payload is no longer wanted. let_go: called once nobody reads `tensors` any more; called immediately if this
+        payload is no longer wanted. release: called once nobody reads `tensors` any more; called immediately if this
         returns False."""
-        coming = MappedPayload(self.plans[key[1]], tensors, scalars, let_go, pieces=0)
-        if self.mailbox.keeps(key[1]):
-            return self.mailbox.begin(key, source, coming)
+        payload = MappedPayload(self.plans[key[1]], tensors, scalars, release, chunks_received=0)
+        if self.mailbox.is_mailbox(key[1]):
+            return self.mailbox.begin(key, source, payload)
         sources = self.incoming.get(key, {})
-        if key[0] < self._floor or key[0] >= self._end or key in self._finished or source in sources:
-            if key[0] < self._end and source not in sources:
+        if key[0] < self._floor or key[0] >= self._end_round or key in self._finished or source in sources:
+            if key[0] < self._end_round and source not in sources:
                 self._count_late(key, source)
-            let_go()
+            release()
             return False
-        self.incoming.setdefault(key, {})[source] = coming
+        self.incoming.setdefault(key, {})[source] = payload
         return True
 
     def chunk_received(self, key: ExchangeKey, source: int, last: bool, now: float) -> None:
         """Announces, after `start_receive`, that the next chunk in order has arrived. last: whether the whole payload
         has."""
         self.status.silent.discard(source)
-        if self.mailbox.keeps(key[1]):
-            self._came(self.mailbox.came(key, source, last, now))
+        if self.mailbox.is_mailbox(key[1]):
+            self._wake_mailbox_reader(self.mailbox.chunk_received(key, source, last, now))
             return
         incoming = self.incoming.get(key, {}).get(source)
-        if not isinstance(incoming, MappedPayload) or incoming.pieces is None:
+        if not isinstance(incoming, MappedPayload) or incoming.chunks_received is None:
             return
-        incoming.pieces = None if last else incoming.pieces + 1
+        incoming.chunks_received = None if last else incoming.chunks_received + 1
         incoming.arrived = now
         self._wake(key, source, incoming)
 
@@ -177,21 +177,21 @@ class InboxState:
         phase = payload.phase
         key = round, phase
         try:
-            size = self._shapes.lay_out(payload, totals)
+            size = self._shapes.set_tensors(payload, totals)
             self.status.silent.discard(source)
-            if self.mailbox.keeps(phase):
-                self._came(self.mailbox.put_slot(key, source, payload, now))
+            if self.mailbox.is_mailbox(phase):
+                self._wake_mailbox_reader(self.mailbox.put_slot(key, source, payload, now))
                 return size
             if round < self._floor or key in self._finished:
                 self._count_late(key, source)
                 raise PeerFault("stale_round", f"round {round} from {source}")
-            if round >= self._end:
-                payload.let_go()
+            if round >= self._end_round:
+                payload.release()
                 return size
             sources = self.incoming.get(key)
             if sources is not None and source in sources:
                 raise PeerFault("duplicate_chunk", f"round {round} from {source}")
-            if len(self.incoming) >= SLOTS and self._held_of(source, phase) >= SLOTS:
+            if len(self.incoming) >= SLOTS and self._num_slots_held(source, phase) >= SLOTS:
                 raise PeerFault("window_exceeded", f"more than {SLOTS} slots of {source}")
             if sources is None:
                 sources = self.incoming[key] = {}
@@ -201,7 +201,7 @@ class InboxState:
             return size
         except PeerFault:
             if phase < len(self.plans) and not self._holds_slot_of(payload, source):
-                payload.let_go()
+                payload.release()
             raise
 
     def _holds_slot_of(self, payload: SlotPayload, source: int) -> bool:
@@ -220,15 +220,15 @@ class InboxState:
 
     def waits_itself(self, source: int, now: float) -> None:
         """Records that a source that was asked is itself waiting for others."""
-        self.lives[source] = now
+        self.reported_waiting[source] = now
 
-    def _held_of(self, source: int, phase: int) -> int:
+    def _num_slots_held(self, source: int, phase: int) -> int:
         """Returns how many slots of this source's publish buffer are kept. Payloads that arrived as chunks are not
         counted."""
         kept = (sources.get(source) for key, sources in self.incoming.items() if key[1] == phase)
         return sum(isinstance(each, SlotPayload) for each in kept)
 
-    def _absorb(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
+    def _assemble(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
         """Assembles the chunks of a whole payload as they arrive, for the current round and the next; those of later
         rounds stay in their buffers."""
         if key[0] <= self._floor + 1:
@@ -236,18 +236,18 @@ class InboxState:
             if freed:
                 self._port.consumed(source, freed)
 
-    def _came(self, whole: bool) -> None:
+    def _wake_mailbox_reader(self, is_complete: bool) -> None:
         """Wakes a thread that waits for mailbox payloads, after an arrival. whole: whether a payload is complete with
         it."""
-        if whole and self.mailbox.waits:
+        if is_complete and self.mailbox.waits:
             self._port.ready()
 
     def _wake(self, key: ExchangeKey, source: int, incoming: PartialPayload) -> None:
         """Calls `InboxPort.ready` if, with this arrival, no more than `_spare` of the wanted sources are missing."""
         wanted = self._wanted
         if source in wanted:
-            what, chunk = self._wanted_what
-            if key == what and (incoming.has(0, chunk) if chunk >= 0 else incoming.complete):
+            wanted_key, chunk = self._wanted_chunk
+            if key == wanted_key and (incoming.has(0, chunk) if chunk >= 0 else incoming.complete):
                 wanted.discard(source)
                 if len(wanted) <= self._spare:
                     self._port.ready()
@@ -256,17 +256,17 @@ class InboxState:
 
     def advance(self, round: int) -> None:
         """Ends the rounds below `round`: what still arrives of them is stale."""
-        if round != self._round:
-            self._round = round
+        if round != self._current_round:
+            self._current_round = round
             self.status.next_round()
-            if self.lives:
-                self.lives.clear()
+            if self.reported_waiting:
+                self.reported_waiting.clear()
         if round <= self._floor:
             return
         self._floor = round
         if self._finished:
             self._finished = {key for key in self._finished if key[0] >= round}
-        if self.absences.together:
+        if self.absences.served_together:
             self.absences.forget_below(round)
         if not self.incoming:
             return
@@ -275,12 +275,12 @@ class InboxState:
         for key, sources in self.incoming.items():
             if not self.schemas[key[1]].elementwise:
                 for source, incoming in sources.items():
-                    self._absorb(key, source, incoming)
+                    self._assemble(key, source, incoming)
 
     def end(self, round: int) -> None:
         """Announces that this node takes part in no round from `round` on. Drops what others sent for these rounds, to
         make room for their means, which share the window with payloads."""
-        self._end = round
+        self._end_round = round
         for key in [key for key in self.incoming if key[0] >= round]:
             self._drop(key)
 
@@ -288,39 +288,39 @@ class InboxState:
         """Begins a new generation with `round`, and releases what arrived in the previous one."""
         for sources in self.incoming.values():
             for incoming in sources.values():
-                incoming.let_go()
+                incoming.release()
         self.incoming.clear()
         self.mailbox.clear()
         self._finished.clear()
         self.absences.clear()
         self._wanted = set()
-        self._late.clear()
+        self._last_late.clear()
         self.status.silent.clear()
-        self._floor, self._end, self._round = round, math.inf, -1
+        self._floor, self._end_round, self._current_round = round, math.inf, -1
 
     def finish(self, key: ExchangeKey) -> None:
         """Ends this exchange: what still arrives of it is stale."""
         self._finished.add(key)
-        if self.absences.together:
-            self.absences.together.pop(key, None)
+        if self.absences.served_together:
+            self.absences.served_together.pop(key, None)
         self._drop(key)
 
     def _drop(self, key: ExchangeKey) -> None:
         for source, incoming in self.incoming.pop(key, {}).items():
-            waiting = incoming.waiting_bytes()
-            incoming.let_go()
+            waiting = incoming.unconsumed_bytes()
+            incoming.release()
             if waiting:
                 self._port.consumed(source, waiting)
 
-    def want(self, sources: Collection[int], key: ExchangeKey, chunk: int, spare: int = 0) -> None:
+    def set_wanted(self, sources: Collection[int], key: ExchangeKey, chunk: int, spare: int = 0) -> None:
         """Sets the sources that are waited for: `InboxPort.ready` is called once all of them have delivered `chunk`,
         and before that for each arrival once no more than `spare` are missing."""
-        self._wanted, self._wanted_what, self._spare = set(sources), (key, chunk), spare
+        self._wanted, self._wanted_chunk, self._spare = set(sources), (key, chunk), spare
 
     def ask(self, key: ExchangeKey, waiting: Collection[int]) -> None:
         """Asks the sources whose payloads are overdue whether they are alive, except those whose answer would say
         nothing."""
-        if asked := self.absences.apart(key, waiting):
+        if asked := self.absences.independent_sources(key, waiting):
             self._port.ask(asked)
 
     def count_wait(self, sources: Collection[int], seconds: float) -> None:
@@ -350,7 +350,7 @@ class InboxState:
         """
         found = []
         for source, round, incoming in taken:
-            payload, wrong = owned(incoming, self.placement.placed, self.placement.copied), "overwritten"
+            payload, wrong = owned(incoming, self.placement.to_device, self.placement.to_device_copy), "overwritten"
             if payload is not None and self.reject_non_finite and not_finite({source: payload}):
                 payload, wrong = None, "non_finite"
             if payload is None:
@@ -362,6 +362,6 @@ class InboxState:
     def release(self, chunk: int, sources: dict[int, PartialPayload]) -> None:
         """Releases the buffers of a mixed chunk."""
         for source, incoming in sources.items():
-            freed = incoming.take(chunk)
+            freed = incoming.release_chunk(chunk)
             if freed:
                 self._port.consumed(source, freed)

@@ -22,7 +22,7 @@ from decentnode.wire.messages import Chunk
 
 Taken = tuple[int, int, PartialPayload]
 """(source, round, payload). The caller has to release the payload."""
-PARTLY = 2
+MAX_INCOMPLETE = 2
 """How many incomplete payloads of one source and channel are kept beside the complete ones. Chunks arrive in order
 except for those that are sent again, so there is one, and more only after a loss."""
 
@@ -31,16 +31,16 @@ except for those that are sent again, so there is one, and more only after a los
 class _Entry:
     """The payloads kept of one source on one channel, by round."""
 
-    whole: dict[int, PartialPayload] = field(default_factory=dict)
-    partly: dict[int, PartialPayload] = field(default_factory=dict)
+    complete: dict[int, PartialPayload] = field(default_factory=dict)
+    incomplete: dict[int, PartialPayload] = field(default_factory=dict)
 
 
 class Mailbox:
     """The payloads that arrived on the channels that are mailboxes, by channel and source.
 
-    Memory is bounded: per source and channel, `Schema.mailbox` complete payloads and PARTLY others, each no larger than
-    the schema allows. Chunks are copied out of the messages as they arrive, so that a sender's window never waits for a
-    node that does not read its mailbox.
+    Memory is bounded: per source and channel, `Schema.mailbox` complete payloads and MAX_INCOMPLETE others, each no
+    larger than the schema allows. Chunks are copied out of the messages as they arrive, so that a sender's window never
+    waits for a node that does not read its mailbox.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Mailbox:
         self.waits = False
         """Whether a thread waits for arrivals."""
 
-    def keeps(self, channel: int) -> bool:
+    def is_mailbox(self, channel: int) -> bool:
         """Returns whether a channel is a mailbox."""
         return bool(self._limits[channel])
 
     def rounds(self, channel: int) -> list[tuple[int, int]]:
         """Returns (source, round) of the complete payloads of a channel, ascending."""
         return sorted((source, round) for (where, source), entry in self._entries.items() if where == channel
-                      for round in entry.whole)  # fmt: skip
+                      for round in entry.complete)  # fmt: skip
 
     def take(self, channel: int, round: int | None) -> list[Taken]:
         """Removes and returns the complete payloads of a channel, ascending. round: takes only payloads of this round,
@@ -69,11 +69,11 @@ class Mailbox:
         found: list[Taken] = []
         for source, each in self.rounds(channel):
             if round is None or each <= round:
-                payload = self._entries[channel, source].whole.pop(each)
+                payload = self._entries[channel, source].complete.pop(each)
                 if round in (None, each):
                     found.append((source, each, payload))
                 else:
-                    payload.let_go()
+                    payload.release()
         return found
 
     # -- arrivals
@@ -81,87 +81,87 @@ class Mailbox:
         """Takes a chunk that fits the schema. Returns whether it completes its payload. Raises PeerFault."""
         key, source, size = (message.round, message.phase), message.source, buffer.nbytes + MESSAGE_COST
         entry = self._entry(key, source)
-        coming = entry.partly.get(message.round)
-        if coming is None:
-            coming = ChunkedPayload(self._plans[message.phase])
-            if not self._begins(entry, key, source, coming):
+        payload = entry.incomplete.get(message.round)
+        if payload is None:
+            payload = ChunkedPayload(self._plans[message.phase])
+            if not self._admit(entry, key, source, payload):
                 self._consumed(source, size)
                 return False
-        if not isinstance(coming, ChunkedPayload):
+        if not isinstance(payload, ChunkedPayload):
             raise PeerFault("duplicate_chunk", f"round {message.round} from {source}")
-        coming.put(message, buffer, now)
-        freed = coming.assemble()
+        payload.put(message, buffer, now)
+        freed = payload.assemble()
         if freed:
             self._consumed(source, freed)
-        if coming.complete:
-            self._keep(entry, key, source, coming)
-        return coming.complete
+        if payload.complete:
+            self._store(entry, key, source, payload)
+        return payload.complete
 
-    def begin(self, key: ExchangeKey, source: int, coming: PartialPayload) -> bool:
+    def begin(self, key: ExchangeKey, source: int, payload: PartialPayload) -> bool:
         """Announces a payload that will arrive in its own memory. Returns whether it is wanted; if not, releases it."""
-        return self._begins(self._entry(key, source), key, source, coming)
+        return self._admit(self._entry(key, source), key, source, payload)
 
-    def came(self, key: ExchangeKey, source: int, last: bool, now: float) -> bool:
+    def chunk_received(self, key: ExchangeKey, source: int, last: bool, now: float) -> bool:
         """Announces, after `begin`, that another chunk has arrived. Returns whether the payload is complete."""
         entry = self._entry(key, source)
-        coming = entry.partly.get(key[0])
-        if not isinstance(coming, MappedPayload) or coming.pieces is None:
+        payload = entry.incomplete.get(key[0])
+        if not isinstance(payload, MappedPayload) or payload.chunks_received is None:
             return False
-        coming.pieces = None if last else coming.pieces + 1
-        coming.arrived = now
+        payload.chunks_received = None if last else payload.chunks_received + 1
+        payload.arrived = now
         if last:
-            self._keep(entry, key, source, coming)
+            self._store(entry, key, source, payload)
         return last
 
     def put_slot(self, key: ExchangeKey, source: int, payload: SlotPayload, now: float) -> bool:
         """Takes a complete payload in a neighbor's slot. Returns whether it is wanted; if not, releases it."""
         entry = self._entry(key, source)
         payload.arrived = now
-        if not self._begins(entry, key, source, payload):
+        if not self._admit(entry, key, source, payload):
             return False
-        self._keep(entry, key, source, payload)
+        self._store(entry, key, source, payload)
         return True
 
     def _entry(self, key: ExchangeKey, source: int) -> _Entry:
         found = self._entries.get((key[1], source))
         return self._entries.setdefault((key[1], source), _Entry()) if found is None else found
 
-    def _begins(self, entry: _Entry, key: ExchangeKey, source: int, coming: PartialPayload) -> bool:
+    def _admit(self, entry: _Entry, key: ExchangeKey, source: int, payload: PartialPayload) -> bool:
         """Returns whether a payload of which the first part arrives is wanted; if not, releases it."""
         round, channel = key
-        if round in entry.whole or round in entry.partly or self._is_outdated(entry, channel, round):
-            coming.let_go()
+        if round in entry.complete or round in entry.incomplete or self._is_outdated(entry, channel, round):
+            payload.release()
             return False
-        entry.partly[round] = coming
-        if len(entry.partly) > PARTLY:
-            self._drop(entry, min(entry.partly), source)
-        return round in entry.partly
+        entry.incomplete[round] = payload
+        if len(entry.incomplete) > MAX_INCOMPLETE:
+            self._drop(entry, min(entry.incomplete), source)
+        return round in entry.incomplete
 
     def _is_outdated(self, entry: _Entry, channel: int, round: int) -> bool:
         """Returns whether newer payloads fill the mailbox already."""
-        return len(entry.whole) >= self._limits[channel] and round < min(entry.whole)
+        return len(entry.complete) >= self._limits[channel] and round < min(entry.complete)
 
-    def _keep(self, entry: _Entry, key: ExchangeKey, source: int, payload: PartialPayload) -> None:
+    def _store(self, entry: _Entry, key: ExchangeKey, source: int, payload: PartialPayload) -> None:
         round, channel = key
-        entry.partly.pop(round, None)
-        entry.whole[round] = payload
-        if len(entry.whole) > self._limits[channel]:
-            entry.whole.pop(min(entry.whole)).let_go()
-        for old in [each for each in entry.partly if self._is_outdated(entry, channel, each)]:
+        entry.incomplete.pop(round, None)
+        entry.complete[round] = payload
+        if len(entry.complete) > self._limits[channel]:
+            entry.complete.pop(min(entry.complete)).release()
+        for old in [each for each in entry.incomplete if self._is_outdated(entry, channel, each)]:
             self._drop(entry, old, source)
 
     def _drop(self, entry: _Entry, round: int, source: int) -> None:
-        payload = entry.partly.pop(round)
-        waiting = payload.waiting_bytes()
-        payload.let_go()
+        payload = entry.incomplete.pop(round)
+        waiting = payload.unconsumed_bytes()
+        payload.release()
         if waiting:
             self._consumed(source, waiting)
 
     def clear(self) -> None:
         """Releases everything, because a new generation begins."""
         for entry in self._entries.values():
-            for payload in (*entry.whole.values(), *entry.partly.values()):
-                payload.let_go()
+            for payload in (*entry.complete.values(), *entry.incomplete.values()):
+                payload.release()
         self._entries.clear()
 
 
@@ -188,9 +188,9 @@ class MailboxWait:
         """Returns whether the wait is over. Raises the run's failure if the run has failed."""
         facts = self._facts
         facts.raise_if_failed()
-        here = [source for source, round in self._mailbox.rounds(self._channel) if self._round in (None, round)]
-        missing = self._sources.difference(here, facts.departed)
-        over = not missing and (len(here) >= self._count or (not self._count and bool(self._sources)))
+        present = [source for source, round in self._mailbox.rounds(self._channel) if self._round in (None, round)]
+        missing = self._sources.difference(present, facts.departed)
+        over = not missing and (len(present) >= self._count or (not self._count and bool(self._sources)))
         if not (over or facts.regrouping or now >= self.deadline):
             self._mailbox.waits = True
             facts.wait_for(tuple(sorted(missing)), self._began)
@@ -203,22 +203,22 @@ class MailboxWait:
 
 
 def owned(
-    incoming: PartialPayload, placed: Callable[[Tensor], Tensor], copied: Callable[[Tensor], Tensor]
+    incoming: PartialPayload, to_device: Callable[[Tensor], Tensor], to_device_copy: Callable[[Tensor], Tensor]
 ) -> Payload | None:
     """Returns a payload copied to memory of its own, and releases the original; None if it changed while it was copied.
     Called without the lock, because it copies.
 
-    placed: returns a tensor on the device of the models, possibly the tensor itself. copied: as `placed`, but always in
-    other memory.
+    to_device: returns a tensor on the device of the models, possibly the tensor itself. to_device_copy: does so, always
+    in other memory.
     """
     try:
         if isinstance(incoming, SlotPayload):
             incoming.enter()
-        own = placed if isinstance(incoming, ChunkedPayload) else copied
+        place = to_device if isinstance(incoming, ChunkedPayload) else to_device_copy
         payload = incoming.payload()
-        tensors = {name: own(each) for name, each in payload.tensors.items()}
+        tensors = {name: place(each) for name, each in payload.tensors.items()}
         if isinstance(incoming, SlotPayload) and not incoming.reader.imported and not incoming.intact():
             return None
         return Payload(tensors, payload.scalars)
     finally:
-        incoming.let_go()
+        incoming.release()

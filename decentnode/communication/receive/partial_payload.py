@@ -42,7 +42,7 @@ class SlotReader(Protocol):
         """Allows the owner to write the slot again."""
 
 
-def cut(tensor: Tensor, start: int, stop: int) -> Tensor:
+def sliced(tensor: Tensor, start: int, stop: int) -> Tensor:
     """Returns tensor[start:stop], without the cost of slicing if that is the whole tensor."""
     return tensor if stop - start == tensor.numel() else tensor[start:stop]
 
@@ -79,7 +79,7 @@ class PartialPayload(abc.ABC):
         """Whether everything has arrived."""
 
     @property
-    def in_one_piece(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether everything has arrived and is contiguous in memory."""
         return False
 
@@ -96,16 +96,16 @@ class PartialPayload(abc.ABC):
         this frees."""
         return 0
 
-    def take(self, chunk: int) -> int:  # noqa: ARG002
+    def release_chunk(self, chunk: int) -> int:  # noqa: ARG002
         """Releases a chunk of the first tensor that was used. Returns the bytes that this frees."""
         return 0
 
-    def waiting_bytes(self) -> int:
+    def unconsumed_bytes(self) -> int:
         """Returns how many bytes of the sender's window the chunks that are not yet used take."""
         return 0
 
     @abc.abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Releases the payload: nobody reads it any more."""
 
     def _named(self, tensors: list[Tensor]) -> Payload:
@@ -173,7 +173,7 @@ class ChunkedPayload(PartialPayload):
     def part(self, chunk: int, start: int, stop: int) -> Tensor:  # noqa: ARG002
         return from_buffer(self.buffers[0][chunk], self._plans[0].spec.dtype)
 
-    def take(self, chunk: int) -> int:
+    def release_chunk(self, chunk: int) -> int:
         buffer = self.buffers[0].pop(chunk)
         self.copied[0].add(chunk)
         return buffer.nbytes + MESSAGE_COST
@@ -182,48 +182,48 @@ class ChunkedPayload(PartialPayload):
         assert self.assembled is not None
         return self._named(self.assembled)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         for buffers in self.buffers:
             buffers.clear()
 
-    def waiting_bytes(self) -> int:
+    def unconsumed_bytes(self) -> int:
         return sum(buffer.nbytes + MESSAGE_COST for buffers in self.buffers for buffer in buffers.values())
 
 
 class MappedPayload(PartialPayload):
     """A payload in a communicator's buffers or in shared memory."""
 
-    __slots__ = ("_let_go", "pieces", "tensors")
+    __slots__ = ("_on_release", "chunks_received", "tensors")
 
     def __init__(
-        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, let_go: Callable[[], None],
-        *, pieces: int | None = None,
+        self, plans: tuple[TensorPlan, ...], tensors: list[Tensor], scalars: Scalars, release: Callable[[], None],
+        *, chunks_received: int | None = None,
     ) -> None:
-        """let_go: called once nobody reads `tensors` any more."""
-        self._plans, self.tensors, self.scalars, self._let_go = plans, tensors, scalars, let_go
-        self.pieces = pieces
+        """release: called once nobody reads `tensors` any more."""
+        self._plans, self.tensors, self.scalars, self._on_release = plans, tensors, scalars, release
+        self.chunks_received = chunks_received
         """How many chunks have arrived, in the order of the plans; None: all."""
         self.arrived = 0.0
 
     def has(self, tensor: int, chunk: int) -> bool:  # noqa: ARG002
-        return self.pieces is None or chunk < self.pieces
+        return self.chunks_received is None or chunk < self.chunks_received
 
     @property
     def complete(self) -> bool:
-        return self.pieces is None
+        return self.chunks_received is None
 
     @property
-    def in_one_piece(self) -> bool:
-        return self.pieces is None
+    def is_contiguous(self) -> bool:
+        return self.chunks_received is None
 
     def part(self, chunk: int, start: int, stop: int) -> Tensor:  # noqa: ARG002
-        return cut(self.tensors[0], start, stop)
+        return sliced(self.tensors[0], start, stop)
 
     def payload(self) -> Payload:
         return self._named(self.tensors)
 
-    def let_go(self) -> None:
-        self._let_go()
+    def release(self) -> None:
+        self._on_release()
 
 
 class SlotPayload(MappedPayload):
@@ -233,11 +233,11 @@ class SlotPayload(MappedPayload):
     __slots__ = ("_entered", "phase", "reader", "slot", "use")
 
     def __init__(self, reader: SlotReader, phase: int, slot: int, use: int, scalars: Scalars) -> None:
-        """Takes the fields of a doorbell. The tensors' lengths are checked before `lay_out`."""
+        """Takes the fields of a doorbell. The tensors' lengths are checked before `set_tensors`."""
         self.reader, self.phase, self.slot, self.use, self.scalars = reader, phase, slot, use, scalars
-        self.pieces, self.arrived, self._entered = None, 0.0, False
+        self.chunks_received, self.arrived, self._entered = None, 0.0, False
 
-    def lay_out(self, plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> None:
+    def set_tensors(self, plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> None:
         """Sets the tensors of the slot, cut to the lengths that the doorbell announced. Called once, before anything is
         read."""
         self._plans, self.tensors = plans, tensors
@@ -252,5 +252,5 @@ class SlotPayload(MappedPayload):
         """Returns whether everything read so far belongs to the payload that the doorbell announced."""
         return self.reader.intact(self.phase, self.slot, self.use)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.reader.release(self.phase, self.slot, self.use)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from decentnode.communication.parts import Schema
 from decentnode.communication.receive.chunking import TensorPlan, plans
-from decentnode.communication.receive.partial_payload import SlotPayload, cut
+from decentnode.communication.receive.partial_payload import SlotPayload, sliced
 from decentnode.errors import PeerFault
 from decentnode.wire.messages import Chunk
 
@@ -16,9 +16,9 @@ class PayloadShapes:
 
     def __init__(self, schemas: tuple[Schema, ...], chunk_bytes: int) -> None:
         self.plans = tuple(plans(schema, chunk_bytes) for schema in schemas)
-        self._usual = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
+        self._fixed_totals = tuple(_packed([plan.expected for plan in each]) for each in self.plans)
         """The sizes that every payload has, packed as in doorbells; None if payloads may differ."""
-        self._usual_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
+        self._fixed_bytes = tuple(sum(p.spec.max_elements * p.spec.dtype.itemsize for p in each) for each in self.plans)
 
     def check(self, message: Chunk, buffer: memoryview) -> None:
         """Raises PeerFault if a chunk does not fit the schema."""
@@ -31,17 +31,17 @@ class PayloadShapes:
         if buffer.nbytes != (stop - start) * plan.spec.dtype.itemsize:
             raise PeerFault("wrong_size", f"{plan.name}: {buffer.nbytes} bytes for {stop - start} elements")
 
-    def lay_out(self, payload: SlotPayload, totals: bytes) -> int:
+    def set_tensors(self, payload: SlotPayload, totals: bytes) -> int:
         """Sets a payload's tensors, cut to the lengths that a doorbell announced. Returns its bytes. totals: elements
         of each tensor, 8 bytes each. Raises PeerFault if the schema does not allow these lengths."""
         phase = payload.phase
         if phase >= len(self.plans):
             raise PeerFault("wrong_shape", f"phase {phase}")
-        tensors, size = payload.reader.slots[phase][payload.slot], self._usual_bytes[phase]
-        if totals != self._usual[phase]:
+        tensors, size = payload.reader.slots[phase][payload.slot], self._fixed_bytes[phase]
+        if totals != self._fixed_totals[phase]:
             tensors = self._cut(tensors, phase, totals)
             size = sum(tensor.nbytes for tensor in tensors)
-        payload.lay_out(self.plans[phase], tensors)
+        payload.set_tensors(self.plans[phase], tensors)
         return size
 
     def _cut(self, tensors: list[Tensor], phase: int, totals: bytes) -> list[Tensor]:
@@ -49,7 +49,7 @@ class PayloadShapes:
         lengths = [int.from_bytes(totals[i : i + 8], "little") for i in range(0, len(totals), 8)]
         if len(lengths) != len(plans) or not all(map(TensorPlan.accepts, plans, lengths)):
             raise PeerFault("wrong_shape", f"slot of {lengths} elements")
-        return [cut(tensor, 0, length) for tensor, length in zip(tensors, lengths, strict=True)]
+        return [sliced(tensor, 0, length) for tensor, length in zip(tensors, lengths, strict=True)]
 
 
 def _packed(totals: list[int | None]) -> bytes | None:

@@ -18,15 +18,15 @@ class DevicePlacement:
         self.lift: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(self.device)
         """Copies a tensor in host memory to `device`; the tensor may change as soon as this returns."""
 
-    def placed(self, tensor: Tensor) -> Tensor:
+    def to_device(self, tensor: Tensor) -> Tensor:
         """Returns the tensor on the device of the models. If it is a copy, the copy is complete."""
-        return tensor if self.near(tensor) else self.lift(tensor)
+        return tensor if self.is_on_device(tensor) else self.lift(tensor)
 
-    def near(self, tensor: Tensor) -> bool:
+    def is_on_device(self, tensor: Tensor) -> bool:
         """Returns whether a tensor lies on the device of the models."""
         return tensor.is_cpu if self.on_cpu else tensor.device == self.device
 
-    def copied(self, tensor: Tensor) -> Tensor:
+    def to_device_copy(self, tensor: Tensor) -> Tensor:
         """Returns the tensor on the device of the models, always in other memory."""
-        placed = self.placed(tensor)
+        placed = self.to_device(tensor)
         return tensor.clone() if placed is tensor else placed

@@ -171,7 +171,7 @@ class BatchedPath(CliquePath):
                 sends.append(self._prepare_send(payload, plans, reached, key))
         for each in incoming:
             self._count_receives(1, each.uid)
-        self._inbox.together[key] = frozenset(c.uid for c in incoming).union(*(s.uids for s in sends))
+        self._inbox.served_together[key] = frozenset(c.uid for c in incoming).union(*(s.uids for s in sends))
         self._rounds.put(_RoundBatches(key, plans, sends, incoming, self._record_event()))
         return frozenset(dropped)
 

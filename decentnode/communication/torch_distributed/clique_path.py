@@ -90,7 +90,7 @@ class CliquePath(abc.ABC):
         If a member is known to have departed, nothing is launched, because nothing arrives from the others either. Nor
         is anything launched after a call has failed.
         """
-        self._inbox.together[key] = self.peers
+        self._inbox.served_together[key] = self.peers
         if SUM in self._status.broken:
             return
         if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):

@@ -240,7 +240,7 @@ def test_a_window_smaller_than_the_payload_bounds_memory_and_does_not_deadlock(e
                 x = torch.full((elements,), float(r))
                 exchange = node.exchange(r, {1 - node.uid: Payload({"x": x})}, (1 - node.uid,))
                 time.sleep(0.1 * node.uid)  # the other one runs ahead
-                held = sum(i.waiting_bytes() for s in node._inbox.state.incoming.values() for i in s.values())
+                held = sum(i.unconsumed_bytes() for s in node._inbox.state.incoming.values() for i in s.values())
                 assert held <= node._links.window
                 for arrival in exchange.arrivals(60):
                     assert (arrival.received[1 - node.uid].tensors["x"] == r).all()

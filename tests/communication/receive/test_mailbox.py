@@ -17,7 +17,7 @@ from decentnode.communication.inproc import Inproc
 from decentnode.communication.parts import BindPlan, Collected, Schema, TransportParts
 from decentnode.communication.receive.chunking import MESSAGE_COST
 from decentnode.communication.receive.inbox_state import InboxState
-from decentnode.communication.receive.mailbox import PARTLY, MailboxWait
+from decentnode.communication.receive.mailbox import MAX_INCOMPLETE, MailboxWait
 from decentnode.communication.run_state import RunFacts, Steps, without_waits
 from decentnode.communication.same_process import MAX_HELD
 from decentnode.communication.shared_process import SharedProcess
@@ -153,7 +153,7 @@ def test_what_is_kept_has_a_bound_and_all_bytes_are_given_back(kept: int) -> Non
             state.put(*message)
             sent += message[1].nbytes + MESSAGE_COST
             entry = state.mailbox._entries[1, 0]
-            assert len(entry.whole) <= kept and len(entry.partly) <= PARTLY
+            assert len(entry.complete) <= kept and len(entry.incomplete) <= MAX_INCOMPLETE
     assert port.used[0] == sent, "the sender's window waits for nobody"
     taken = [(each.source, each.round) for each in state.owned(1, state.mailbox.take(1, None))]
     assert taken == [(0, round) for round in range(39 - 2 * (kept - 1), 40, 2)]
