@@ -74,7 +74,7 @@ def mixed_in_place(node: Hybrid, device: torch.device) -> bool:
     node.barrier("written", 60)  # the others' memory stays as it is until all are done
     if node.uid:
         return True
-    mapped = node.parts.paths.of(SharedMemoryPath)._mapped
+    mapped = node.parts.paths.of(SharedMemoryPath)._buffer_readers
     assert mapped.keys() == set(others), f"no CUDA IPC here: of {others} only the memory of {[*mapped]} could be mapped"
     boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole
     mixed = mix_into(x, x, 1 / n, [(tensor, 1 / n) for tensor in boards])

@@ -33,50 +33,54 @@ class CudaExportedSlots(ExportedSlots):
             torch.cuda.current_stream(device).synchronize()  # the zeros are written before a reader maps the memory
             self.slots = layout.views(self._memory)
             keys = [(phase, slot) for phase in range(layout.phases) for slot in range(SLOTS)]
-            self._written = {key: torch.cuda.Event(interprocess=True) for key in keys}
-            self._left = {(*key, uid): torch.cuda.Event(interprocess=True) for key in keys for uid in sorted(readers)}
+            self._write_events = {key: torch.cuda.Event(interprocess=True) for key in keys}
+            self._read_events = {
+                (*key, uid): torch.cuda.Event(interprocess=True) for key in keys for uid in sorted(readers)
+            }
             shared: Any = self._memory.untyped_storage()._share_cuda_()
             self.offer = msgpack.packb([
-                list(shared[1:]), [[*key, event.ipc_handle()] for key, event in self._written.items()],
-                [[*key, event.ipc_handle()] for key, event in self._left.items()],
+                list(shared[1:]), [[*key, event.ipc_handle()] for key, event in self._write_events.items()],
+                [[*key, event.ipc_handle()] for key, event in self._read_events.items()],
             ])
 
     def may_write(self, phase: int, slot: int, readers: Collection[int]) -> None:
         stream = torch.cuda.current_stream(self._device)
         for uid in readers:
-            self._left[phase, slot, uid].wait(stream)
+            self._read_events[phase, slot, uid].wait(stream)
 
     def written(self, phase: int, slot: int) -> None:
-        self._written[phase, slot].record(torch.cuda.current_stream(self._device))
+        self._write_events[phase, slot].record(torch.cuda.current_stream(self._device))
 
     def idle(self) -> bool:
-        return all(event.query() for event in (*self._written.values(), *self._left.values()))
+        return all(event.query() for event in (*self._write_events.values(), *self._read_events.values()))
 
 
 class CudaImportedSlots(ImportedSlots):
     def __init__(self, offer: bytes, layout: Layout, device: torch.device, uid: int) -> None:
         """Raises ValueError for an invalid offer, RuntimeError if the GPU's driver refuses it."""
         self._device = device
-        memory, written, left = unpacked(offer, layout, uid)
+        memory, write_handles, read_handles = unpack_offer(offer, layout, uid)
         with torch.cuda.device(device):
             storage = torch.UntypedStorage._new_shared_cuda(device.index, *memory)
             self._memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (layout.slot_bytes,), (1,))
             self.slots = layout.views(self._memory)
-            self._written = {key: torch.cuda.Event.from_ipc_handle(device, handle) for key, handle in written.items()}
-            self._left = {key: torch.cuda.Event.from_ipc_handle(device, handle) for key, handle in left.items()}
+            opened = torch.cuda.Event.from_ipc_handle
+            self._write_events = {key: opened(device, handle) for key, handle in write_handles.items()}
+            self._read_events = {key: opened(device, handle) for key, handle in read_handles.items()}
 
     def enter(self, phase: int, slot: int) -> None:
-        self._written[phase, slot].wait(torch.cuda.current_stream(self._device))
+        self._write_events[phase, slot].wait(torch.cuda.current_stream(self._device))
 
     def leave(self, phase: int, slot: int) -> None:
-        self._left[phase, slot].record(torch.cuda.current_stream(self._device))
+        self._read_events[phase, slot].record(torch.cuda.current_stream(self._device))
 
 
 Handles = dict[tuple[int, int], bytes]
 
 
-def unpacked(offer: bytes, layout: Layout, uid: int) -> tuple[list[Any], Handles, Handles]:
-    """Returns (arguments of `_new_shared_cuda` after the device, `written` events, `left` events of the reader `uid`).
+def unpack_offer(offer: bytes, layout: Layout, uid: int) -> tuple[list[Any], Handles, Handles]:
+    """Returns (arguments of `_new_shared_cuda` after the device, handles of the `written` events, handles of the `left`
+    events of the reader `uid`).
 
     Raises ValueError for an offer that does not fit this layout, whose sizes come from the local schemas.
     """
@@ -86,8 +90,8 @@ def unpacked(offer: bytes, layout: Layout, uid: int) -> tuple[list[Any], Handles
         memory, written, left = value
         handle, size, offset, counter, counter_offset, event, synced = memory
         kinds = (bytes, int, int, bytes, int, bytes, bool)
-        found = {(phase, slot): handle for phase, slot, handle in written}
-        own = {(phase, slot): handle for phase, slot, reader, handle in left if reader == uid}
+        write_handles = {(phase, slot): handle for phase, slot, handle in written}
+        read_handles = {(phase, slot): handle for phase, slot, reader, handle in left if reader == uid}
     except (TypeError, ValueError) as error:
         raise ValueError(f"an offer must have memory and events: {error}") from error
     fields = (handle, size, offset, counter, counter_offset, event, synced)
@@ -96,10 +100,10 @@ def unpacked(offer: bytes, layout: Layout, uid: int) -> tuple[list[Any], Handles
     if size != layout.slot_bytes:
         raise ValueError(f"memory must have {layout.slot_bytes} bytes, got {size}")
     keys = {(phase, slot) for phase in range(layout.phases) for slot in range(SLOTS)}
-    handles = [*found.values(), *own.values()]
-    if found.keys() != keys or own.keys() != keys or any(len(each) != EVENT_BYTES for each in handles):
+    handles = [*write_handles.values(), *read_handles.values()]
+    if write_handles.keys() != keys or read_handles.keys() != keys or any(len(each) != EVENT_BYTES for each in handles):
         raise ValueError("an offer must have an event of 64 bytes for every slot")
-    return list(fields), found, own
+    return list(fields), write_handles, read_handles
 
 
 class CudaMemory(DeviceMemory):

@@ -14,7 +14,7 @@ from decentnode import clock
 from decentnode.wire.doorbell import MAX_BYTES
 
 _TIMEVAL = struct.Struct("@ll")
-_LEAST_SECONDS = 1e-6
+_MIN_TIMEOUT_SECONDS = 1e-6
 """Smallest time-out that is set on the socket: zero would mean no time-out."""
 
 
@@ -27,14 +27,14 @@ class DatagramDoorbell:
         self._on_datagram = on_datagram
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         """Receiving blocks for as long as SO_RCVTIMEO says, which takes one system call per datagram."""
-        self._patience = -1.0
+        self._receive_timeout = -1.0
         """The time-out that SO_RCVTIMEO was last set to; at first, receiving blocks without limit."""
         self._paths: dict[int, str] = {}
-        self._own = self._path(uid)
-        Path(self._own).unlink(missing_ok=True)  # left behind by a process that was killed
-        self._socket.bind(self._own)
+        self._own_path = self._path(uid)
+        Path(self._own_path).unlink(missing_ok=True)  # left behind by a process that was killed
+        self._socket.bind(self._own_path)
         self._listener = 0
-        self._rung = False
+        self._is_rung = False
 
     def _path(self, uid: int) -> str:
         found = self._paths.get(uid)
@@ -44,9 +44,9 @@ class DatagramDoorbell:
 
     def ring(self) -> None:
         """Makes `listen` return. Any thread, including the listening one."""
-        self._rung = True
+        self._is_rung = True
         if threading.get_ident() != self._listener:  # the listener itself is awake while it processes datagrams
-            self._send(b"", self._own)
+            self._send(b"", self._own_path)
 
     def send(self, uid: int, datagram: bytes) -> bool:
         """Sends a datagram to a neighbor. Returns whether the neighbor's queue took it. Does not block."""
@@ -64,20 +64,20 @@ class DatagramDoorbell:
         processes at most one pending datagram. Only one thread may listen."""
         self._listener = threading.get_ident()
         flags = 0 if timeout_seconds > 0 else socket.MSG_DONTWAIT  # even the least time-out lasts a tick of the kernel
-        if timeout_seconds != self._patience and not flags:
-            self._patience = timeout_seconds
-            micros = int(1e6 * max(timeout_seconds, _LEAST_SECONDS))
+        if timeout_seconds != self._receive_timeout and not flags:
+            self._receive_timeout = timeout_seconds
+            micros = int(1e6 * max(timeout_seconds, _MIN_TIMEOUT_SECONDS))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(*divmod(micros, 1_000_000)))
         receive, deadline = self._socket.recv, clock.now() + timeout_seconds
         with contextlib.suppress(BlockingIOError):  # timed out
-            while not self._rung:
+            while not self._is_rung:
                 datagram = receive(MAX_BYTES, flags)
                 if not datagram:
                     break
                 self._on_datagram(datagram)
                 if clock.now() >= deadline:
                     break
-        self._rung = False
+        self._is_rung = False
 
     @property
     def descriptor(self) -> int:
@@ -93,4 +93,4 @@ class DatagramDoorbell:
     def close(self) -> None:
         self._socket.close()
         with contextlib.suppress(OSError):
-            Path(self._own).unlink()
+            Path(self._own_path).unlink()

@@ -19,15 +19,16 @@ Slots = list[list[list[Tensor]]]
 class Layout:
     """The layout of a publish buffer. It depends on the run's schemas alone, so that both ends agree."""
 
-    def __init__(self, schemas: tuple[Schema, ...], num_nodes: int, lent: bool = False) -> None:
-        """lent: whether the slots lie in device memory (device_slots.py); the file then has an offer in their place."""
+    def __init__(self, schemas: tuple[Schema, ...], num_nodes: int, on_device: bool = False) -> None:
+        """on_device: whether the slots lie in device memory (device_slots.py); the file then has an offer in their
+        place."""
         self.schemas = schemas
         self.num_nodes = num_nodes
         self.phases = len(schemas)
         self.header_bytes = rounded(8 * self.words, PAGE)
         self.offsets: list[list[list[int]]] = []
         """[phase][slot][tensor]"""
-        position = 0 if lent else self.header_bytes
+        position = 0 if on_device else self.header_bytes
         for schema in schemas:
             slots = []
             for _ in range(SLOTS):
@@ -37,7 +38,7 @@ class Layout:
             self.offsets.append(slots)
         self.slot_bytes = position
         """Where the last slot ends."""
-        if lent:
+        if on_device:
             handles = SLOTS * self.phases * (1 + num_nodes)
             position = self.header_bytes + rounded(OFFER_BYTES + HANDLE_BYTES * handles, PAGE)
         self.size = max(position, self.header_bytes + PAGE)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 2.0
 """Longest wait, when closing, for readers of device memory."""
-STEPS = ("boards made", "boards mapped")
+BARRIERS = ("boards made", "boards mapped")
 """Barriers of `SharedMemoryPath.open`, in which nodes without a publish buffer take part, too."""
 
 
@@ -52,15 +52,15 @@ class SharedMemoryPath(Path):
         self.readers: frozenset[int] = frozenset()
         """Neighbors that read this node's publish buffers."""
         num_nodes = len(context.machine_of)
-        self._layouts = {lent: Layout(context.schemas, num_nodes, lent) for lent in (False, True)}
+        self._layouts = {on_device: Layout(context.schemas, num_nodes, on_device) for on_device in (False, True)}
         self._inbox, self._status, self._counters = context.inbox, context.state, context.counters
         self._device_memory = device_memory_of(context)
         self._run = ""
-        self._wanted: dict[bool, Collection[int]] = {}
+        self._peers_by_memory: dict[bool, Collection[int]] = {}
         self._buffers: dict[bool, PublishBuffer] = {}
         """The buffer in the host's memory (False), and the one in a device's memory (True)."""
-        self._read_by: dict[bool, frozenset[int]] = {}
-        self._mapped: dict[int, BufferReader] = {}
+        self._readers_by_memory: dict[bool, frozenset[int]] = {}
+        self._buffer_readers: dict[int, BufferReader] = {}
         self._doorbell: DatagramDoorbell | None = None
         self._doorbells: Doorbells | None = None
 
@@ -72,54 +72,56 @@ class SharedMemoryPath(Path):
         """
         context = self.context
         wanted = peers if context.partners is None else peers & context.partners
-        near = {uid for uid in wanted if context.routing.path(context.uid, uid) == "cuda_ipc"}
+        same_gpu = {uid for uid in wanted if context.routing.path(context.uid, uid) == "cuda_ipc"}
         if not wanted or context.folder is None:
-            for step in STEPS:
-                context.barrier(step, timeout_seconds)
+            for barrier in BARRIERS:
+                context.barrier(barrier, timeout_seconds)
             return frozenset()
         try:
-            self.make({False: sorted(wanted - near), True: sorted(near)}, context.config.shared_memory is True)
-            context.barrier(STEPS[0], timeout_seconds)
-            self.map()
-            context.barrier(STEPS[1], timeout_seconds)
+            by_memory = {False: sorted(wanted - same_gpu), True: sorted(same_gpu)}
+            self.create_buffers(by_memory, context.config.shared_memory is True)
+            context.barrier(BARRIERS[0], timeout_seconds)
+            self.map_buffers()
+            context.barrier(BARRIERS[1], timeout_seconds)
         finally:
-            self.hide()
-        return self.begin()
+            self.unlink_buffers()
+        return self.finish_open()
 
-    def make(self, wanted: Mapping[bool, Collection[int]], required: bool) -> None:
+    def create_buffers(self, wanted: Mapping[bool, Collection[int]], required: bool) -> None:
         """First step of `open`: creates this node's publish buffers and its doorbell. wanted: neighbors, by whether
         they read device memory."""
         context = self.context
         assert context.folder is not None
         self._run = run_of(context.folder, context.generation)
-        self._wanted = {lent: uids for lent, uids in wanted.items() if uids}
+        self._peers_by_memory = {on_device: uids for on_device, uids in wanted.items() if uids}
         self._doorbells = Doorbells(context.uid, context.run_id, context.generation, context.admit)
         self._doorbell = DatagramDoorbell(context.folder, context.uid, self._on_datagram)
-        for lent, uids in self._wanted.items():
+        for on_device, uids in self._peers_by_memory.items():
             try:
-                self._buffers[lent] = self._made(self._run, lent, uids)
+                self._buffers[on_device] = self._create_buffer(self._run, on_device, uids)
             except EnvironmentFault as error:
                 if required:
                     raise
                 logger.warning("payloads leave over ipc: %s", error)
 
-    def map(self) -> None:
+    def map_buffers(self) -> None:
         """Second step of `open`, once all nodes have created their buffers: maps those of the neighbors."""
-        for lent, uids in self._wanted.items():
-            self._map(self._run, lent, uids)
+        for on_device, uids in self._peers_by_memory.items():
+            self._map(self._run, on_device, uids)
 
-    def hide(self) -> None:
+    def unlink_buffers(self) -> None:
         """Third step of `open`, once all nodes have mapped the buffers: unlinks the files, so that a crash leaves none
         behind."""
         for buffer in self._buffers.values():
             buffer.unlink()
 
-    def begin(self) -> frozenset[int]:
+    def finish_open(self) -> frozenset[int]:
         """Last step of `open`. Returns the neighbors that have mapped this node's publish buffers, which get their
         payloads through them."""
-        for lent, buffer in self._buffers.items():
-            self._read_by[lent] = frozenset(uid for uid in self._wanted[lent] if buffer.attached(uid))
-        self.readers = frozenset().union(*self._read_by.values())
+        for on_device, buffer in self._buffers.items():
+            peers = self._peers_by_memory[on_device]
+            self._readers_by_memory[on_device] = frozenset(uid for uid in peers if buffer.attached(uid))
+        self.readers = frozenset().union(*self._readers_by_memory.values())
         process, doorbell = self.context.process, self._doorbell
         if process is None:
             self._status.doorbell = doorbell
@@ -137,28 +139,28 @@ class SharedMemoryPath(Path):
             reached = self.publish(outgoing[uids[0]], uids, key, self.context.config.timeout_seconds)
         return NOTHING_LEFT if len(reached) == len(outgoing) else Sent(left=outgoing.keys() - reached)
 
-    def _made(self, run: str, lent: bool, readers: Collection[int]) -> PublishBuffer:
-        layout, uid = self._layouts[lent], self.context.uid
-        if not lent:
+    def _create_buffer(self, run: str, on_device: bool, readers: Collection[int]) -> PublishBuffer:
+        layout, uid = self._layouts[on_device], self.context.uid
+        if not on_device:
             buffer = PublishBuffer(path_of(run, uid), layout, leases=self.context.leases)
-            buffer.on_wait = self._waited
+            buffer.on_wait = self._count_wait
             return buffer
         assert self._device_memory is not None, "only nodes on one GPU are near"
-        buffer = PublishBuffer(path_of(run, uid, lent), layout, self._device_memory.export_slots(layout, readers))
-        buffer.on_wait = self._waited
+        buffer = PublishBuffer(path_of(run, uid, on_device), layout, self._device_memory.export_slots(layout, readers))
+        buffer.on_wait = self._count_wait
         return buffer
 
-    def _waited(self, since: float, holders: Collection[int]) -> None:
+    def _count_wait(self, since: float, holders: Collection[int]) -> None:
         """Counts a wait for a slot on the edges of the nodes that held the slot."""
         uids = set(holders) - {LEASED} | (self.context.leases.holders() if LEASED in holders else set())
         self._status.held_up(clock.now() - since, uids, self._counters)
 
-    def _map(self, run: str, lent: bool, uids: Collection[int]) -> None:
+    def _map(self, run: str, on_device: bool, uids: Collection[int]) -> None:
         for uid in uids:
             try:
-                device_memory = self._device_memory if lent else None
-                name = path_of(run, uid, lent)
-                self._mapped[uid] = BufferReader(name, self._layouts[lent], self.context.uid, device_memory)
+                device_memory = self._device_memory if on_device else None
+                file, layout = path_of(run, uid, on_device), self._layouts[on_device]
+                self._buffer_readers[uid] = BufferReader(file, layout, self.context.uid, device_memory)
             except PeerFault as fault:
                 logger.warning("no shared memory from node %d: %s", uid, fault)
 
@@ -170,30 +172,30 @@ class SharedMemoryPath(Path):
         have released everything they were notified of. While they hold every slot, no neighbor is sent anything.
         """
         deadline = clock.now() + self._status.hold_up(timeout_seconds)
-        told: list[int] = []
+        notified: list[int] = []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         buffers = list(self._buffers.items())
         if len(buffers) > 1:  # a free buffer first, so that its readers do not wait for those of the other
-            buffers.sort(key=lambda item: item[1].is_held(key[1], payload, self._gone))
-        for lent, buffer in buffers:
-            read_by = self._read_by[lent]
+            buffers.sort(key=lambda item: item[1].is_held(key[1], payload, self._has_departed))
+        for on_device, buffer in buffers:
+            read_by = self._readers_by_memory[on_device]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
             if buffer.late or self._status.silent:
-                buffer.judge(self._status.silent)
+                buffer.update_late(self._status.silent)
                 mine = [uid for uid in mine if uid not in buffer.late]
             late = buffer.late
             try:
                 if mine:
-                    slot, use = buffer.publish(key[1], payload, mine, deadline, self._gone)
+                    slot, use = buffer.publish(key[1], payload, mine, deadline, self._has_departed)
                     self._ring(payload, mine, key, slot, use, totals)
-                    told += mine
+                    notified += mine
             except TimeoutError as error:
                 if buffer.late != late:
-                    self._warn_of(error.args[0])
-        return told
+                    self._log_late_reader(error.args[0])
+        return notified
 
     @staticmethod
-    def _warn_of(holder: int) -> None:
+    def _log_late_reader(holder: int) -> None:
         who = "a message is still sent from" if holder == LEASED else f"node {holder} still reads"
         logger.info("%s an earlier payload: payloads leave as chunks until it is released", who)
 
@@ -212,7 +214,7 @@ class SharedMemoryPath(Path):
                 edge.announced_bytes_sent += len(datagram)
 
     def receives(self, uid: int) -> bool:
-        return uid in self._mapped
+        return uid in self._buffer_readers
 
     @property
     def model_slots(self) -> list[Tensor]:
@@ -221,10 +223,10 @@ class SharedMemoryPath(Path):
 
     def acquire_slot(self, current: Tensor, deadline: float) -> int | None:
         buffer = self._buffers[False]
-        buffer.judge(self._status.silent)
-        return buffer.acquire_slot(current.data_ptr(), deadline, self._gone)
+        buffer.update_late(self._status.silent)
+        return buffer.acquire_slot(current.data_ptr(), deadline, self._has_departed)
 
-    def _gone(self, uid: int) -> bool:
+    def _has_departed(self, uid: int) -> bool:
         """Returns whether a reader has departed. Raises the run's failure if the run has failed."""
         self._status.raise_if_failed()
         if self._status.regrouping:
@@ -250,7 +252,7 @@ class SharedMemoryPath(Path):
         self._put(message.source, message.round, message.totals, payload)
 
     def _reader_of(self, source: int) -> BufferReader:
-        reader = self._mapped.get(source)
+        reader = self._buffer_readers.get(source)
         if reader is None:
             raise PeerFault("no_board", f"of {source}")
         return reader
@@ -264,25 +266,25 @@ class SharedMemoryPath(Path):
     def close(self, broken: bool) -> None:  # noqa: ARG002
         self._status.doorbell = None
         if True in self._buffers:
-            give_up(self._buffers[True], self._gone)
+            drain_or_keep(self._buffers[True], self._has_departed)
         if self._doorbell is not None:
             if self.context.process is not None:
                 self.context.process.forget(self._doorbell.descriptor)
             self._doorbell.close()
-        self.hide()
+        self.unlink_buffers()
         self._buffers = {}
-        self._mapped.clear()
+        self._buffer_readers.clear()
 
 
-_still_lent: list[PublishBuffer] = []
+_unreleased_buffers: list[PublishBuffer] = []
 """Buffers in device memory that others may still read, kept until this process ends."""
 
 
-def give_up(buffer: PublishBuffer, gone: Callable[[int], bool]) -> None:
+def drain_or_keep(buffer: PublishBuffer, has_departed: Callable[[int], bool]) -> None:
     """Blocks until no reader uses the buffer's device memory any more, for DRAIN_SECONDS at most; after that, the
     memory is kept and never reused."""
     try:
-        buffer.drain(clock.now() + DRAIN_SECONDS, gone)
+        buffer.drain(clock.now() + DRAIN_SECONDS, has_departed)
     except (TimeoutError, DecentnodeError, RuntimeError) as error:  # the events of a reader that died are invalid
         logger.debug("lent memory is still read: %s", error)
-        _still_lent.append(buffer)
+        _unreleased_buffers.append(buffer)

@@ -38,12 +38,12 @@ LEASED = -1
 """In place of a reader's uid: messages are still sent from the slot."""
 
 
-def path_of(run: str, uid: int, lent: bool = False) -> Path:
+def path_of(run: str, uid: int, on_device: bool = False) -> Path:
     """Returns the file of node `uid`'s publish buffer, until it is unlinked. Never taken from a message.
 
     run: the name of the run's private folder on this host and of the membership generation, as `run_of` returns it.
     """
-    return FOLDER / f"decentnode-{run}-{uid}{'-lent' if lent else ''}"
+    return FOLDER / f"decentnode-{run}-{uid}{'-lent' if on_device else ''}"
 
 
 def run_of(folder: Path, generation: Name) -> str:
@@ -57,28 +57,28 @@ class PublishBuffer:
     """The owner's end of a publish buffer. Used from the training thread."""
 
     def __init__(
-        self, path: Path, layout: Layout, lent: ExportedSlots | None = None, leases: Leases | None = None
+        self, path: Path, layout: Layout, exported: ExportedSlots | None = None, leases: Leases | None = None
     ) -> None:
-        """lent: the slots, if the layout places them in device memory. leases: of messages sent from slots.
+        """exported: the slots, if the layout places them in device memory. leases: of messages sent from slots.
 
         Raises EnvironmentFault if there is no room or no permission to create the file.
         """
-        self.layout, self._lent = layout, lent
+        self.layout, self._exported = layout, exported
         self._leases = leases or Leases()
-        if lent is not None and len(lent.offer) + 8 > layout.size - layout.header_bytes:
+        if exported is not None and len(exported.offer) + 8 > layout.size - layout.header_bytes:
             raise EnvironmentFault(f"an offer must fit in {layout.size - layout.header_bytes} bytes")
         try:
             self._segment = Segment.create(path, layout.size, layout.header_bytes)
         except OSError as error:
             raise EnvironmentFault(f"{path}: {error.strerror}") from error
-        self._words = self._segment.words(0, layout.words)
+        self._header = self._segment.words(0, layout.words)
         """The header: MAGIC; at `Layout.sequence`, the use number of the payload in a slot, 0 while the slot is taken;
         at `Layout.counter`, 0 while the reader has not attached, else 1 + the last use of the slot that it has
         released."""
-        self._words[0] = MAGIC
-        if lent is not None:
-            self._segment.write(layout.header_bytes, len(lent.offer).to_bytes(8, "little") + lent.offer)
-        self.slots = layout.views(self._segment) if lent is None else lent.slots
+        self._header[0] = MAGIC
+        if exported is not None:
+            self._segment.write(layout.header_bytes, len(exported.offer).to_bytes(8, "little") + exported.offer)
+        self.slots = layout.views(self._segment) if exported is None else exported.slots
         for phase in self.slots:
             for slot in phase:
                 for tensor in slot:
@@ -88,7 +88,7 @@ class PublishBuffer:
         """By phase: how many payloads were published. Each use of a slot has its own number within the phase."""
         self._readers: list[list[tuple[int, frozenset[int]]]] = [[(0, frozenset())] * SLOTS for _ in self.slots]
         """[phase][slot]: the last use, and the readers it was published for."""
-        self._home: int | None = None
+        self._model_slot: int | None = None
         """The slot of phase 0 in which the model lives."""
         self.late: Set[int] = frozenset()
         """Readers that exceeded a wait and have not released everything since: no later wait includes them."""
@@ -103,92 +103,93 @@ class PublishBuffer:
     def attached(self, uid: int) -> bool:
         """Returns whether `uid` has mapped this publish buffer."""
         counter, phases = self.layout.counter, range(self.layout.phases)
-        return all(self._words[counter(uid, phase, slot)] for phase in phases for slot in range(SLOTS))
+        return all(self._header[counter(uid, phase, slot)] for phase in phases for slot in range(SLOTS))
 
     # -- slots ------------------------------------------------------------------------------------------------
 
     def publish(
-        self, phase: int, payload: Payload, readers: Collection[int], deadline: float, gone: Callable[[int], bool]
+        self, phase: int, payload: Payload, readers: Collection[int], deadline: float,
+        has_departed: Callable[[int], bool],
     ) -> tuple[int, int]:
         """Writes a payload for `readers`. Returns (slot, use) for the doorbell. A payload that already lies in a slot
         is not copied.
 
-        Blocks while no slot is free and at least one is held by somebody who is not late. `gone` may raise meanwhile.
-        Raises TimeoutError if that lasts beyond `deadline` (monotonic seconds), and writes nothing then; its argument
-        is the holder of a slot: the uid of a reader, which is late from then on, or LEASED.
+        Blocks while no slot is free and at least one is held by somebody who is not late. `has_departed` may raise
+        meanwhile. Raises TimeoutError if that lasts beyond `deadline` (monotonic seconds), and writes nothing then; its
+        argument is the holder of a slot: the uid of a reader, which is late from then on, or LEASED.
         """
         first = next(iter(payload.tensors.values()))
-        addresses, lies_at = self._addresses[phase], first.data_ptr()
-        own = lies_at in addresses and first.numel() > 0
-        if own:
-            slot = addresses.index(lies_at)
-            self.wait_released(phase, slot, deadline, gone)
+        addresses, address = self._addresses[phase], first.data_ptr()
+        lies_in_slot = address in addresses and first.numel() > 0
+        if lies_in_slot:
+            slot = addresses.index(address)
+            self.wait_released(phase, slot, deadline, has_departed)
         else:
-            slot = self._await(phase, self._in_turn(phase), deadline, gone)
+            slot = self._wait_for_free_slot(phase, self._least_recently_used(phase), deadline, has_departed)
         use = self._uses[phase] = self._uses[phase] + 1
         sequence = self.layout.sequence(phase, slot)
-        if not own:
-            self._words[sequence] = 0
-        if self._lent is not None:
-            self._lent.may_write(phase, slot, self._readers[phase][slot][1])
-        if not own:
+        if not lies_in_slot:
+            self._header[sequence] = 0
+        if self._exported is not None:
+            self._exported.may_write(phase, slot, self._readers[phase][slot][1])
+        if not lies_in_slot:
             for home, tensor in zip(self.slots[phase][slot], payload.tensors.values(), strict=True):
                 home[: tensor.numel()].copy_(tensor)
-        if self._lent is not None:
-            self._lent.written(phase, slot)
-        self._words[sequence] = use
+        if self._exported is not None:
+            self._exported.written(phase, slot)
+        self._header[sequence] = use
         self._readers[phase][slot] = (use, frozenset(readers))
         return slot, use
 
-    def is_held(self, phase: int, payload: Payload, gone: Callable[[int], bool]) -> bool:
+    def is_held(self, phase: int, payload: Payload, has_departed: Callable[[int], bool]) -> bool:
         """Returns whether `publish` would have to wait for readers. Does not block."""
-        addresses, lies_at = self._addresses[phase], next(iter(payload.tensors.values())).data_ptr()
-        own = lies_at in addresses
-        slots = [addresses.index(lies_at)] if own else self._in_turn(phase)
-        return all(self._holder(phase, slot, gone, not own) is not None for slot in slots)
+        addresses, address = self._addresses[phase], next(iter(payload.tensors.values())).data_ptr()
+        lies_in_slot = address in addresses
+        slots = [addresses.index(address)] if lies_in_slot else self._least_recently_used(phase)
+        return all(self._holder(phase, slot, has_departed, not lies_in_slot) is not None for slot in slots)
 
-    def acquire_slot(self, current: int, deadline: float, gone: Callable[[int], bool]) -> int | None:
+    def acquire_slot(self, current: int, deadline: float, has_departed: Callable[[int], bool]) -> int | None:
         """Blocks until a slot of phase 0 is free for the model to move to from address `current`. Returns None if none
         becomes free in time. The model may write the slot until it is published. No reader becomes late because of this
         wait: it has time until the next payload needs a slot."""
         slots = [slot for slot, address in enumerate(self._addresses[0]) if address != current]
         try:
-            self._home = self._await(0, slots, deadline, gone, decide=False)
+            self._model_slot = self._wait_for_free_slot(0, slots, deadline, has_departed, marks_late=False)
         except TimeoutError:
-            self._home = None
+            self._model_slot = None
             return None
-        self._words[self.layout.sequence(0, self._home)] = 0
-        return self._home
+        self._header[self.layout.sequence(0, self._model_slot)] = 0
+        return self._model_slot
 
-    def _in_turn(self, phase: int) -> list[int]:
+    def _least_recently_used(self, phase: int) -> list[int]:
         """Returns the slots that a payload may be copied to, the least recently used first."""
         first = self._uses[phase] + 1
         slots = [(first + i) % SLOTS for i in range(SLOTS)]
-        return [slot for slot in slots if slot != self._home] if phase == 0 else slots
+        return [slot for slot in slots if slot != self._model_slot] if phase == 0 else slots
 
-    def wait_released(self, phase: int, slot: int, deadline: float, gone: Callable[[int], bool]) -> None:
+    def wait_released(self, phase: int, slot: int, deadline: float, has_departed: Callable[[int], bool]) -> None:
         """Blocks until no reader reads a slot any more. Raises TimeoutError as `publish` does."""
-        self._await(phase, [slot], deadline, gone, leases=False)
+        self._wait_for_free_slot(phase, [slot], deadline, has_departed, leases=False)
 
-    def drain(self, deadline: float, gone: Callable[[int], bool]) -> None:
+    def drain(self, deadline: float, has_departed: Callable[[int], bool]) -> None:
         """Blocks until no reader needs the slots in device memory, which end with this process. Raises TimeoutError."""
         self.late = frozenset()  # waits for late readers once more
-        for phase, slots in enumerate(self.slots if self._lent is not None else []):
+        for phase, slots in enumerate(self.slots if self._exported is not None else []):
             for slot in range(len(slots)):
-                self.wait_released(phase, slot, deadline, gone)
-        while self._lent is not None and not self._lent.idle():
+                self.wait_released(phase, slot, deadline, has_departed)
+        while self._exported is not None and not self._exported.idle():
             if clock.now() > deadline:
                 raise TimeoutError(LEASED)
             clock.sleep(POLL_SECONDS[1])
 
-    def _await(
-        self, phase: int, slots: list[int], deadline: float, gone: Callable[[int], bool], leases: bool = True,
-        decide: bool = True,
+    def _wait_for_free_slot(
+        self, phase: int, slots: list[int], deadline: float, has_departed: Callable[[int], bool], leases: bool = True,
+        marks_late: bool = True,
     ) -> int:
         """Blocks as `publish` says, and returns the first of `slots` that is free. leases: whether leases on a slot
-        count. decide: whether those that hold the slots for too long are late from then on."""
+        count. marks_late: whether those that hold the slots for too long are late from then on."""
         for slot in slots:  # usually one is free
-            if self._holder(phase, slot, gone, leases) is None:
+            if self._holder(phase, slot, has_departed, leases) is None:
                 return slot
         backoff = Backoff(POLL_SECONDS)
         last: list[int] = []
@@ -197,12 +198,12 @@ class PublishBuffer:
             while True:
                 holders = []
                 for slot in slots:
-                    holder = self._holder(phase, slot, gone, leases)
+                    holder = self._holder(phase, slot, has_departed, leases)
                     if holder is None:
                         return slot
                     holders.append(holder)
                 if self.late >= set(holders) or clock.now() > deadline:
-                    self.late = self.late | set(holders) if decide else self.late
+                    self.late = self.late | set(holders) if marks_late else self.late
                     raise TimeoutError(holders[0])
                 if began is None:
                     began = clock.now()
@@ -214,32 +215,32 @@ class PublishBuffer:
             if began is not None:
                 self.on_wait(began, set(last))
 
-    def _holder(self, phase: int, slot: int, gone: Callable[[int], bool], leases: bool) -> int | None:
+    def _holder(self, phase: int, slot: int, has_departed: Callable[[int], bool], leases: bool) -> int | None:
         """Returns who holds a slot, late holders first; None if the slot is free."""
         use, readers = self._readers[phase][slot]
-        words, counter, found = self._words, self.layout.counter, None
+        words, counter, holder = self._header, self.layout.counter, None
         for uid in readers:
-            if words[counter(uid, phase, slot)] <= use and not gone(uid):
+            if words[counter(uid, phase, slot)] <= use and not has_departed(uid):
                 if uid in self.late:
                     return uid
-                found = uid
-        if found is None and leases and self._leases.held(self._addresses[phase][slot]) and not gone(LEASED):
+                holder = uid
+        if holder is None and leases and self._leases.held(self._addresses[phase][slot]) and not has_departed(LEASED):
             return LEASED
-        return found
+        return holder
 
-    def judge(self, silent: Set[int] = frozenset()) -> None:
+    def update_late(self, silent: Set[int] = frozenset()) -> None:
         """Updates `late`: a reader that has released everything is no longer late. silent: readers that are late if
         they hold anything."""
         if self.late or silent:
             slots = [(phase, slot) for phase in range(self.layout.phases) for slot in range(SLOTS)]
-            holders = {uid for phase, slot in slots for uid in self._held_by(phase, slot)}
+            holders = {uid for phase, slot in slots for uid in self._readers_holding(phase, slot)}
             if any(self._leases.held(address) for address in self._addresses[0]):
                 holders.add(LEASED)
             self.late = holders & (self.late | silent)
 
-    def _held_by(self, phase: int, slot: int) -> list[int]:
+    def _readers_holding(self, phase: int, slot: int) -> list[int]:
         use, readers = self._readers[phase][slot]
-        return [uid for uid in readers if self._words[self.layout.counter(uid, phase, slot)] <= use]
+        return [uid for uid in readers if self._header[self.layout.counter(uid, phase, slot)] <= use]
 
 
 class BufferReader:
@@ -259,43 +260,43 @@ class BufferReader:
         words = segment.words(0, layout.words)
         if words[0] != MAGIC:
             raise PeerFault("wrong_board", str(path))
-        self._lies = words[layout.sequence(0, 0) : layout.sequence(layout.phases, 0)]
+        self._sequence_words = words[layout.sequence(0, 0) : layout.sequence(layout.phases, 0)]
         """[SLOTS * phase + slot]: the use number of the payload in the slot, written by the owner."""
-        self._released = words[layout.counter(uid, 0, 0) : layout.counter(uid + 1, 0, 0)]
+        self._release_words = words[layout.counter(uid, 0, 0) : layout.counter(uid + 1, 0, 0)]
         """[SLOTS * phase + slot]: the release counter, written by this reader."""
-        self._borrowed: ImportedSlots | None = None
+        self._device_slots: ImportedSlots | None = None
         self.imported = device_memory is not None
         """Whether the slots lie in device memory: they have to be entered, and the device may read them later than the
         host."""
-        self._inside: set[tuple[int, int]] = set()
+        self._entered_slots: set[tuple[int, int]] = set()
         if device_memory is None:
             self.slots = layout.views(segment)
         else:
             offer = layout.header_bytes
             length = min(int.from_bytes(segment.read(offer, 8), "little"), layout.size)
-            self._borrowed = device_memory.import_slots(segment.read(offer + 8, length), layout, uid)
-            self.slots = self._borrowed.slots
-        for place in range(len(self._released)):
-            self._released[place] = 1
+            self._device_slots = device_memory.import_slots(segment.read(offer + 8, length), layout, uid)
+            self.slots = self._device_slots.slots
+        for place in range(len(self._release_words)):
+            self._release_words[place] = 1
 
     def enter(self, phase: int, slot: int) -> None:
         """Prepares to read a slot. Training thread."""
-        if self._borrowed is not None:
-            self._borrowed.enter(phase, slot)
-            self._inside.add((phase, slot))
+        if self._device_slots is not None:
+            self._device_slots.enter(phase, slot)
+            self._entered_slots.add((phase, slot))
 
     def intact(self, phase: int, slot: int, use: int) -> bool:
         """Returns whether the slot still holds the payload of this use. Called after the payload was read and before
         the result is kept: the owner sets the number to 0 before it changes a byte. Between the last read of a payload
         and this check, a lock was released and taken or a call returned, so that no processor reorders them."""
-        return self._lies[SLOTS * phase + slot] == use
+        return self._sequence_words[SLOTS * phase + slot] == use
 
     def release(self, phase: int, slot: int, use: int) -> None:
         """Allows the owner to write this slot again. Called on the training thread after `enter`, on any thread
         without."""
-        if self._borrowed is not None and (phase, slot) in self._inside:
-            self._inside.discard((phase, slot))
-            self._borrowed.leave(phase, slot)
+        if self._device_slots is not None and (phase, slot) in self._entered_slots:
+            self._entered_slots.discard((phase, slot))
+            self._device_slots.leave(phase, slot)
         place = SLOTS * phase + slot
-        if self._released[place] <= use:
-            self._released[place] = use + 1
+        if self._release_words[place] <= use:
+            self._release_words[place] = use + 1

@@ -74,7 +74,7 @@ class Segment:
 
     def __init__(self, path: Path, file: int, size: int, header_bytes: int, owner: bool) -> None:
         self.path, self.size, self.header_bytes = path, size, header_bytes
-        self._file, self._linked = file, owner
+        self._file, self._is_linked = file, owner
         if owner:
             # One mapping, not two: a mapping has a descriptor of its own, and closing any descriptor ends the lock.
             self._header = self._body = mmap.mmap(file, size)
@@ -155,8 +155,8 @@ class Segment:
 
     def unlink(self) -> None:
         """Owner: removes the file's name; the memory lives on in the processes that have mapped it. Idempotent."""
-        if self._linked:
-            self._linked = False
+        if self._is_linked:
+            self._is_linked = False
             self.path.unlink(missing_ok=True)
 
     def close_file(self) -> None:

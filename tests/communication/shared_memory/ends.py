@@ -82,19 +82,19 @@ class End:
         return InboxExchange(self.inbox, (round, 0), sources, frozenset())
 
     def slots_of(self, uid: int) -> list[list[Tensor]]:
-        return self.memory._mapped[uid].slots[0]
+        return self.memory._buffer_readers[uid].slots[0]
 
 
 def open_all(n: int, schemas: tuple[Schema, ...], folder: Path) -> list[End]:
     """Every node has the publish buffers of all others."""
     ends = [End(uid, n, schemas, folder) for uid in range(n)]
     for end in ends:
-        end.memory.make({False: [uid for uid in range(n) if uid != end.uid]}, True)
+        end.memory.create_buffers({False: [uid for uid in range(n) if uid != end.uid]}, True)
     for end in ends:
-        end.memory.map()
+        end.memory.map_buffers()
     for end in ends:
-        end.memory.hide()
-        end.memory.begin()
+        end.memory.unlink_buffers()
+        end.memory.finish_open()
     return ends
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from decentnode.communication.base import Communication
 from decentnode.communication.parts import Schema
 from decentnode.communication.shared_memory import path
-from decentnode.communication.shared_memory.cuda_ipc import EVENT_BYTES, unpacked
+from decentnode.communication.shared_memory.cuda_ipc import EVENT_BYTES, unpack_offer
 from decentnode.communication.shared_memory.device_slots import DeviceMemory, ExportedSlots, ImportedSlots
 from decentnode.communication.shared_memory.layout import SLOTS, Layout
 from decentnode.communication.shared_memory.path import SharedMemoryPath
@@ -82,7 +82,7 @@ class FakeBorrowed(ImportedSlots):
         self.fake.said.append(("leave", self.number, phase, slot))
 
 
-LAYOUT = Layout(flat_schema(1000), 3, lent=True)
+LAYOUT = Layout(flat_schema(1000), 3, on_device=True)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def said() -> Iterator[list[Said]]:
 
 def buffer(said: list[Said]) -> tuple[PublishBuffer, BufferReader]:
     run, fake = uuid.uuid4().hex, Fake(said)
-    file = path_of(run, 0, lent=True)
+    file = path_of(run, 0, on_device=True)
     own = PublishBuffer(file, LAYOUT, fake.export_slots(LAYOUT, [1]))
     try:
         return own, BufferReader(file, LAYOUT, 1, fake)
@@ -103,7 +103,7 @@ def buffer(said: list[Said]) -> tuple[PublishBuffer, BufferReader]:
 
 def test_a_slot_is_written_after_its_readers_left_and_read_after_it_was_written(said: list[Said]) -> None:
     own, reader = buffer(said)
-    number = int(own._lent.offer)  # type: ignore[union-attr]
+    number = int(own._exported.offer)  # type: ignore[union-attr]
     for use in range(1, 6):
         slot, told = own.publish(0, Payload({"x": torch.full((1000,), float(use))}), [1], 1e9, lambda uid: False)
         assert told == use
@@ -140,21 +140,21 @@ def test_a_slot_that_is_read_is_not_written_again(said: list[Said]) -> None:
 def test_lent_memory_that_is_still_read_stays(said: list[Said], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path, "DRAIN_SECONDS", 0.0)
     kept: list[PublishBuffer] = []
-    monkeypatch.setattr(path, "_still_lent", kept)
+    monkeypatch.setattr(path, "_unreleased_buffers", kept)
     own, reader = buffer(said)
     slot, use = own.publish(0, Payload({"x": torch.ones(1000)}), [1], 1e9, lambda uid: False)
     reader.enter(0, slot)
-    path.give_up(own, lambda uid: False)
+    path.drain_or_keep(own, lambda uid: False)
     assert kept == [own]
     reader.release(0, slot, use)
-    path.give_up(own, lambda uid: False)
+    path.drain_or_keep(own, lambda uid: False)
     assert kept == [own]
 
 
 def test_an_offer_that_has_no_room_is_refused(said: list[Said]) -> None:
     lent = Fake(said).export_slots(LAYOUT, [1])
     lent.offer = bytes(LAYOUT.size)
-    path = path_of(uuid.uuid4().hex, 0, lent=True)
+    path = path_of(uuid.uuid4().hex, 0, on_device=True)
     with pytest.raises(EnvironmentFault, match="an offer must fit in"):
         PublishBuffer(path, LAYOUT, lent)
     assert not path.exists()
@@ -162,7 +162,7 @@ def test_an_offer_that_has_no_room_is_refused(said: list[Said]) -> None:
 
 def test_a_lent_board_has_no_slots_in_its_file() -> None:
     schemas = (Schema(3, {"a": TensorSpec(torch.int32, 1 << 20), "b": TensorSpec(torch.uint8, 0)}, False),)
-    host, lent = Layout(schemas, 4), Layout(schemas, 4, lent=True)
+    host, lent = Layout(schemas, 4), Layout(schemas, 4, on_device=True)
     assert host.size > 8 << 20 > 20_000 > lent.size and lent.slot_bytes >= 8 << 20
     views = lent.views(torch.zeros(lent.slot_bytes, dtype=torch.uint8))
     assert [tensor.numel() for tensor in views[0][1]] == [1 << 20, 0]
@@ -189,7 +189,8 @@ def test_a_run_over_lent_memory_has_the_bits_of_every_other(
     on_one_gpu(monkeypatch, said, {0: 7, 1: 7, 2: 8})
     elements = BLOCK_ELEMENTS + 3
     with nodes("hybrid", 4, flat_schema(elements), cliques=[], edges=[]) as made:
-        assert [node.parts.paths.of(SharedMemoryPath)._read_by for node in made if isinstance(node, ZeroMQ)] == [
+        paths = [node.parts.paths.of(SharedMemoryPath) for node in made if isinstance(node, ZeroMQ)]
+        assert [path._readers_by_memory for path in paths] == [
             {False: {2, 3}, True: {1}}, {False: {2, 3}, True: {0}}, {False: {0, 1, 3}}, {False: {0, 1, 2}},
         ]
         models = gossip(made, elements, torch.float32, 6)
@@ -238,7 +239,7 @@ LEFT = [[*key, uid, HANDLE] for key in KEYS for uid in (1, 2)]
 
 
 def test_an_offer_comes_back_as_it_was() -> None:
-    memory, written, left = unpacked(msgpack.packb([FIELDS, WRITTEN, LEFT]), LAYOUT, 2)
+    memory, written, left = unpack_offer(msgpack.packb([FIELDS, WRITTEN, LEFT]), LAYOUT, 2)
     assert memory == FIELDS and set(written) == set(left) == {(0, 0), (0, 1)}
 
 
@@ -249,4 +250,4 @@ def test_an_offer_comes_back_as_it_was() -> None:
 ])  # fmt: skip
 def test_no_offer_is_believed_that_the_layout_does_not_allow(offer: object) -> None:
     with pytest.raises(ValueError):
-        unpacked(msgpack.packb(offer), LAYOUT, 2)
+        unpack_offer(msgpack.packb(offer), LAYOUT, 2)

@@ -69,7 +69,7 @@ def test_of_a_late_reader_and_others_the_others_go_on(folder: Path) -> None:
 
 def test_what_is_released_of_one_slot_says_nothing_of_another(folder: Path) -> None:
     owner, reader = owner_and_reader(folder)
-    buffer, mapped = owner.memory._buffers[False], reader.memory._mapped[0]
+    buffer, mapped = owner.memory._buffers[False], reader.memory._buffer_readers[0]
     first, second = (buffer.publish(0, Payload({"x": torch.full((ELEMENTS,), v)}), [1], 0.0, lambda _uid: False)
                      for v in (1.0, 2.0))  # fmt: skip
     mapped.release(0, *second)
@@ -93,7 +93,7 @@ def test_a_doorbell_that_is_refused_lets_its_slot_go_and_no_other(
     folder: Path, round: int, phase: int, packed: bytes, reason: str
 ) -> None:
     owner, reader = owner_and_reader(folder)
-    buffer, mapped, inbox = owner.memory._buffers[False], reader.memory._mapped[0], reader.inbox
+    buffer, mapped, inbox = owner.memory._buffers[False], reader.memory._buffer_readers[0], reader.inbox
     inbox.advance(2)
     uses = [buffer.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [1], 0.0, lambda _uid: False) for _ in range(SLOTS)]
     kept = 1 if reason != "window_exceeded" else SLOTS
@@ -111,7 +111,7 @@ def test_a_doorbell_that_is_refused_lets_its_slot_go_and_no_other(
 
 def test_a_doorbell_that_comes_twice_does_not_let_go_of_what_the_first_told_of(folder: Path) -> None:
     owner, reader = owner_and_reader(folder)
-    buffer, mapped = owner.memory._buffers[False], reader.memory._mapped[0]
+    buffer, mapped = owner.memory._buffers[False], reader.memory._buffer_readers[0]
     slot, use = buffer.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [1], 0.0, lambda _uid: False)
     reader.inbox.put_slot(0, 0, SIZE, SlotPayload(mapped, 0, slot, use, {}))
     for round in (0, 1 << 41):
@@ -186,10 +186,10 @@ def test_the_number_says_that_a_slot_is_being_written_before_its_first_byte_is(f
             return self
 
         def copy_(self, tensor: Tensor) -> None:
-            seen.append([buffer._words[buffer.layout.sequence(0, slot)] for slot in range(SLOTS)])
+            seen.append([buffer._header[buffer.layout.sequence(0, slot)] for slot in range(SLOTS)])
 
     slot, use = buffer.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [], 0.0, lambda _uid: False)
-    assert buffer._words[buffer.layout.sequence(0, slot)] == use
+    assert buffer._header[buffer.layout.sequence(0, slot)] == use
     buffer.slots[0] = [[Watched()] for _ in range(SLOTS)]  # type: ignore[list-item]
     uses = [buffer.publish(0, Payload({"x": torch.ones(ELEMENTS)}), [], 0.0, lambda _uid: False) for _ in range(3)]
     assert [numbers[slot] for numbers, (slot, _) in zip(seen, uses, strict=True)] == [0, 0, 0]
@@ -239,7 +239,7 @@ def test_readers_of_one_publish_buffer_do_not_wait_for_a_late_reader_of_the_othe
 
     memory._ring = rings  # type: ignore[method-assign,assignment]
     memory._buffers = {True: Held(), **memory._buffers}
-    memory._read_by = {True: frozenset({2}), False: frozenset({1})}
+    memory._readers_by_memory = {True: frozenset({2}), False: frozenset({1})}
     assert memory.publish(Payload({"x": torch.ones(ELEMENTS)}), [1, 2], (0, 0), 60.0) == [1]
     assert happened == ["rang at [1]", "waited"]
     memory._buffers.pop(True)
