@@ -66,20 +66,20 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def surely(flags: Tensor) -> bool:
+def known_all(flags: Tensor) -> bool:
     """Returns whether all flags are known to be set without waiting for a GPU; always False for a tensor on one. Used
     to skip work that has no effect if all are set."""
     return flags.device.type == "cpu" and bool(flags.all())
 
 
-def _dense(tensor: Tensor) -> Tensor:
+def _as_dense(tensor: Tensor) -> Tensor:
     """Returns the tensor, or a contiguous copy where its elements overlap or leave gaps in memory."""
-    return tensor if torch._debug_has_internal_overlap(tensor) == 0 and _fills(tensor) else tensor.contiguous()
+    return tensor if torch._debug_has_internal_overlap(tensor) == 0 and _has_no_gaps(tensor) else tensor.contiguous()
 
 
-def _fills(tensor: Tensor) -> bool:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == 0 or span == tensor.numel()
+def _has_no_gaps(tensor: Tensor) -> bool:
+    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or num_spanned == tensor.numel()
 
 
 def distinct(tensor: Tensor) -> Tensor:
@@ -114,7 +114,9 @@ def problem_of(module: nn.Module) -> str:
     if not trainable:
         return "module must have trainable parameters, got none"
     devices = {p.device for p in trainable.values()}
-    kinds = {name: _plain(p.dtype) + (f" on {p.device}" if len(devices) > 1 else "") for name, p in trainable.items()}
+    kinds = {
+        name: _dtype_name(p.dtype) + (f" on {p.device}" if len(devices) > 1 else "") for name, p in trainable.items()
+    }
     first = {kind: name for name, kind in reversed(kinds.items())}
     if len(first) != 1:
         found = ", ".join(f"{first[kind]} of {kind}" for kind in sorted(first))
@@ -122,15 +124,16 @@ def problem_of(module: nn.Module) -> str:
                 "let those of another one require no gradient")  # fmt: skip
     name, one = next(iter(trainable.items()))
     if not one.is_floating_point():
-        return (f"parameters must be floating point, got {name} of {_plain(one.dtype)}; hold real and imaginary part "
-                "as one parameter (torch.view_as_real)")  # fmt: skip
+        return (f"parameters must be floating point, got {name} of {_dtype_name(one.dtype)}; hold real and imaginary "
+                "part as one parameter (torch.view_as_real)")  # fmt: skip
     for name, buffer in module.named_buffers():
         if buffer.is_floating_point() and buffer.dtype != torch.float32:
-            return f"float buffers must be torch.float32, got {name} of {_plain(buffer.dtype)}; register it in that"
+            kind = _dtype_name(buffer.dtype)
+            return f"float buffers must be torch.float32, got {name} of {kind}; register it in that"
     return ""
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -174,7 +177,7 @@ class FlatModel:
         self.dtype, self.device = self._trainable[0].dtype, self._trainable[0].device
         self.num_parameters = sum(p.numel() for p in self._trainable)
         for p in self._trainable:
-            p.data = _dense(p.data)
+            p.data = _as_dense(p.data)
         if storage is None:
             storage = torch.empty(self.num_parameters, dtype=self.dtype, device=self.device)
         self._views: dict[int, list[Tensor]] = {}

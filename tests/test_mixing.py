@@ -183,9 +183,9 @@ def test_where_triton_launches_nothing_the_sums_are_made_without_it(
     """Whoever has Triton may yet lack the C compiler, or Python's headers, with which it makes its launchers."""
     kernel_that_cannot_launch(monkeypatch)
     for _ in range(2):
-        assert mix._kernel(torch.device("cpu")) is None
+        assert mix._load_kernel(torch.device("cpu")) is None
     assert len(caplog.records) == 1 and "'gcc'" in caplog.text
-    mix._kernel.cache_clear()
+    mix._load_kernel.cache_clear()
 
 
 def kernel_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def kernel_that_cannot_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made = SimpleNamespace(launch=None, launch_once=launch_once)
     monkeypatch.setitem(sys.modules, "decentnode.mixing.kernel", made)  # type: ignore[arg-type]
-    mix._kernel.cache_clear()
+    mix._load_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 5), (3, 64), (5, 1000), (7, 4099)])

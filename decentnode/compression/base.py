@@ -16,7 +16,7 @@ from decentnode.compression import CODECS
 from decentnode.config.component import Component, Config, load_class
 from decentnode.errors import PeerFault
 from decentnode.payload import TensorSpec
-from decentnode.tensors import surely
+from decentnode.tensors import known_all
 
 
 class Codec(Component, abc.ABC):
@@ -86,7 +86,7 @@ def largest_shared(a: torch.dtype, b: torch.dtype) -> float:
     return math.ldexp(1.0 - max(end.eps for end in ends) / 2, exponent)
 
 
-def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_clamped(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Converts values to dtype, and replaces finite values beyond its range by its largest. Does not copy if dtype is
     their own.
 
@@ -97,7 +97,7 @@ def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
     limit = largest_shared(values.dtype, dtype)
     if values.numel() and limit < torch.finfo(values.dtype).max:
         low, high = torch.aminmax(values)
-        if not surely((low >= -limit) & (high <= limit)):  # NaN and infinity are kept
+        if not known_all((low >= -limit) & (high <= limit)):  # NaN and infinity are kept
             values = values.clamp(-limit, limit).where(values.isfinite(), values)
     return values.to(dtype)
 

@@ -10,7 +10,7 @@ PIECE = 1 << 20
 """Numbers packed at a time: a multiple of eight, so that pieces end on whole bytes."""
 BLOCK = 1 << 16
 """Flags set at a time; few enough to be still in a core's cache when they are packed."""
-GATHERED = sum(1 << 56 - 7 * byte for byte in range(8))
+GATHER_FACTOR = sum(1 << 56 - 7 * byte for byte in range(8))
 """A multiplier for a word of eight bytes that are 0 or 1 (lowest first): the highest byte of the product has one bit of
 each."""
 
@@ -26,7 +26,7 @@ def _pack_on_device(flags: Tensor) -> Tensor:
     """Returns the result of `pack`, computed on 64-bit words of eight flags, so that a GPU reads and writes little
     memory."""
     words = torch.nn.functional.pad(flags, (0, -flags.numel() % 8)).view(torch.int64)  # eight bytes that are 0 or 1
-    return (words * GATHERED >> 56).to(torch.uint8)
+    return (words * GATHER_FACTOR >> 56).to(torch.uint8)
 
 
 def unpack(packed: Tensor, count: int) -> Tensor:
@@ -37,7 +37,7 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     return ((packed[:, None] >> shifts) & 1).view(-1)[:count].bool()
 
 
-def ones_at(positions: Tensor, count: int) -> Tensor:
+def pack_positions(positions: Tensor, count: int) -> Tensor:
     """Packs `count` flags of which those at `positions` [K] int64, ascending, are one: [ceil(count / 8)] uint8."""
     if positions.device.type != "cpu":
         flags = torch.zeros(count, dtype=torch.bool, device=positions.device)
@@ -66,12 +66,12 @@ def positions(flags: Tensor, known: int | None = None) -> Tensor:
     return flags.nonzero_static(size=known).view(-1)
 
 
-def set_bits(packed: Tensor, count: int) -> Tensor:
+def one_positions(packed: Tensor, count: int) -> Tensor:
     """Returns the positions below `count` of the bits that are one: [K] int64, ascending. The host waits for a GPU."""
     return positions(unpack(packed, count))
 
 
-def zeros_in(packed: Tensor, count: int, known: int) -> Tensor:
+def zero_positions(packed: Tensor, count: int, known: int) -> Tensor:
     """Returns the positions below `count` of the bits that are zero: [known] int64, ascending. known: how many there
     are."""
     return positions(unpack(packed.bitwise_not(), count), known)
@@ -90,28 +90,28 @@ def pack_numbers(numbers: Tensor, width: int) -> Tensor:
     if width == 1:
         return pack(numbers.bool())
     if width <= 8:
-        small = numbers.to(torch.uint8)
+        octets = numbers.to(torch.uint8)
         if width == 8:
-            return small.contiguous()
-        words = _joined(torch.nn.functional.pad(small, (0, -count % 8)), width)
+            return octets.contiguous()
+        words = _join_octets(torch.nn.functional.pad(octets, (0, -count % 8)), width)
         return words.view(torch.uint8).view(-1, 8)[:, :width].reshape(-1)[: packed_bytes(count, width)]
     shifts = torch.arange(width, device=device)
     pieces = [pack((piece[:, None] >> shifts & 1).view(-1).bool()) for piece in numbers.split(PIECE)]
     return torch.cat(pieces)
 
 
-def _joined(small: Tensor, width: int) -> Tensor:
+def _join_octets(octets: Tensor, width: int) -> Tensor:
     """Packs each group of eight numbers into one word, small [8 N] uint8 -> [N] int64, in three steps that each join
     pairs."""
     for size, wider in ((1, torch.int16), (2, torch.int32), (4, torch.int64)):
-        small = small.view(wider)
+        octets = octets.view(wider)
         mask = (1 << size * width) - 1
-        small = (small & mask) | (small >> (8 - width) * size & mask << size * width)
-    return small
+        octets = (octets & mask) | (octets >> (8 - width) * size & mask << size * width)
+    return octets
 
 
-def _spread(words: Tensor, width: int) -> Tensor:
-    """The inverse of `_joined`."""
+def _split_octets(words: Tensor, width: int) -> Tensor:
+    """The inverse of `_join_octets`."""
     for size, narrower in ((4, torch.int32), (2, torch.int16), (1, torch.uint8)):
         mask = (1 << size * width) - 1
         words = ((words & mask) | (words & mask << size * width) << (8 - width) * size).view(narrower)
@@ -132,7 +132,7 @@ def unpack_numbers(packed: Tensor, width: int, count: int) -> Tensor:
         words = torch.zeros(groups, 8, dtype=torch.uint8, device=device)
         part = packed[: packed_bytes(count, width)]
         words[:, :width] = torch.nn.functional.pad(part, (0, groups * width - part.numel())).view(-1, width)
-        return _spread(words.view(-1).view(torch.int64), width)[:count]
+        return _split_octets(words.view(-1).view(torch.int64), width)[:count]
     out = torch.empty(count, dtype=torch.int64, device=device)
     for start in range(0, count, PIECE):
         stop = min(count, start + PIECE)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decentnode import tensors
 from decentnode.compression import bits
-from decentnode.compression.base import Codec, narrowed
+from decentnode.compression.base import Codec, cast_clamped
 from decentnode.compression.division import Blocks, Division
 from decentnode.config import component
 from decentnode.payload import TensorSpec
@@ -47,7 +47,7 @@ class Blockwise(Codec):
         super().__init__(config)
         self.block = config.block
         self._division: Division | None = None
-        self._undivided: Division | None = None
+        self._whole_division: Division | None = None
         """The division of the last vector that was not divided into tensors."""
 
     def divided(self, sizes: Sequence[int]) -> Self:
@@ -57,9 +57,9 @@ class Blockwise(Codec):
 
     def _division_of(self, count: int) -> Division:
         if self._division is None:
-            if self._undivided is None or self._undivided.count != count:
-                self._undivided = Division.of((count,), self.block)
-            return self._undivided
+            if self._whole_division is None or self._whole_division.count != count:
+                self._whole_division = Division.of((count,), self.block)
+            return self._whole_division
         assert self._division.count == count, f"made for {self._division.count} values, not for {count}"
         return self._division
 
@@ -91,12 +91,12 @@ class Blockwise(Codec):
         scales, packed = [], []
         division = self._division_of(values.numel())
         for start, stop in tensors.blocks(0, values.numel(), values.device):
-            piece, blocks = narrowed(values[start:stop], torch.float32), division.blocks(start, stop)
+            piece, blocks = cast_clamped(values[start:stop], torch.float32), division.blocks(start, stop)
             scale = self.scales(piece, blocks)
             inverse = scale.reciprocal()
             inverse = inverse.where(inverse.isfinite() & (scale > 0), 0.0)
             relative = blocks.times(piece, inverse)
-            if not tensors.surely(scale.isfinite()):
+            if not tensors.known_all(scale.isfinite()):
                 relative.nan_to_num_(0.0, 0.0, 0.0)
                 scale = scale.where(scale.isfinite(), torch.nan)
             scales.append(scale)
@@ -119,13 +119,13 @@ class Blockwise(Codec):
             blocks = division.blocks(start, stop)
             scale, scales = scales[: len(blocks)], scales[len(blocks) :]
             relative = blocks.times(relative, scale)
-            if not tensors.surely(scale.abs() <= limit):  # rounding up can push a block's largest value out of range
+            if not tensors.known_all(scale.abs() <= limit):  # rounding up can push a block's largest value out of range
                 relative.clamp_(-largest, largest)  # keeps NaN
             out[start:stop] = relative
         return out
 
 
-class Counted(Blockwise):
+class IntegerCodec(Blockwise):
     """Base of codecs that send integers from -levels to levels, plus `levels`."""
 
     levels: int
@@ -139,7 +139,7 @@ class RoundedConfig(BlockConfig):
     """true: round up or down at random, so that the expectation is the value. false: round to nearest."""
 
 
-class Int8(Counted):
+class Int8(IntegerCodec):
     """Integers from -127 to 127; the scale of a block is its largest absolute value over 127."""
 
     Config: ClassVar[type[component.Config]] = RoundedConfig
@@ -154,8 +154,8 @@ class Int8(Counted):
         return blocks.largest(values.abs()).div_(self.levels)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
-        relative = _rounded_at_random(relative, draws) if self.unbiased else relative.round_()
-        return _counted(relative, self.levels)
+        relative = _stochastic_round(relative, draws) if self.unbiased else relative.round_()
+        return _to_unsigned(relative, self.levels)
 
 
 class Int4(Int8):
@@ -165,12 +165,12 @@ class Int4(Int8):
     levels = 7
 
 
-def _counted(relative: Tensor, levels: int) -> Tensor:
+def _to_unsigned(relative: Tensor, levels: int) -> Tensor:
     """Returns relative clamped to [-levels, levels], plus `levels`, as uint8. Converting through int8 is fast."""
     return relative.clamp_(-levels, levels).to(torch.int8).view(torch.uint8).add_(levels)
 
 
-def _rounded_at_random(relative: Tensor, draws: torch.Generator | None) -> Tensor:
+def _stochastic_round(relative: Tensor, draws: torch.Generator | None) -> Tensor:
     """Rounds up with the probability of the fractional part, in steps of 2^-16. 64 random bits serve four values. In
     place."""
     words = torch.empty(-(-relative.numel() // 4), dtype=torch.int64, device=relative.device)
@@ -186,7 +186,7 @@ class QSGDConfig(BlockConfig):
     less noise but send more scales."""
 
 
-class QSGD(Counted):
+class QSGD(IntegerCodec):
     """norm(v) sign(v_i) l_i / s, with |v_i| s / norm(v) rounded up or down at random to l_i (arXiv 1610.02132, 3.1)."""
 
     Config: ClassVar[type[component.Config]] = QSGDConfig
@@ -200,13 +200,13 @@ class QSGD(Counted):
 
     def scales(self, values: Tensor, blocks: Blocks) -> Tensor:
         norms = blocks.sums(values.square()).sqrt_()
-        if not tensors.surely(norms.isfinite()):  # squares beyond float32's range (values of 1e19), NaN or infinity
+        if not tensors.known_all(norms.isfinite()):  # squares beyond float32's range (values of 1e19), NaN or infinity
             exact = blocks.sums(values.double().square_()).sqrt_()
             norms = exact.clamp(max=torch.finfo(torch.float32).max).where(exact.isfinite(), torch.nan).to(torch.float32)
         return norms.div_(self.levels)
 
     def quantize(self, relative: Tensor, draws: torch.Generator | None) -> Tensor:
-        return _counted(_rounded_at_random(relative, draws), self.levels)
+        return _to_unsigned(_stochastic_round(relative, draws), self.levels)
 
 
 class Sign(Blockwise):

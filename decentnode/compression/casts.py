@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decentnode.compression.base import Codec, narrowed
+from decentnode.compression.base import Codec, cast_clamped
 from decentnode.config import component
 from decentnode.payload import TensorSpec
 from decentnode.tensors import blocks
@@ -32,12 +32,12 @@ class Float16(Codec):
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         out = torch.empty_like(values, dtype=self.dtype)
         for start, stop in blocks(0, values.numel(), values.device):
-            out[start:stop] = narrowed(values[start:stop], self.dtype)
+            out[start:stop] = cast_clamped(values[start:stop], self.dtype)
         return {"q": out}
 
     def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         self.check(coded, count, dtype)
-        return narrowed(coded["q"], dtype)
+        return cast_clamped(coded["q"], dtype)
 
 
 class BFloat16(Float16):
@@ -74,7 +74,7 @@ class Truncate(Codec):
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:  # noqa: ARG002
         out = torch.empty(values.numel(), self.bytes, dtype=torch.uint8, device=values.device)
         for start, stop in blocks(0, values.numel(), values.device):
-            piece = narrowed(values[start:stop], torch.float32)
+            piece = cast_clamped(values[start:stop], torch.float32)
             raw, near = piece.view(torch.int32), piece.clamp(-self.limit, self.limit).view(torch.int32)
             rounded = near.add_(1 << (self.drop - 1)).where(piece.isfinite(), raw).bitwise_and_(-1 << self.drop)
             out[start:stop] = rounded.view(torch.uint8).view(-1, 4)[:, 4 - self.bytes :]
@@ -87,5 +87,5 @@ class Truncate(Codec):
         for start, stop in blocks(0, count, planes.device):
             whole = torch.zeros(stop - start, 4, dtype=torch.uint8, device=planes.device)
             whole[:, 4 - self.bytes :] = planes[start:stop]
-            out[start:stop] = narrowed(whole.view(-1).view(torch.float32), dtype)
+            out[start:stop] = cast_clamped(whole.view(-1).view(torch.float32), dtype)
         return out

@@ -36,46 +36,46 @@ class Blocks:
         return np.diff(self.starts, append=self.count)
 
     @functools.cached_property
-    def _equal(self) -> int:
+    def _common_size(self) -> int:
         """The size of every block; 0 if they differ."""
         return 0 if (self.sizes != self.sizes[0]).any() else int(self.sizes[0])
 
     @functools.cached_property
-    def _lengths(self) -> dict[torch.device, Tensor]:
+    def _sizes_by_device(self) -> dict[torch.device, Tensor]:
         """Copies of `sizes` on GPUs, cached."""
         return {}
 
-    def _lengths_on(self, device: torch.device) -> Tensor:
-        if device not in self._lengths:
-            self._lengths[device] = moved(torch.from_numpy(self.sizes), device)
-        return self._lengths[device]
+    def _sizes_on(self, device: torch.device) -> Tensor:
+        if device not in self._sizes_by_device:
+            self._sizes_by_device[device] = moved(torch.from_numpy(self.sizes), device)
+        return self._sizes_by_device[device]
 
     def largest(self, values: Tensor) -> Tensor:
         """Returns the largest value of each block [B]; NaN for a block that contains NaN."""
-        return self._reduced(values, np.maximum, "max")
+        return self._reduce(values, np.maximum, "max")
 
     def sums(self, values: Tensor) -> Tensor:
         """Returns the sum of each block [B]."""
-        return self._reduced(values, np.add, "sum")
+        return self._reduce(values, np.add, "sum")
 
-    def _reduced(self, values: Tensor, by: np.ufunc, name: str) -> Tensor:
+    def _reduce(self, values: Tensor, ufunc: np.ufunc, reduction: str) -> Tensor:
         if values.device.type == "cpu":  # 5 to 20 times faster than segment_reduce, and as fast as over equal rows
             with np.errstate(over="ignore"):
-                return torch.from_numpy(by.reduceat(values.numpy(), self.starts))
-        if self._equal:
-            rows = values.view(-1, self._equal)
-            return rows.amax(1) if name == "max" else rows.sum(1)
-        lengths = self._lengths_on(values.device)
-        return torch.segment_reduce(values, name, lengths=lengths, unsafe=True)  # a check would make the host wait
+                return torch.from_numpy(ufunc.reduceat(values.numpy(), self.starts))
+        if self._common_size:
+            rows = values.view(-1, self._common_size)
+            return rows.amax(1) if reduction == "max" else rows.sum(1)
+        lengths = self._sizes_on(values.device)
+        return torch.segment_reduce(values, reduction, lengths=lengths, unsafe=True)  # a check would make the host wait
 
     def times(self, values: Tensor, numbers: Tensor) -> Tensor:
         """Returns values [count], each multiplied by the number of its block, as a new tensor. numbers: one per block
         [B]."""
-        if self._equal:
-            return (values.view(-1, self._equal) * numbers[:, None]).view(-1)  # saves a pass over the values
+        if self._common_size:
+            return (values.view(-1, self._common_size) * numbers[:, None]).view(-1)  # saves a pass over the values
         if numbers.device.type == "cpu":
             return torch.from_numpy(np.repeat(numbers.numpy(), self.sizes)).mul_(values)
-        sizes = self._lengths_on(numbers.device)
+        sizes = self._sizes_on(numbers.device)
         return numbers.repeat_interleave(sizes, output_size=self.count).mul_(values)
 
 
@@ -89,7 +89,7 @@ class Division:
     """The largest number of values in a block."""
     cuts: np.ndarray
     """[C] int64, ascending: the ends of tensors that are not multiples of `size`."""
-    _found: dict[tuple[int, int], Blocks] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[tuple[int, int], Blocks] = field(default_factory=dict, repr=False, compare=False)
     """Cached results of `blocks`, because every round asks for the same ones."""
 
     @classmethod
@@ -105,10 +105,10 @@ class Division:
     def blocks(self, start: int, stop: int) -> Blocks:
         """Returns the blocks of the values [start, stop). start: a multiple of `size`; stop: another one, or the
         end."""
-        if (found := self._found.get((start, stop))) is not None:
+        if (found := self._cache.get((start, stop))) is not None:
             return found
         starts = np.arange(0, stop - start, self.size)
         low, high = np.searchsorted(self.cuts, (start, stop))
         if low < high:
             starts = np.sort(np.concatenate((starts, self.cuts[low:high] - start)))
-        return self._found.setdefault((start, stop), Blocks(starts, stop - start))
+        return self._cache.setdefault((start, stop), Blocks(starts, stop - start))

@@ -48,20 +48,20 @@ def encode(indices: Tensor, elements: int) -> Tensor:
     if count == 0:
         return _header(RICE, 0, 0, device)
     if 2 * count > elements:
-        kind, coded = LEFT_OUT, bits.zeros_in(bits.ones_at(indices, elements), elements, elements - count)
+        kind, coded = LEFT_OUT, bits.zero_positions(bits.pack_positions(indices, elements), elements, elements - count)
     else:
         kind, coded = RICE, indices
-    parameter = _parameter(coded.numel(), int(coded[-1]) + 1 - coded.numel())
-    ends, low = _rice_parts(coded, parameter)
+    parameter = _rice_parameter(coded.numel(), int(coded[-1]) + 1 - coded.numel())
+    ends, low = _rice_streams(coded, parameter)
     unary = int(ends[-1]) + 1
     if -(-unary // 8) + bits.packed_bytes(coded.numel(), parameter) >= -(-elements // 8):
-        return torch.cat([_header(BITMAP, 0, count, device), bits.ones_at(indices, elements)])
+        return torch.cat([_header(BITMAP, 0, count, device), bits.pack_positions(indices, elements)])
     return torch.cat(
-        [_header(kind, parameter, count, device), bits.ones_at(ends, unary), bits.pack_numbers(low, parameter)]
+        [_header(kind, parameter, count, device), bits.pack_positions(ends, unary), bits.pack_numbers(low, parameter)]
     )
 
 
-def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
+def _rice_streams(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
     """Returns, for each gap, where its ones end in the stream [K] int64, and its low bits [K]."""
     count, device = indices.numel(), indices.device
     if parameter == 0:
@@ -82,7 +82,7 @@ def _rice_parts(indices: Tensor, parameter: int) -> tuple[Tensor, Tensor]:
     return ends, low
 
 
-def _parameter(count: int, total: int) -> int:
+def _rice_parameter(count: int, total: int) -> int:
     """Returns the Rice parameter that gives the fewest bits for `count` geometric gaps whose sum is `total`."""
     left_out = total / (total + count)
 
@@ -110,12 +110,12 @@ def decode(stream: Tensor, elements: int) -> Tensor:
     if kind == ALL and count == elements and not body.numel():
         return torch.arange(elements, device=stream.device)
     if kind == BITMAP and body.numel() == -(-elements // 8):
-        found = bits.set_bits(body, elements)
+        found = bits.one_positions(body, elements)
     elif kind == RICE:
-        found = _rice(body, parameter, count, elements)
+        found = _decode_rice(body, parameter, count, elements)
     elif kind == LEFT_OUT:
-        left_out = _rice(body, parameter, elements - count, elements)
-        found = bits.zeros_in(bits.ones_at(left_out, elements), elements, count)
+        left_out = _decode_rice(body, parameter, elements - count, elements)
+        found = bits.zero_positions(bits.pack_positions(left_out, elements), elements, count)
     else:
         raise PeerFault("malformed_payload", f"indices of kind {kind} in {body.numel()} bytes")
     if found.numel() != count:
@@ -123,11 +123,12 @@ def decode(stream: Tensor, elements: int) -> Tensor:
     return found
 
 
-def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
+def _decode_rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     """Returns the Rice-coded indices of a body: [count] int64, ascending, in [0, elements). Raises PeerFault.
 
-    An encoder's parameter is near the logarithm of the mean gap, at most twice elements / count (`_parameter`). With
-    that bound no sum of gaps exceeds int64, and if the last sum is below `elements`, all earlier ones are ascending.
+    An encoder's parameter is near the logarithm of the mean gap, at most twice elements / count (`_rice_parameter`).
+    With that bound no sum of gaps exceeds int64, and if the last sum is below `elements`, all earlier ones are
+    ascending.
     """
     if parameter > MAX_PARAMETER or count << parameter > 2 * elements:
         raise PeerFault("malformed_payload", f"{count} gaps with parameter {parameter} below {elements}")
@@ -139,7 +140,7 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     ends = bits.positions(flags, count)
     if ends.numel() != count:
         raise PeerFault("malformed_payload", f"{ends.numel()} indices instead of {count}")
-    found = _from_rice_parts(ends, body[unary_bytes:], parameter)
+    found = _from_rice_streams(ends, body[unary_bytes:], parameter)
     ones = flags.sum() if flags.is_cuda else torch.tensor(count)  # on a GPU `positions` returns `count` in any case
     gaps, *last = torch.stack([ones, *found[-1:]]).tolist()
     if gaps != count or not all(0 <= each < elements for each in last):
@@ -147,8 +148,8 @@ def _rice(body: Tensor, parameter: int, count: int, elements: int) -> Tensor:
     return found
 
 
-def _from_rice_parts(ends: Tensor, packed_low: Tensor, parameter: int) -> Tensor:
-    """Inverts `_rice_parts`, from packed low bits: returns [K] int64. ends: [K], may be overwritten."""
+def _from_rice_streams(ends: Tensor, packed_low: Tensor, parameter: int) -> Tensor:
+    """Inverts `_rice_streams`, from packed low bits: returns [K] int64. ends: [K], may be overwritten."""
     count = ends.numel()
     if parameter == 0 or not count:
         return ends

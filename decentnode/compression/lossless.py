@@ -22,7 +22,7 @@ from decentnode.errors import EnvironmentFault, PeerFault
 from decentnode.payload import TensorSpec
 from decentnode.tensors import as_bytes, moved
 
-RAW, SQUEEZED = 0, 1
+RAW, COMPRESSED = 0, 1
 PIECE = 1 << 16
 """Numbers whose bytes are shuffled at a time."""
 
@@ -62,12 +62,12 @@ class Lossless(Codec):
         return other
 
     @abc.abstractmethod
-    def squeeze(self, raw: bytes | memoryview) -> bytes:
+    def compress(self, raw: bytes | memoryview) -> bytes:
         """Compresses bytes."""
 
     @abc.abstractmethod
-    def release(self, squeezed: memoryview, size: int) -> bytes:
-        """Decompresses bytes: the inverse of `squeeze`. Returns at most `size` + 1 bytes, whatever the input says.
+    def decompress(self, compressed: memoryview, size: int) -> bytes:
+        """Decompresses bytes: the inverse of `compress`. Returns at most `size` + 1 bytes, whatever the input says.
         Raises any exception."""
 
     def _inner_schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -83,13 +83,13 @@ class Lossless(Codec):
 
     def encode(self, values: Tensor, draws: torch.Generator | None = None) -> dict[str, Tensor]:
         inner = self.inner.encode(values, draws) if self.inner else {"q": values}
-        return {name: self._squeezed(tensor) for name, tensor in inner.items()}
+        return {name: self._compress_tensor(tensor) for name, tensor in inner.items()}
 
-    def _squeezed(self, tensor: Tensor) -> Tensor:
+    def _compress_tensor(self, tensor: Tensor) -> Tensor:
         device, width = tensor.device, tensor.element_size()
         flat = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-        squeezed = np.frombuffer(self.squeeze(_apart(flat, width).data), np.uint8)
-        kind, body = (RAW, flat) if len(squeezed) >= len(flat) else (SQUEEZED, squeezed)
+        compressed = np.frombuffer(self.compress(_shuffle_bytes(flat, width).data), np.uint8)
+        kind, body = (RAW, flat) if len(compressed) >= len(flat) else (COMPRESSED, compressed)
         stream = np.empty(1 + len(body), np.uint8)
         stream[0], stream[1:] = kind, body
         return moved(torch.from_numpy(stream), device)
@@ -97,26 +97,26 @@ class Lossless(Codec):
     def decode(self, coded: Mapping[str, Tensor], count: int, dtype: torch.dtype) -> Tensor:
         self.check(coded, count, dtype)
         inner = {
-            name: self._released(coded[name], spec) for name, spec in self._inner_schema(count, dtype).items()
+            name: self._decompress_tensor(coded[name], spec) for name, spec in self._inner_schema(count, dtype).items()
         }
         return self.inner.decode(inner, count, dtype) if self.inner else inner["q"]
 
-    def _released(self, stream: Tensor, spec: TensorSpec) -> Tensor:
+    def _decompress_tensor(self, stream: Tensor, spec: TensorSpec) -> Tensor:
         device, width = stream.device, spec.dtype.itemsize
         size = spec.max_elements * width
         raw = stream.cpu()
         kind = int(raw[0]) if raw.numel() else -1
         if kind == RAW and (raw.numel() - 1 == size or not spec.exact):
             return moved(raw[1:].clone().view(spec.dtype), device)
-        if kind != SQUEEZED:
+        if kind != COMPRESSED:
             raise PeerFault("malformed_payload", f"a stream of {raw.numel()} bytes for {size}")
         try:
-            found = self.release(as_bytes(raw[1:].contiguous()), size)
+            found = self.decompress(as_bytes(raw[1:].contiguous()), size)
         except Exception as error:
             raise PeerFault("malformed_payload", f"squeezed bytes: {error}") from error
         if len(found) != size if spec.exact else (len(found) > size or len(found) % width):
             raise PeerFault("malformed_payload", f"squeezed bytes gave {len(found)} instead of {size}")
-        return moved(torch.from_numpy(_together(np.frombuffer(found, np.uint8), width)).view(spec.dtype), device)
+        return moved(torch.from_numpy(_unshuffle_bytes(np.frombuffer(found, np.uint8), width)).view(spec.dtype), device)
 
 
 def _streams_of(schema: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
@@ -125,7 +125,7 @@ def _streams_of(schema: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
             for name, spec in schema.items()}  # fmt: skip
 
 
-def _apart(flat: np.ndarray, width: int) -> np.ndarray:
+def _shuffle_bytes(flat: np.ndarray, width: int) -> np.ndarray:
     """Shuffles the bytes of numbers of `width` bytes, flat [N width]: all first bytes, then all second ones, and so on.
 
     A loop over the bytes of a number, in pieces that stay in the cache, is seven times faster than a transposed copy.
@@ -133,16 +133,16 @@ def _apart(flat: np.ndarray, width: int) -> np.ndarray:
     if width == 1:
         return flat
     rows = flat.reshape(-1, width)
-    apart = np.empty((width, len(rows)), np.uint8)
+    shuffled = np.empty((width, len(rows)), np.uint8)
     for start in range(0, len(rows), PIECE):
         for byte in range(width):
-            apart[byte, start : start + PIECE] = rows[start : start + PIECE, byte]
-    return apart.reshape(-1)
+            shuffled[byte, start : start + PIECE] = rows[start : start + PIECE, byte]
+    return shuffled.reshape(-1)
 
 
-def _together(apart: np.ndarray, width: int) -> np.ndarray:
-    """Inverts `_apart`; always returns a copy."""
-    rows = apart.reshape(width, -1)
+def _unshuffle_bytes(shuffled: np.ndarray, width: int) -> np.ndarray:
+    """Inverts `_shuffle_bytes`; always returns a copy."""
+    rows = shuffled.reshape(width, -1)
     flat = np.empty((rows.shape[1], width), np.uint8)
     for start in range(0, len(flat), PIECE):
         for byte in range(width):
@@ -153,14 +153,14 @@ def _together(apart: np.ndarray, width: int) -> np.ndarray:
 class Zlib(Lossless):
     """Deflate, from Python's standard library."""
 
-    def squeeze(self, raw: bytes | memoryview) -> bytes:
+    def compress(self, raw: bytes | memoryview) -> bytes:
         return zlib.compress(raw, self.level)
 
-    def release(self, squeezed: memoryview, size: int) -> bytes:
-        return zlib.decompressobj().decompress(squeezed, size + 1)
+    def decompress(self, compressed: memoryview, size: int) -> bytes:
+        return zlib.decompressobj().decompress(compressed, size + 1)
 
 
-def _library(name: str) -> Any:
+def _load_library(name: str) -> Any:
     try:
         return __import__(name, fromlist=["*"])
     except ImportError as error:
@@ -175,14 +175,14 @@ class Zstd(Lossless):
 
     def __init__(self, config: LosslessConfig) -> None:
         super().__init__(config)
-        self._library = _library("zstandard")
+        self._library = _load_library("zstandard")
 
-    def squeeze(self, raw: bytes | memoryview) -> bytes:
-        squeezed: bytes = self._library.ZstdCompressor(level=self.level).compress(raw)
-        return squeezed
+    def compress(self, raw: bytes | memoryview) -> bytes:
+        compressed: bytes = self._library.ZstdCompressor(level=self.level).compress(raw)
+        return compressed
 
-    def release(self, squeezed: memoryview, size: int) -> bytes:
-        with self._library.ZstdDecompressor().stream_reader(squeezed) as reader:
+    def decompress(self, compressed: memoryview, size: int) -> bytes:
+        with self._library.ZstdDecompressor().stream_reader(compressed) as reader:
             found: bytes = reader.read(size + 1)
         return found
 
@@ -192,12 +192,12 @@ class Lz4(Lossless):
 
     def __init__(self, config: LosslessConfig) -> None:
         super().__init__(config)
-        self._library = _library("lz4.frame")
+        self._library = _load_library("lz4.frame")
 
-    def squeeze(self, raw: bytes | memoryview) -> bytes:
-        squeezed: bytes = self._library.compress(raw, compression_level=0 if self.level == 1 else self.level)
-        return squeezed
+    def compress(self, raw: bytes | memoryview) -> bytes:
+        compressed: bytes = self._library.compress(raw, compression_level=0 if self.level == 1 else self.level)
+        return compressed
 
-    def release(self, squeezed: memoryview, size: int) -> bytes:
-        found: bytes = self._library.LZ4FrameDecompressor().decompress(squeezed, max_length=size + 1)
+    def decompress(self, compressed: memoryview, size: int) -> bytes:
+        found: bytes = self._library.LZ4FrameDecompressor().decompress(compressed, max_length=size + 1)
         return found

@@ -34,9 +34,9 @@ def largest(scores: Tensor, count: int) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=scores.device)
     if scores.device.type != "cpu":
         return _largest_on_device(scores, count)
-    bounds = _bounds(scores, count)
-    kept = None if bounds is None else _within(scores, count, *bounds)
-    return _largest_of(scores, count) if kept is None else kept
+    bounds = _threshold_bounds(scores, count)
+    kept = None if bounds is None else _largest_with_threshold_in(scores, count, *bounds)
+    return _largest_by_partition(scores, count) if kept is None else kept
 
 
 def _largest_on_device(scores: Tensor, count: int) -> Tensor:
@@ -49,7 +49,7 @@ def _largest_on_device(scores: Tensor, count: int) -> Tensor:
     return bits.positions(above | (equal & (nth <= count - above.sum())), count)
 
 
-def _within(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
+def _largest_with_threshold_in(scores: Tensor, count: int, low: float, high: float) -> Tensor | None:
     """Returns the result of `largest` if the threshold is at least `low` and below `high`, else None."""
     at, below, near = _candidates(scores, low, high, count + count // 8)
     missing = count - at.numel() + near.numel()
@@ -85,7 +85,7 @@ def _candidates(scores: Tensor, low: float, high: float, expected: int) -> tuple
     return found[:end], torch.cat(all_below), torch.cat(all_near)
 
 
-def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
+def _first_of_equal(kept: Tensor, values: Tensor, bound: float, count: int) -> Tensor:
     """Returns `count` of the positions `kept` [count or more]: those with values above `bound`, and the first that
     equal it."""
     if kept.numel() == count or bound == float("inf"):
@@ -95,12 +95,12 @@ def _without_last(kept: Tensor, values: Tensor, bound: float, count: int) -> Ten
     return kept[bits.positions(keep)]
 
 
-def _largest_of(values: Tensor, count: int) -> Tensor:
+def _largest_by_partition(values: Tensor, count: int) -> Tensor:
     """Returns the positions of the `count` largest values, ascending; of equal values, the first. Uses a partition."""
     values = values.nan_to_num(float("inf"), float("inf"))
     bound = float(_kth_largest(values, count))
     kept = bits.positions(values >= bound)
-    return _without_last(kept, values[kept], bound, count)
+    return _first_of_equal(kept, values[kept], bound, count)
 
 
 def _kth_largest(values: Tensor, k: int) -> Tensor:
@@ -110,7 +110,7 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
     return values.kthvalue(at + 1).values
 
 
-def _bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
+def _threshold_bounds(scores: Tensor, count: int) -> tuple[float, float] | None:
     """Returns bounds that about `count` scores, plus and minus a margin, reach; None if the sample is too small."""
     elements = scores.numel()
     step = elements // SAMPLE

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 KERNEL_ARRIVALS = 8
 """Received tensors per launch of the kernel. Each further launch reads and writes the result once more."""
-_KERNEL_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+_KERNEL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 def passes(arrivals: int, fused: bool) -> int:
@@ -43,21 +43,21 @@ def mix_into(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple
     for each in (out, *[tensor for tensor, _ in received]):
         if each.shape != model.shape:
             raise ValueError(f"tensors that are mixed must be {list(model.shape)}, got {list(each.shape)}")
-    kernel = _kernel_for(out, model, received)
+    kernel = _kernel_for_tensors(out, model, received)
     if kernel is not None:
-        return _by_kernel(kernel, out, model, weight, received)
+        return _mix_by_kernel(kernel, out, model, weight, received)
     if model.device.type == "cpu":
-        if cpu.suits(out, model, received):
+        if cpu.is_supported(out, model, received):
             cpu.weighted_sum(out, model, weight, received)
             return out
         for a, b in blocks(0, model.numel(), model.device):
-            _chain(out[a:b], model[a:b], weight, [(r[a:b], w) for r, w in received])
+            _mix_chained(out[a:b], model[a:b], weight, [(r[a:b], w) for r, w in received])
         return out
-    _chain(out, model, weight, received)
+    _mix_chained(out, model, weight, received)
     return out
 
 
-def _chain(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
+def _mix_chained(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]) -> None:
     torch.mul(model, weight, out=out)
     scratch = None
     for tensor, w in received:
@@ -74,21 +74,21 @@ def _chain(out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[T
 def fuses(model: Tensor, received: Sequence[tuple[Tensor, float]]) -> bool:
     """Returns whether `mix_into` needs the minimum of `passes` for these tensors, with the model's own memory as
     `out`."""
-    return model.device.type == "cpu" or _kernel_for(model, model, received) is not None
+    return model.device.type == "cpu" or _kernel_for_tensors(model, model, received) is not None
 
 
-def _kernel_for(
+def _kernel_for_tensors(
     out: Tensor, model: Tensor, received: Sequence[tuple[Tensor, float]]
 ) -> Callable[..., Any] | None:
     """Returns the launcher of the kernel if it accepts these tensors, else None."""
     tensors = [out, model, *(tensor for tensor, _ in received)]
-    suits = model.device.type == "cuda" and model.numel() > 0
-    suits = suits and all(t.dtype in _KERNEL_TYPES and t.is_contiguous() for t in tensors)
-    return _kernel(model.device) if suits else None
+    is_supported = model.device.type == "cuda" and model.numel() > 0
+    is_supported = is_supported and all(t.dtype in _KERNEL_DTYPES and t.is_contiguous() for t in tensors)
+    return _load_kernel(model.device) if is_supported else None
 
 
 @functools.cache
-def _kernel(device: torch.device) -> Callable[..., Any] | None:
+def _load_kernel(device: torch.device) -> Callable[..., Any] | None:
     """Returns the launcher of the Triton kernel; None, with one warning, if Triton is missing or cannot launch on this
     device."""
     try:
@@ -103,7 +103,7 @@ def _kernel(device: torch.device) -> Callable[..., Any] | None:
     return found
 
 
-def _by_kernel(
+def _mix_by_kernel(
     kernel: Callable[..., Any], out: Tensor, model: Tensor, weight: float, received: Sequence[tuple[Tensor, float]]
 ) -> Tensor:
     kernel(out, model, weight, received[:KERNEL_ARRIVALS])

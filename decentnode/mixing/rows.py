@@ -18,7 +18,7 @@ CACHE_BYTES = 512 << 10
 """Bytes of x that are mixed before the next columns: half of the second-level cache of a current core."""
 DENSE_NODES = 2048
 """Up to this many nodes, a dense product is used if the loop in C is not available."""
-_PER_THREAD = 1 << 17
+_ELEMENTS_PER_THREAD = 1 << 17
 
 
 class RowWeights:
@@ -27,7 +27,7 @@ class RowWeights:
     def __init__(self, rows: Sequence[Mapping[int, float]]) -> None:
         """rows: for each node, the weights of its sources and its own."""
         others = [[(j, w) for j, w in sorted(row.items()) if j != i] for i, row in enumerate(rows)]
-        self._take(
+        self._set_entries(
             np.array([row.get(i, 0.0) for i, row in enumerate(rows)]), np.cumsum([0, *map(len, others)]),
             np.array([j for each in others for j, _ in each], np.int64),
             np.array([w for each in others for _, w in each], np.float64),
@@ -42,13 +42,13 @@ class RowWeights:
         itself = rows == sources
         own, counts = np.zeros(len(starts)), np.bincount(rows[~itself], minlength=len(starts))
         own[rows[itself]] = weights[itself]
-        made._take(own, np.concatenate([[0], np.cumsum(counts)]), sources[~itself], weights[~itself])
+        made._set_entries(own, np.concatenate([[0], np.cumsum(counts)]), sources[~itself], weights[~itself])
         return made
 
-    def _take(self, own: np.ndarray, starts: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> None:
+    def _set_entries(self, own: np.ndarray, starts: np.ndarray, sources: np.ndarray, weights: np.ndarray) -> None:
         """own: [N]. starts: [N + 1]. sources, weights: [entries], without the node itself."""
         self.num_nodes = len(own)
-        self._exact = own, weights
+        self._exact_weights = own, weights
         self._own, self._weights = own.astype(np.float32), weights.astype(np.float32)
         self._starts, self._sources = starts.astype(np.uintp), sources.astype(np.uintp)
         arrays = (self._own, self._starts, self._sources, self._weights)
@@ -63,33 +63,33 @@ class RowWeights:
         """
         if x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous() and cpu.library() is not None:
             out = torch.empty_like(x)
-            self._loop(out, x)
+            self._mix_in_c(out, x)
             return out
-        return self._matrix(x) @ x
+        return self._matrix_for(x) @ x
 
-    def _loop(self, out: Tensor, x: Tensor) -> None:
+    def _mix_in_c(self, out: Tensor, x: Tensor) -> None:
         library, (rows, width) = cpu.library(), x.shape
         assert library is not None
         tile = max(64, CACHE_BYTES // (4 * max(1, rows)) // 16 * 16)
-        to, of = out.data_ptr(), x.data_ptr()
+        out_address, x_address = out.data_ptr(), x.data_ptr()
 
-        def call(start: int, stop: int) -> None:
-            library.weighted_rows(rows, width, start, stop, tile, to, of, *self._pointers)
+        def mix_columns(start: int, stop: int) -> None:
+            library.weighted_rows(rows, width, start, stop, tile, out_address, x_address, *self._pointers)
 
-        threads = min(native.threads(), rows * width // _PER_THREAD, width // 64)
+        threads = min(native.threads(), rows * width // _ELEMENTS_PER_THREAD, width // 64)
         if threads < 2:
-            call(0, width)
+            mix_columns(0, width)
         else:
             shares = native.shares(width, threads)
-            native.spread(call, shares, len(shares))
+            native.spread(mix_columns, shares, len(shares))
 
-    def _matrix(self, x: Tensor) -> Tensor:
+    def _matrix_for(self, x: Tensor) -> Tensor:
         key = x.device, x.dtype
         if key not in self._matrices:
             nodes, starts = np.arange(self.num_nodes), self._starts.astype(np.int64)
             rows = np.concatenate([nodes, np.repeat(nodes, starts[1:] - starts[:-1])])
             at = torch.from_numpy(np.stack([rows, np.concatenate([nodes, self._sources.astype(np.int64)])]))
-            values = torch.from_numpy(np.concatenate(self._exact)).to(x.dtype)
+            values = torch.from_numpy(np.concatenate(self._exact_weights)).to(x.dtype)
             shape = (self.num_nodes, self.num_nodes)
             if self.num_nodes <= DENSE_NODES:
                 found = torch.zeros(shape, dtype=x.dtype).index_put_((at[0], at[1]), values)

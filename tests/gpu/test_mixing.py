@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decentnode.mixing import mix_into
-from decentnode.mixing.mix import _chain, _kernel
+from decentnode.mixing.mix import _load_kernel, _mix_chained
 from tests.gpu.pretended import needs_a_real_gpu
 from tests.test_mixing import case, chained, kernel_that_cannot_launch
 
@@ -30,10 +30,10 @@ def test_the_result_is_the_cpus(elements: int, arrivals: int, dtype: torch.dtype
 def test_a_large_model_is_mixed_by_the_kernel(arrivals: int) -> None:
     """64 M elements, where eval/benchmarks/gpu.py measures: more blocks than the small sizes have."""
     x = torch.randn(64_000_000, device="cuda")
-    assert _kernel(x.device) is not None, "Triton is missing, or launches no kernel: its warning says why"
+    assert _load_kernel(x.device) is not None, "Triton is missing, or launches no kernel: its warning says why"
     received = [(torch.randn_like(x), 1 / (arrivals + 1)) for _ in range(arrivals)]
     expected = x.clone()
-    _chain(expected, x, 1 / (arrivals + 1), received)
+    _mix_chained(expected, x, 1 / (arrivals + 1), received)
     assert torch.allclose(mix_into(x, x, 1 / (arrivals + 1), received), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -45,4 +45,4 @@ def test_a_machine_where_triton_launches_nothing_mixes_all_the_same(
     out = mix_into(torch.empty(5000, device="cuda"), model.cuda(), 0.3, [(tensor.cuda(), w) for tensor, w in received])
     assert torch.allclose(out.cpu(), chained(model, 0.3, received), rtol=1e-6, atol=1e-5)
     assert caplog.text.count("Triton launches no kernel there") == 1
-    _kernel.cache_clear()
+    _load_kernel.cache_clear()
