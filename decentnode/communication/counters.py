@@ -98,9 +98,9 @@ class Counters:
     def refused_handshakes(self) -> str:
         """Returns a clause about failed handshakes, to end a sentence about missing nodes; "" if there were none."""
         strangers, broken = self.faults.get("stranger", 0), self.faults.get("handshake_failed", 0)
-        told = [f"{strangers} with a key that is not in public.keys"] if strangers else []
-        told += [f"{broken} that were not completed (no keys, or different ones)"] if broken else []
-        return f"; refused here: {strangers + broken} handshakes, {' and '.join(told)}" if told else ""
+        clauses = [f"{strangers} with a key that is not in public.keys"] if strangers else []
+        clauses += [f"{broken} that were not completed (no keys, or different ones)"] if broken else []
+        return f"; refused here: {strangers + broken} handshakes, {' and '.join(clauses)}" if clauses else ""
 
     @property
     def relayed_bytes(self) -> int:

@@ -18,7 +18,7 @@ class OrderWait:
     def __init__(self, facts: RunFacts, round: int, until: float) -> None:
         """until: when the node continues if no node has said before which round the order is due."""
         self._facts, self._round, self._until = facts, round, until
-        self._looks_at = 0.0
+        self._check_at = 0.0
         self.deadline = 0.0
 
     def postpone(self, seconds: float) -> None:
@@ -29,13 +29,13 @@ class OrderWait:
         """See `run_state.Wait.step`. Raises Regrouping once the generation has ended, and the run's failure."""
         facts = self._facts
         facts.raise_if_over()
-        self._looks_at = self._looks_at or now + LONGEST_SLEEP_SECONDS
+        self._check_at = self._check_at or now + LONGEST_SLEEP_SECONDS
         what = facts.orders.next(self._round)
-        if facts.stopping or what in ("begin", "evaluate") or now >= self._looks_at:
+        if facts.stopping or what in ("begin", "evaluate") or now >= self._check_at:
             return True
         if what == "agree" and now >= self._until:
             logger.warning("no node said before which round an order is due: this node continues")
             facts.orders.give_up()
             return True
-        self.deadline = min(self._looks_at, self._until) if what == "agree" else self._looks_at
+        self.deadline = min(self._check_at, self._until) if what == "agree" else self._check_at
         return False

@@ -53,14 +53,14 @@ class Routing:
             return "zeromq"
         if a in self.together and b in self.together:
             return "same_process"
-        near = self.memory and self.machine_of[a] == self.machine_of[b]
-        if near and a in self.gpu and self.gpu[a] == self.gpu.get(b):
+        same_machine = self.memory and self.machine_of[a] == self.machine_of[b]
+        if same_machine and a in self.gpu and self.gpu[a] == self.gpu.get(b):
             return "cuda_ipc"
-        if near and not {a, b} & self.gpu.keys():
+        if same_machine and not {a, b} & self.gpu.keys():
             return "shared_memory"
         if b in self.clique_of(a):
             return "collective"
-        return "shared_memory" if near else "zeromq"
+        return "shared_memory" if same_machine else "zeromq"
 
     def clique_of(self, uid: int) -> tuple[int, ...]:
         """Returns the clique that contains this node, with the node itself; empty if there is none."""
@@ -90,8 +90,8 @@ class Routing:
             if not self.memory or len(set(machines)) == len(machines):
                 return False
         # ignores `together`: other nodes do not know it, and all nodes have to open the same paths
-        apart = dataclasses.replace(self, together=frozenset())
-        return any(apart.path(a, b) == path for a, b in combinations(sorted(self.machine_of), 2))
+        ignoring_processes = dataclasses.replace(self, together=frozenset())
+        return any(ignoring_processes.path(a, b) == path for a, b in combinations(sorted(self.machine_of), 2))
 
     def joined(self, clique: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the members of a clique that need its communicator: those with an edge by `collective`."""

@@ -18,7 +18,7 @@ from decentnode.wire.orders import NodeOrders
 
 STOPPING_TIMEOUT_SECONDS = 10.0
 """Longest wait for a silent neighbor once a stop has been announced."""
-HOLD_UP_SECONDS = 0.1
+MAX_SEND_DELAY_SECONDS = 0.1
 """Longest total time per round to wait for neighbors to finish reading earlier payloads. After it, the payloads for the
 others are copied, or leave by another path. Neighbors usually finish within a millisecond, and a tenth of a second is
 little compared with any time-out after which the others would give up on this node."""
@@ -122,14 +122,14 @@ class GuardedWait:
 
     def __init__(self, state: RunState, process: SharedProcess, wait: PostponableWait) -> None:
         self._state, self._process, self._wait = state, process, wait
-        self._looked, self._idle = clock.now(), process.idle_seconds
+        self._last_step, self._last_idle_seconds = clock.now(), process.idle_seconds
         self.deadline = -math.inf
 
     def step(self, now: float) -> bool:
         """See `Wait.step`."""
         idle = self._process.idle_seconds
-        busy = now - self._looked - (idle - self._idle)
-        self._looked, self._idle = now, idle
+        busy = now - self._last_step - (idle - self._last_idle_seconds)
+        self._last_step, self._last_idle_seconds = now, idle
         with self._state.lock:
             if busy > 0:
                 self._wait.postpone(busy)
@@ -140,7 +140,7 @@ class GuardedWait:
             return over
 
 
-class _Waiting(contextlib.AbstractContextManager[None]):
+class _EndOfWait(contextlib.AbstractContextManager[None]):
     """The context manager of `RunState.waits_for`, which ends the wait. One object serves all waits, as a round has
     several and creating a generator for each would cost more than they do."""
 
@@ -176,7 +176,7 @@ class RunFacts:
     """By uid of a departed node: the number of rounds that it took part in."""
     silent: set[int] = field(default_factory=set)
     """Neighbors that exceeded a wait and have sent nothing since. Nobody waits to send to them."""
-    given_up: set[int] = field(default_factory=set)
+    timed_out: set[int] = field(default_factory=set)
     """Neighbors that exceeded a wait of the current round. Only the training thread uses this."""
     broken: dict[int, Breakage] = field(default_factory=dict)
     """Sources from which nothing more arrives in this generation because their connection broke. They are waited for no
@@ -187,7 +187,7 @@ class RunFacts:
     """Why the membership generation ended, so that no wait for it continues. Empty while the generation is in force."""
     waiting: tuple[tuple[int, ...], float] | None = None
     """The nodes that the training thread waits for, and since when (monotonic); other threads read this."""
-    unheard: tuple[tuple[int, ...], float] | None = None
+    long_silent: tuple[tuple[int, ...], float] | None = None
     """The nodes that have long been silent although this node does not wait for them, and since when that is known."""
     watches: bool = False
     """Whether the beginning of a wait has to be reported: in a run with membership generations."""
@@ -197,8 +197,8 @@ class RunFacts:
     waited_seconds: float = 0.0
     """Seconds that the current round has waited for neighbors since the last arrival that it waited for. All waits of a
     round share one time-out, so that a neighbor that is gone costs no more than that in total."""
-    held_up_seconds: float = 0.0
-    """How much of HOLD_UP_SECONDS the current round has used."""
+    send_delay_seconds: float = 0.0
+    """How much of MAX_SEND_DELAY_SECONDS the current round has used."""
     goes_on: bool = False
     """`Communication.goes_on`."""
     quorum: Quorum | None = None
@@ -237,64 +237,65 @@ class RunFacts:
     @property
     def asked_after(self) -> tuple[tuple[int, ...], float] | None:
         """The nodes to ping, and since when they are silent or waited for; None for none. Any thread."""
-        waiting, unheard = self.waiting, self.unheard
-        if waiting is None or unheard is None:
-            return waiting or unheard
-        return waiting[0] + unheard[0], min(waiting[1], unheard[1])
+        waiting, long_silent = self.waiting, self.long_silent
+        if waiting is None or long_silent is None:
+            return waiting or long_silent
+        return waiting[0] + long_silent[0], min(waiting[1], long_silent[1])
 
     def ask_after(self, heard: Mapping[int, float], silence_seconds: float) -> None:
         """Implements `Communication.ask_after`. Training thread, with the lock held."""
         now = clock.now()
         uids = tuple(uid for uid, at in heard.items() if now - at > silence_seconds and uid not in self.departed)
-        self.unheard = (uids, now if self.unheard is None else self.unheard[1]) if uids else None
-        if self.unheard is not None and self.watches:
-            self.waiting_began(self.unheard[1])
+        self.long_silent = (uids, now if self.long_silent is None else self.long_silent[1]) if uids else None
+        if self.long_silent is not None and self.watches:
+            self.waiting_began(self.long_silent[1])
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager; until it ends, any wait of the training thread counts as a wait for these
         nodes."""
         self.wait_for(tuple(uids), clock.now())
-        return _Waiting(self)
+        return _EndOfWait(self)
 
     def patience(self, timeout_seconds: float) -> float:
         """Returns how long a wait that begins now may last: what the earlier waits of the round have left of the
         time-out."""
         return max(0.0, timeout_seconds - self.waited_seconds)
 
-    def hold_up(self, timeout_seconds: float) -> float:
+    def remaining_send_delay(self, timeout_seconds: float) -> float:
         """Returns how long a wait may last that begins now and delays the payloads to other neighbors: what the earlier
-        waits of the round have left of HOLD_UP_SECONDS, or of a tenth of the time-out if that is less. Returns 0 if the
-        thread steps several nodes, because the nodes waited for may be among them."""
-        return 0.0 if self.stepped else self._hold_up(timeout_seconds)
+        waits of the round have left of MAX_SEND_DELAY_SECONDS, or of a tenth of the time-out if that is less. Returns 0
+        if the thread steps several nodes, because the nodes waited for may be among them."""
+        return 0.0 if self.stepped else self._remaining_send_delay(timeout_seconds)
 
-    def _hold_up(self, timeout_seconds: float) -> float:
+    def _remaining_send_delay(self, timeout_seconds: float) -> float:
         if self.hurried:
             return 0.0
-        longest = HOLD_UP_SECONDS if timeout_seconds > 10 * HOLD_UP_SECONDS else timeout_seconds / 10
-        return longest - self.held_up_seconds if longest > self.held_up_seconds else 0.0
+        longest = MAX_SEND_DELAY_SECONDS if timeout_seconds > 10 * MAX_SEND_DELAY_SECONDS else timeout_seconds / 10
+        return longest - self.send_delay_seconds if longest > self.send_delay_seconds else 0.0
 
     def room_patience(self, timeout_seconds: float) -> float:
         """Returns how long to wait for room in a neighbor's queue. Without `goes_on` the round cannot continue before
         the neighbor does, so the neighbor may take the whole time-out."""
-        return self._hold_up(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
+        return self._remaining_send_delay(timeout_seconds) if self.goes_on else self.patience(timeout_seconds)
 
     def give_up(self, uid: int) -> None:
         """Records that this neighbor did not take a payload within `room_patience`."""
         self.silent.add(uid)
         if not self.goes_on:  # it had the whole time-out of the round
-            self.given_up.add(uid)
+            self.timed_out.add(uid)
 
     def held_up(self, seconds: float, uids: Collection[int], counters: Counters) -> None:
-        """Records the end of a wait for `uids` that `hold_up` or `room_patience` limited. Training thread."""
-        self.held_up_seconds += seconds
+        """Records the end of a wait for `uids` that `remaining_send_delay` or `room_patience` limited. Training
+        thread."""
+        self.send_delay_seconds += seconds
         for uid in uids:
             counters.edge(uid).wait_seconds += seconds
 
     def next_round(self) -> None:
         """Resets the waiting times that are counted per round."""
-        self.waited_seconds = self.held_up_seconds = 0.0
-        if self.given_up:
-            self.given_up.clear()
+        self.waited_seconds = self.send_delay_seconds = 0.0
+        if self.timed_out:
+            self.timed_out.clear()
 
     def why_broken(self, uids: Collection[int]) -> str:
         """Returns why the connections to these nodes broke, for those that did; "" if none did."""
@@ -326,7 +327,7 @@ class RunState(RunFacts):
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-        self._until = _Waiting(self)
+        self._until = _EndOfWait(self)
 
     @property
     def stepped(self) -> bool:

@@ -49,57 +49,57 @@ class SameProcessPath(Path):
         return peers
 
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
-        left: list[int] = []
+        not_taken: list[int] = []
         for payload, uids in grouped(outgoing):
-            left += self._hand_over(key, payload, uids)
-        return Sent(left=left) if left else NOTHING_LEFT
+            not_taken += self._hand_over(key, payload, uids)
+        return Sent(left=not_taken) if not_taken else NOTHING_LEFT
 
     def _hand_over(self, key: ExchangeKey, payload: Payload, uids: list[int]) -> list[int]:
         """Hands the payload to neighbors of this process. Returns those of `uids` to which it could not be given."""
         receivers = {} if self._process is None else self._process.receivers
-        left: list[int] = []
+        not_taken: list[int] = []
         leases: list[object] | None = None
         own: dict[str, Tensor] = {}
         copied: dict[str, Tensor] | None = None
         for uid in uids:
-            receiver, held = receivers.get(uid), self._held.get(uid, 0)
-            if receiver is None or receiver.generation != self.generation or held >= self._max_held:
+            receiver, num_held = receivers.get(uid), self._held.get(uid, 0)
+            if receiver is None or receiver.generation != self.generation or num_held >= self._max_held:
                 if receiver is None and uid in self._lent:
                     self._lent[uid].clear()  # a neighbor that is gone reads nothing any more
-                left.append(uid)
+                not_taken.append(uid)
                 continue
             if leases is None:
                 leases = [self.context.lease_of(tensor) for tensor in payload.tensors.values()]
                 own = {name: tensor.detach() for name, tensor in payload.tensors.items()}
-            lent = not held and None not in leases
+            lent = not num_held and None not in leases
             if not lent and copied is None:
                 copied = {name: tensor.clone() for name, tensor in own.items()}
             tensors = own if lent or copied is None else copied
-            self._held[uid] = held + 1
+            self._held[uid] = num_held + 1
             self.context.counters.edge(uid).frames_sent += 1
-            let_go = self._released(uid, leases if lent else ())
-            receiver.take(key, self.context.uid, tensors, dict(payload.scalars), let_go)
-        return left
+            release = self._release_callback(uid, leases if lent else ())
+            receiver.take(key, self.context.uid, tensors, dict(payload.scalars), release)
+        return not_taken
 
-    def _released(self, uid: int, leases: Iterable[object]) -> Callable[[], None]:
+    def _release_callback(self, uid: int, leases: Iterable[object]) -> Callable[[], None]:
         """Returns what the neighbor calls once it has read a payload. leases: dropped then."""
-        kept, held = list(leases), [uid]
-        if kept:
-            self._lent[uid] = kept
+        kept_leases, unreleased = list(leases), [uid]
+        if kept_leases:
+            self._lent[uid] = kept_leases
 
-        def let_go() -> None:
-            kept.clear()
-            if held:
-                self._held[held.pop()] -= 1
+        def release() -> None:
+            kept_leases.clear()
+            if unreleased:
+                self._held[unreleased.pop()] -= 1
 
-        return let_go
+        return release
 
     def take(
         self, key: ExchangeKey, source: int, tensors: Mapping[str, Tensor], scalars: Scalars,
-        let_go: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
         """See `LocalReceiver.take`. Raises PeerFault for a payload that no node with the same schemas sends."""
-        self.context.deliver(key, source, tensors, scalars, let_go)
+        self.context.deliver(key, source, tensors, scalars, release)
 
     def close(self, broken: bool) -> None:  # noqa: ARG002
         process = self._process

@@ -27,10 +27,10 @@ class LocalReceiver(Protocol):
 
     def take(
         self, key: tuple[int, int], source: int, tensors: Mapping[str, Tensor], scalars: Scalars,
-        let_go: Callable[[], None],
+        release: Callable[[], None],
     ) -> None:
-        """Takes a payload of (round, phase), in memory that nobody writes until it calls `let_go`, once it has read the
-        payload."""
+        """Takes a payload of (round, phase), in memory that nobody writes until it calls `release`, once it has read
+        the payload."""
 
 
 class SocketsThread(Protocol):
@@ -58,39 +58,39 @@ class SharedProcess:
         self.sockets.set(zmq.MAX_SOCKETS, self.sockets.get(zmq.SOCKET_LIMIT))
         self.io: SocketsThread | None = None
         """The thread that serves the sockets; created with the first node's sockets."""
-        self._stepping = 0
+        self._stepping_thread = 0
         """Id of the stepping thread."""
-        self._woken = False
+        self._is_woken = False
         """Whether the stepping thread itself called `wake`, which takes no system call."""
         self._waker = Waker()
         self._poller = Poller()
         self._poller.register(self._waker.descriptor)
-        self._watched: dict[int, Callable[[], None]] = {self._waker.descriptor: self._waker.clear}
+        self._callbacks: dict[int, Callable[[], None]] = {self._waker.descriptor: self._waker.clear}
 
     def wake(self) -> None:
         """Any thread: something that a node waits for may have arrived. Does not block."""
-        if threading.get_ident() == self._stepping:
-            self._woken = True
+        if threading.get_ident() == self._stepping_thread:
+            self._is_woken = True
         else:
             self._waker.wake()
 
     def watch(self, descriptor: int, take_in: Callable[[], None]) -> None:
         """Any thread: from now on the stepping thread calls `take_in` when the descriptor is readable."""
-        self._watched[descriptor] = take_in
+        self._callbacks[descriptor] = take_in
         self._poller.register(descriptor)
         self.wake()  # a poll in progress does not include the new descriptor
 
     def forget(self, descriptor: int) -> None:
         """Any thread: undoes `watch`. Call it before the descriptor is closed. Idempotent."""
-        if self._watched.pop(descriptor, None) is not None:
+        if self._callbacks.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
     def sleep(self, seconds: float) -> None:
         """Blocks for at most `seconds`, until woken. Processes what neighbors in other processes have announced."""
         started = clock.now()
-        self._stepping = threading.get_ident()
-        self._take_in(0.0 if self._woken else min(seconds, LONGEST_SLEEP_SECONDS))
-        self._woken = False
+        self._stepping_thread = threading.get_ident()
+        self._take_in(0.0 if self._is_woken else min(seconds, LONGEST_SLEEP_SECONDS))
+        self._is_woken = False
         self.idle_seconds += clock.now() - started
 
     def look(self) -> None:
@@ -100,7 +100,7 @@ class SharedProcess:
 
     def _take_in(self, seconds: float) -> None:
         for descriptor in self._poller.poll(seconds):
-            take_in = self._watched.get(descriptor)
+            take_in = self._callbacks.get(descriptor)
             if take_in is not None:
                 take_in()
 
@@ -109,8 +109,8 @@ class SharedProcess:
         left, for CLOSE_SECONDS at most."""
         if self.io is not None:
             self.io.close()
-        last = threading.Thread(target=self.sockets.term, name="sockets", daemon=True)
-        last.start()
-        last.join(CLOSE_SECONDS)
+        terminator = threading.Thread(target=self.sockets.term, name="sockets", daemon=True)
+        terminator.start()
+        terminator.join(CLOSE_SECONDS)
         self._poller.close()
         self._waker.close()

@@ -16,14 +16,14 @@ class Waker:
         self._in, self._out = socket.socketpair()
         self._in.setblocking(False)
         self._out.setblocking(False)
-        self._awake = False
+        self._is_signaled = False
         """Whether a byte is in flight, so that many calls write only one."""
         self.descriptor = self._out.fileno()
 
     def wake(self) -> None:
         """Any thread: makes `descriptor` readable. Does not block, also after `close`."""
-        if not self._awake:
-            self._awake = True
+        if not self._is_signaled:
+            self._is_signaled = True
             with contextlib.suppress(OSError):
                 self._in.send(b"!")
 
@@ -31,7 +31,7 @@ class Waker:
         """Called by the polling thread when it is awake: makes `descriptor` unreadable again."""
         with contextlib.suppress(BlockingIOError):
             self._out.recv(4096)
-        self._awake = False
+        self._is_signaled = False
 
     def close(self) -> None:
         self._in.close()

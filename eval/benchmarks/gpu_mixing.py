@@ -193,7 +193,7 @@ def _mapped(node: Any, device: Any) -> tuple[Any, Callable[[], None], int] | Non
     node.barrier("written", 60)  # from here on only node 0 uses the GPU
     if node.uid:
         return None
-    mapped = node.parts.paths.of(SharedMemoryPath)._mapped
+    mapped = node.parts.paths.of(SharedMemoryPath)._buffer_readers
     if unread := set(others) - mapped.keys():
         raise RuntimeError(f"no CUDA IPC here: the memory of {len(unread)} of {len(others)} neighbors cannot be mapped")
     boards = [mapped[uid].slots[0][1][0] for uid in others]  # where the first payload went, whole

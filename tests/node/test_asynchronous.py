@@ -589,7 +589,7 @@ def test_a_silence_is_asked_about_long_before_it_counts() -> None:
     plan = (Pause(nodes=(1,), at_seconds=2.0, seconds=14.0),)
     world = made.world(faults=Faults(plan=plan), limits=Limits(10.0, 20.0, 3, 250),
                        compute_seconds=lambda _uid, _round: 0.1)  # fmt: skip
-    world.settled = lambda process: asked.append(world.heap.now) if process.facts.unheard else None
+    world.settled = lambda process: asked.append(world.heap.now) if process.facts.long_silent else None
     assert world.run(LIMIT) and not any(process.error for process in world.lives)
     told = [each for each in made.records if each["kind"] == "generation" and each["uid"] == 0]
     assert [each["left"] for each in told] == [[1], []] and 3.9 < asked[0] < 4.5

@@ -209,8 +209,8 @@ def test_a_slow_node_is_asked_and_stays() -> None:
     asked: list[int] = []
 
     def look(process: Process) -> None:
-        if process.uid == 1 and process.facts.unheard is not None:
-            asked.extend(process.facts.unheard[0])
+        if process.uid == 1 and process.facts.long_silent is not None:
+            asked.extend(process.facts.long_silent[0])
 
     world.settled = look
     ran(world)

@@ -41,7 +41,7 @@ class InprocExchange(Exchange):
         for source in self._expected:
             payload = owner.hub.payloads.pop((self._round, self._phase, source, owner.uid), None)
             if payload is not None:
-                received[source] = owner.brought(payload)
+                received[source] = owner.moved_to_device(payload)
                 owner.counters.edge(source).received(sum(payload.bytes()))
         if owner.regrouping:
             received.clear()
@@ -107,7 +107,7 @@ class InprocGeneration(PendingGeneration):
     @property
     def ready(self) -> bool:
         hub = self._owner.hub
-        self._owner.ask()
+        self._owner.request_generation()
         return bool(hub.failed) or hub.asked.keys() == {*hub.generation.members}
 
     def wait(self) -> Generation:
@@ -187,13 +187,13 @@ class Inproc(Communication[CommunicationConfig]):
         stepped once."""
         self.raise_if_failed()
         self.hub.deliver()
-        if self._lacks(channel, round, count, sources) and seconds > 0:
+        if self._is_incomplete(channel, round, count, sources) and seconds > 0:
             yield None
         self.raise_if_over()
         found: list[Collected] = []
         for source, kept in sorted(self.hub.mailboxes.get((channel, self.uid), {}).items()):
             for each in sorted(each for each in kept if round is None or each <= round):
-                payload = self.brought(kept.pop(each))
+                payload = self.moved_to_device(kept.pop(each))
                 if round in (None, each):
                     found.append(Collected(source, each, payload))
                     self.counters.edge(source).received(sum(payload.bytes()))
@@ -202,7 +202,7 @@ class Inproc(Communication[CommunicationConfig]):
     def computed(self, round: int) -> Wait | None:  # noqa: ARG002
         return self.hub.computed()
 
-    def _lacks(self, channel: int, round: int | None, count: int, sources: Collection[int]) -> bool:
+    def _is_incomplete(self, channel: int, round: int | None, count: int, sources: Collection[int]) -> bool:
         """Returns whether the mailbox lacks what the caller waits for."""
         mailbox = self.hub.mailboxes.get((channel, self.uid), {})
         here = [source for source, kept in mailbox.items() for each in kept if round in (None, each)]
@@ -221,7 +221,7 @@ class Inproc(Communication[CommunicationConfig]):
             found[uid] = copy
         return found
 
-    def brought(self, payload: Payload) -> Payload:
+    def moved_to_device(self, payload: Payload) -> Payload:
         """Returns a received payload on this node's device."""
         if self._device is None or all(tensor.device == self._device for tensor in payload.tensors.values()):
             return payload
@@ -278,10 +278,10 @@ class Inproc(Communication[CommunicationConfig]):
             self.hub.lose(uid)
 
     def regroup(self) -> PendingGeneration:
-        self.ask()
+        self.request_generation()
         return InprocGeneration(self)
 
-    def ask(self) -> None:
+    def request_generation(self) -> None:
         """Asks for the next generation, whichever it is by now."""
         if self.uid in self.hub.generation.members:
             self.hub.asked[self.uid] = (self._position, self._fresh)

@@ -173,7 +173,7 @@ class ArrivalWait:
         """Begins the wait without a `WaitDeadlines` if only the time-out matters. Returns whether it could. Most waits
         are like this, and are over at the next step."""
         inbox, status = self._inbox, self._inbox.status
-        if (self._tolerated or status.waited_seconds or status.given_up or status.departed or status.broken
+        if (self._tolerated or status.waited_seconds or status.timed_out or status.departed or status.broken
                 or inbox.absences.skips or status.regrouping or status.stopping
                 or status.failure is not None):  # fmt: skip
             return False
@@ -206,10 +206,10 @@ class ArrivalWait:
     def _begin(self, missing: list[int], now: float) -> WaitDeadlines:
         status = self._inbox.status
         self.missing = missing
-        if status.given_up:
-            self.missing = [each for each in missing if each not in status.given_up or each not in status.silent]
+        if status.timed_out:
+            self.missing = [each for each in missing if each not in status.timed_out or each not in status.silent]
             self._has_left_out_sources = len(self.missing) < len(missing)
-        used_seconds = 0.0 if status.given_up else status.waited_seconds  # the sources that used it up are left out
+        used_seconds = 0.0 if status.timed_out else status.waited_seconds  # the sources that used it up are left out
         self._began = now
         return self._new_deadlines(used_seconds, now)
 
@@ -230,7 +230,7 @@ class ArrivalWait:
         timed_out = deadlines.timed_out(self.missing, now)
         if timed_out:
             status.silent.update(timed_out)
-            status.given_up.update(timed_out)
+            status.timed_out.update(timed_out)
             inbox.count_wait(timed_out, now - deadlines.since)
             self.missing = [source for source in self.missing if source not in timed_out]
         if len(self.missing) < len(before) or status.regrouping:

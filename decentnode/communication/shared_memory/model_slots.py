@@ -90,7 +90,7 @@ class ModelSlots:
                 torch.empty(schema.elements, dtype=spec.dtype) for _ in range(PRIVATE_SLOTS)
             ]
         with self._status.waits_for(self.sent_to):
-            deadline = clock.now() + self._status.hold_up(timeout_seconds)
+            deadline = clock.now() + self._status.remaining_send_delay(timeout_seconds)
             if owner is not None:
                 slot = owner.acquire_slot(current, deadline)
                 place = None if slot is None else self._slots[slot]

@@ -171,7 +171,7 @@ class SharedMemoryPath(Path):
         Readers that still hold an earlier payload after that wait are neither waited for nor sent anything until they
         have released everything they were notified of. While they hold every slot, no neighbor is sent anything.
         """
-        deadline = clock.now() + self._status.hold_up(timeout_seconds)
+        deadline = clock.now() + self._status.remaining_send_delay(timeout_seconds)
         notified: list[int] = []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         buffers = list(self._buffers.items())

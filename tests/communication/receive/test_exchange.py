@@ -349,7 +349,7 @@ def test_only_partners_boards_are_mapped_and_others_are_reached_by_chunks() -> N
             node.partners = frozenset(ring(n)[node.uid])
         together(made, lambda node: node.start(60))
         paths = [node.parts.paths.of(SharedMemoryPath) for node in made]  # type: ignore[attr-defined]
-        assert [set(path._mapped) for path in paths] == [set(ring(n)[uid]) for uid in range(n)]
+        assert [set(path._buffer_readers) for path in paths] == [set(ring(n)[uid]) for uid in range(n)]
         assert [path.readers for path in paths] == [node.partners for node in made]
 
         def run(node: Communication) -> None:
