@@ -218,9 +218,9 @@ class Paths:
         self._chunks = chunks
         self.opened, self.reached = dict(opened), dict(reached)
         used = [(path, reached[name]) for name, path in opened.items() if reached[name]]
-        self._first = [(path, uids) for path, uids in used if path.leaves_chunks]
-        self._last = [(path, uids) for path, uids in used if not path.leaves_chunks]
-        self._by_last = frozenset(uid for _, uids in self._last for uid in uids)
+        self._before_chunks = [(path, uids) for path, uids in used if path.leaves_chunks]
+        self._after_chunks = [(path, uids) for path, uids in used if not path.leaves_chunks]
+        self._reached_after_chunks = frozenset(uid for _, uids in self._after_chunks for uid in uids)
         self._path_of = {uid: self.opened[name] for name, uids in peers.items() for uid in uids}
 
     def of(self, kind: type[AnyPath]) -> AnyPath:
@@ -234,40 +234,41 @@ class Paths:
         """Sends every payload by its neighbor's path. Returns the neighbors to which nothing was sent. Blocks as
         `Path.send` does."""
         dropped: set[int] = set()
-        rest = self._send_first(key, outgoing, dropped)
-        if not self._last:
+        rest = self._send_before_chunks(key, outgoing, dropped)
+        if not self._after_chunks:
             if rest:
                 dropped.update(self._chunks.send(key, rest, ()).dropped)
             return dropped
-        by_chunks = {uid: p for uid, p in rest.items() if uid not in self._by_last}
+        by_chunks = {uid: p for uid, p in rest.items() if uid not in self._reached_after_chunks}
         if by_chunks:
             dropped.update(self._chunks.send(key, by_chunks, ()).dropped)
-        for path, reached in self._last:
-            mine, sources = {uid: p for uid, p in rest.items() if uid in reached}, reached.intersection(expected)
-            if mine or sources:
-                dropped.update(path.send(key, mine, sources).dropped)
+        for path, reached in self._after_chunks:
+            own_payloads = {uid: p for uid, p in rest.items() if uid in reached}
+            sources = reached.intersection(expected)
+            if own_payloads or sources:
+                dropped.update(path.send(key, own_payloads, sources).dropped)
         return dropped
 
     def publish(self, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> set[int]:
         """Sends mailbox payloads as `send` does, but skips the paths that have to know which payloads will arrive."""
         dropped: set[int] = set()
-        rest = self._send_first(key, outgoing, dropped)
+        rest = self._send_before_chunks(key, outgoing, dropped)
         if rest:
             dropped.update(self._chunks.send(key, rest, ()).dropped)
         return dropped
 
-    def _send_first(
+    def _send_before_chunks(
         self, key: ExchangeKey, outgoing: Mapping[int, Payload], dropped: set[int]
     ) -> Mapping[int, Payload]:
         """Sends by the paths that may leave neighbors to ZeroMQ. Returns the payloads that are left; adds to `dropped`
         the neighbors to which nothing must be sent."""
         rest = outgoing
-        for path, reached in self._first:
-            mine = rest if reached.issuperset(rest) else {uid: p for uid, p in rest.items() if uid in reached}
-            if mine:
-                left, gone = path.send(key, mine, ())
-                dropped.update(gone)
-                done = mine.keys() - left
+        for path, reached in self._before_chunks:
+            own_payloads = rest if reached.issuperset(rest) else {uid: p for uid, p in rest.items() if uid in reached}
+            if own_payloads:
+                left, not_sent = path.send(key, own_payloads, ())
+                dropped.update(not_sent)
+                done = own_payloads.keys() - left
                 rest = {uid: p for uid, p in rest.items() if uid not in done} if len(done) < len(rest) else {}
         return rest
 
@@ -275,7 +276,7 @@ class Paths:
         self, key: ExchangeKey, group: AveragingGroup, outgoing: Mapping[int, Payload], expected: tuple[int, ...]
     ) -> Exchange | None:
         """Calls `Path.collective` of the path that reaches the whole group. Returns None if there is no such path."""
-        for path, reached in self._last:
+        for path, reached in self._after_chunks:
             if reached.issuperset(outgoing):
                 return path.collective(key, group, outgoing, expected)
         return None

@@ -56,7 +56,7 @@ class TruncateConfig(component.Config):
 class Truncate(Codec):
     """float32 with a shorter mantissa, rounded to nearest, in two, three or four bytes.
 
-    Values beyond the largest number with so many bits are replaced by that number.
+    Values beyond the largest number with this many bits are replaced by that number.
     """
 
     Config: ClassVar[type[component.Config]] = TruncateConfig
@@ -66,7 +66,7 @@ class Truncate(Codec):
         self.drop = 32 - config.bits
         self.bytes = -(-config.bits // 8)
         self.limit = (2.0 - 2.0 ** (9 - config.bits)) * 2.0**127
-        """The largest number with so many bits. Rounding does not change it."""
+        """The largest number with this many bits. Rounding does not change it."""
 
     def schema(self, count: int, dtype: torch.dtype) -> dict[str, TensorSpec]:  # noqa: ARG002
         return {"q": TensorSpec(torch.uint8, self.bytes * count)}

@@ -102,7 +102,7 @@ def test_the_inbox_takes_or_refuses_any_chunk(elementwise: bool) -> None:
 class Slots:
     """A reader of a publish buffer that is not there."""
 
-    imported = False
+    on_device = False
 
     def __init__(self, elements: int) -> None:
         self.slots = [[[torch.zeros(elements)] for _ in range(2)]]

@@ -193,8 +193,8 @@ class ArrivalWait:
             return False
         payloads, last, exposed = inbox.incoming[self._key], 0.0, status.exposed_since
         for source in self.missing:
-            if payloads[source].arrived > last:
-                last = payloads[source].arrived
+            if payloads[source].arrived_at > last:
+                last = payloads[source].arrived_at
         since = now if now - self.deadline > STALL_FRACTION * self._timeout_seconds else self._began
         inbox.count_wait(self.missing[-1:], max(0.0, last - max(since, exposed)))
         status.waiting = None
@@ -260,7 +260,7 @@ class ArrivalWait:
         quorum, payloads = self._inbox.status.quorum, self._inbox.incoming.get(self._key, _NOTHING)
         assert quorum is not None
         outstanding = self._inbox.outstanding(self._key, self._chunk, self._sources)
-        arrival_times = sorted(payloads[source].arrived for source in self._sources if source not in outstanding)
+        arrival_times = sorted(payloads[source].arrived_at for source in self._sources if source not in outstanding)
         needed = len(self._sources) - self._tolerated
         return max(arrival_times[needed - 1] if needed else deadlines.since, deadlines.since) + quorum.grace_seconds
 
@@ -272,8 +272,8 @@ class ArrivalWait:
             # after a second, which would otherwise be added to the wait for the other sources
             payloads, last = inbox.incoming.get(self._key, _NOTHING), 0.0
             for source in self.missing:
-                if source not in outstanding and payloads[source].arrived > last:
-                    last = payloads[source].arrived
+                if source not in outstanding and payloads[source].arrived_at > last:
+                    last = payloads[source].arrived_at
             deadlines.note_arrival(last)
             status.waited_seconds = 0.0
         if not outstanding:

@@ -126,7 +126,7 @@ class InboxExchange(Exchange):
         rolled back, so they must not see bytes that can still change: a payload in a slot is copied."""
         payload = incoming.payload()
         placement = self._state.placement
-        must_copy = placement.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.imported
+        must_copy = placement.on_cpu and isinstance(incoming, SlotPayload) and not incoming.reader.on_device
         tensors = {name: t.clone() if must_copy else placement.to_device(t) for name, t in payload.tensors.items()}
         return Payload(tensors, payload.scalars)
 
@@ -135,10 +135,10 @@ class InboxExchange(Exchange):
         read."""
         in_slots: list[tuple[int, SlotPayload]] = []
         for source, incoming in arrived.items():
-            if incoming.arrived > self._last_arrival:
-                self._last_arrival = incoming.arrived
+            if incoming.arrived_at > self._last_arrival:
+                self._last_arrival = incoming.arrived_at
             if isinstance(incoming, SlotPayload):
-                if incoming.reader.imported:
+                if incoming.reader.on_device:
                     incoming.enter()
                 else:
                     in_slots.append((source, incoming))
@@ -171,7 +171,7 @@ class InboxExchange(Exchange):
 
     def _overwritten(self, in_slots: list[tuple[int, SlotPayload]]) -> list[int]:
         """Returns the sources whose payloads were overwritten while they were read; they are missing from now on."""
-        found = [source for source, each in in_slots if not each.intact()]
+        found = [source for source, each in in_slots if not each.is_intact()]
         for source in found:
             if source not in self._missing:
                 self._missing |= {source}

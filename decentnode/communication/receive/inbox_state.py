@@ -166,7 +166,7 @@ class InboxState:
         if not isinstance(incoming, MappedPayload) or incoming.chunks_received is None:
             return
         incoming.chunks_received = None if last else incoming.chunks_received + 1
-        incoming.arrived = now
+        incoming.arrived_at = now
         self._wake(key, source, incoming)
 
     def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload, now: float) -> int:
@@ -196,7 +196,7 @@ class InboxState:
             if sources is None:
                 sources = self.incoming[key] = {}
             sources[source] = payload
-            payload.arrived = now
+            payload.arrived_at = now
             self._wake(key, source, payload)
             return size
         except PeerFault:

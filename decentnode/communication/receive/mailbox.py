@@ -108,7 +108,7 @@ class Mailbox:
         if not isinstance(payload, MappedPayload) or payload.chunks_received is None:
             return False
         payload.chunks_received = None if last else payload.chunks_received + 1
-        payload.arrived = now
+        payload.arrived_at = now
         if last:
             self._store(entry, key, source, payload)
         return last
@@ -116,7 +116,7 @@ class Mailbox:
     def put_slot(self, key: ExchangeKey, source: int, payload: SlotPayload, now: float) -> bool:
         """Takes a complete payload in a neighbor's slot. Returns whether it is wanted; if not, releases it."""
         entry = self._entry(key, source)
-        payload.arrived = now
+        payload.arrived_at = now
         if not self._admit(entry, key, source, payload):
             return False
         self._store(entry, key, source, payload)
@@ -217,7 +217,7 @@ def owned(
         place = to_device if isinstance(incoming, ChunkedPayload) else to_device_copy
         payload = incoming.payload()
         tensors = {name: place(each) for name, each in payload.tensors.items()}
-        if isinstance(incoming, SlotPayload) and not incoming.reader.imported and not incoming.intact():
+        if isinstance(incoming, SlotPayload) and not incoming.reader.on_device and not incoming.is_intact():
             return None
         return Payload(tensors, payload.scalars)
     finally:

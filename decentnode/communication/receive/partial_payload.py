@@ -29,13 +29,13 @@ class SlotReader(Protocol):
         """The tensors of the payload, by phase and slot."""
 
     @property
-    def imported(self) -> bool:
-        """Whether the slots lie in the memory of a device, whose queue has to be told before and after reads."""
+    def on_device(self) -> bool:
+        """Whether the slots lie in the memory of a device, whose queue is told before and after reads."""
 
     def enter(self, phase: int, slot: int) -> None:
         """Makes work queued from now on see what was written."""
 
-    def intact(self, phase: int, slot: int, use: int) -> bool:
+    def is_intact(self, phase: int, slot: int, use: int) -> bool:
         """Returns whether the slot still holds the payload with this use number."""
 
     def release(self, phase: int, slot: int, use: int) -> None:
@@ -62,11 +62,11 @@ def not_finite(received: Mapping[int, Payload]) -> list[int]:
 class PartialPayload(abc.ABC):
     """One source's payload of one round, as far as it has arrived."""
 
-    __slots__ = ("_plans", "arrived", "scalars")
+    __slots__ = ("_plans", "arrived_at", "scalars")
 
     def __init__(self, plans: tuple[TensorPlan, ...], scalars: Scalars) -> None:
         self._plans, self.scalars = plans, scalars
-        self.arrived = 0.0
+        self.arrived_at = 0.0
         """When the last bytes arrived (monotonic)."""
 
     @abc.abstractmethod
@@ -137,7 +137,7 @@ class ChunkedPayload(PartialPayload):
             raise PeerFault("wrong_shape", f"{name} of {message.total} elements after {known}")
         self.totals[message.tensor] = message.total
         self.buffers[message.tensor][message.chunk] = buffer
-        self.arrived = now
+        self.arrived_at = now
         if message.scalars:
             self.scalars = message.scalars
 
@@ -203,7 +203,7 @@ class MappedPayload(PartialPayload):
         self._plans, self.tensors, self.scalars, self._on_release = plans, tensors, scalars, release
         self.chunks_received = chunks_received
         """How many chunks have arrived, in the order of the plans; None: all."""
-        self.arrived = 0.0
+        self.arrived_at = 0.0
 
     def has(self, tensor: int, chunk: int) -> bool:  # noqa: ARG002
         return self.chunks_received is None or chunk < self.chunks_received
@@ -235,7 +235,7 @@ class SlotPayload(MappedPayload):
     def __init__(self, reader: SlotReader, phase: int, slot: int, use: int, scalars: Scalars) -> None:
         """Takes the fields of a doorbell. The tensors' lengths are checked before `set_tensors`."""
         self.reader, self.phase, self.slot, self.use, self.scalars = reader, phase, slot, use, scalars
-        self.chunks_received, self.arrived, self._entered = None, 0.0, False
+        self.chunks_received, self.arrived_at, self._entered = None, 0.0, False
 
     def set_tensors(self, plans: tuple[TensorPlan, ...], tensors: list[Tensor]) -> None:
         """Sets the tensors of the slot, cut to the lengths that the doorbell announced. Called once, before anything is
@@ -244,13 +244,13 @@ class SlotPayload(MappedPayload):
 
     def enter(self) -> None:
         """Prepares to read the payload. Training thread."""
-        if self.reader.imported and not self._entered:
+        if self.reader.on_device and not self._entered:
             self._entered = True
             self.reader.enter(self.phase, self.slot)
 
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Returns whether everything read so far belongs to the payload that the doorbell announced."""
-        return self.reader.intact(self.phase, self.slot, self.use)
+        return self.reader.is_intact(self.phase, self.slot, self.use)
 
     def release(self) -> None:
         self.reader.release(self.phase, self.slot, self.use)

@@ -13,7 +13,7 @@ published  its sequence number is that of the payload in it; free again once eve
 
 Two rules keep a reader from mixing a payload other than the announced one. The owner writes free slots only: a late
 reader keeps its slot for as long as it likes, and is sent chunks meanwhile. And the reader checks the sequence number
-again after it has read the payload and before it keeps the result (`BufferReader.intact`).
+again after it has read the payload and before it keeps the result (`BufferReader.is_intact`).
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class BufferReader:
         self._release_words = words[layout.counter(uid, 0, 0) : layout.counter(uid + 1, 0, 0)]
         """[SLOTS * phase + slot]: the release counter, written by this reader."""
         self._device_slots: ImportedSlots | None = None
-        self.imported = device_memory is not None
+        self.on_device = device_memory is not None
         """Whether the slots lie in device memory: they have to be entered, and the device may read them later than the
         host."""
         self._entered_slots: set[tuple[int, int]] = set()
@@ -285,7 +285,7 @@ class BufferReader:
             self._device_slots.enter(phase, slot)
             self._entered_slots.add((phase, slot))
 
-    def intact(self, phase: int, slot: int, use: int) -> bool:
+    def is_intact(self, phase: int, slot: int, use: int) -> bool:
         """Returns whether the slot still holds the payload of this use. Called after the payload was read and before
         the result is kept: the owner sets the number to 0 before it changes a byte. Between the last read of a payload
         and this check, a lock was released and taken or a call returned, so that no processor reorders them."""

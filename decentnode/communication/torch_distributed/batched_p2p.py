@@ -143,7 +143,7 @@ class BatchedPath(CliquePath):
         """H5, R7: allocates, before round 0, what a round with all peers needs: one more model than there are peers."""
         for plans in self._inbox.plans:
             for buffers in [Buffers(self._pool, plans, 1) for _ in range(len(self.peers) + 1)]:
-                buffers.done()
+                buffers.release()
 
     def _warm_up(self, timeout_seconds: float | None) -> None:
         """R5: NCCL connects a pair at its first use, and later batches may involve only some ranks."""
@@ -182,10 +182,10 @@ class BatchedPath(CliquePath):
     def _prepare_receive(self, uid: int, key: ExchangeKey) -> _IncomingPayload:
         plans = self._inbox.plans[key[1]]
         buffers, totals = Buffers(self._pool, plans, 2), [plan.spec.max_elements for plan in plans]
-        parts = pieces(plans, buffers.whole) if self._is_exact(key[1]) else []
+        parts = pieces(plans, buffers.tensors) if self._is_exact(key[1]) else []
         if self._has_header(key[1]):
             return _IncomingPayload(uid, self._pool.take(HEADER_BYTES, torch.uint8), buffers, parts=parts)
-        self._inbox.start_receive(key, uid, buffers.whole, {}, buffers.done)
+        self._inbox.start_receive(key, uid, buffers.tensors, {}, buffers.release)
         return _IncomingPayload(uid, None, buffers, totals, parts)
 
     def _reserve_send(self, uid: int, key: ExchangeKey) -> bool:
@@ -214,9 +214,9 @@ class BatchedPath(CliquePath):
         buffers = None
         if holding[0] is None or tensors[0].device != self._device:
             buffers = Buffers(self._pool, plans, 1)
-            for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
+            for copy, tensor in zip(buffers.trimmed(totals), tensors, strict=True):
                 copy.copy_(tensor, non_blocking=copy.is_cuda)  # blocking on the host, where gloo waits for no event
-            tensors = buffers.cut(totals)
+            tensors = buffers.trimmed(totals)
         parts = pieces(plans, tensors)
         for uid in uids:
             self._count_sent(uid, key[1], len(parts))
@@ -224,7 +224,7 @@ class BatchedPath(CliquePath):
         def release() -> None:
             holding.clear()
             if buffers is not None:
-                buffers.done()
+                buffers.release()
 
         return _OutgoingPayload(uids, header, parts, release)
 
@@ -313,12 +313,12 @@ class BatchedPath(CliquePath):
             except ValueError as error:
                 self._counters.fault("malformed", incoming.uid, str(error))
                 raise RuntimeError(f"node {incoming.uid}: {error}") from error
-            self._pool.give(incoming.header)
+            self._pool.put_back(incoming.header)
             self._counters.edge(incoming.uid).received(0, scalars)
-            tensors = incoming.buffers.cut(incoming.totals)
+            tensors = incoming.buffers.trimmed(incoming.totals)
             if not self._is_exact(each.key[1]):
                 incoming.parts = pieces(each.plans, tensors)
-            self._inbox.start_receive(each.key, incoming.uid, tensors, dict(scalars), incoming.buffers.done)
+            self._inbox.start_receive(each.key, incoming.uid, tensors, dict(scalars), incoming.buffers.release)
             if not incoming.parts:
                 self._complete_payload(each, incoming)
 
@@ -337,7 +337,7 @@ class BatchedPath(CliquePath):
     def _complete_payload(self, each: _RoundBatches, incoming: _IncomingPayload) -> None:
         self._count_received(incoming.uid, each.key[1], incoming.totals, len(incoming.parts))
         self._inbox.chunk_received(each.key, incoming.uid, last=True)
-        incoming.buffers.done()
+        incoming.buffers.release()
         self._count_receives(-1, incoming.uid)
 
     def _release_sent(self, each: _RoundBatches) -> None:

@@ -81,7 +81,7 @@ class Pool:
                 return free.pop()
         return torch.empty(elements, dtype=dtype, device=self.device, pin_memory=self._pinned)
 
-    def give(self, tensor: Tensor) -> None:
+    def put_back(self, tensor: Tensor) -> None:
         with self._lock:
             free = self._free.setdefault((tensor.numel(), tensor.dtype), [])
             if len(free) < self._keep:
@@ -89,22 +89,22 @@ class Pool:
 
 
 class Buffers:
-    """One payload's tensors. They return to the pool once all their `users` are done with them. Any thread."""
+    """One payload's tensors. They return to the pool once all `num_users` have released them. Any thread."""
 
-    def __init__(self, pool: Pool, plans: tuple[TensorPlan, ...], users: int) -> None:
-        self.whole = [pool.take(plan.spec.max_elements, plan.spec.dtype) for plan in plans]
-        self._pool, self._users = pool, users
+    def __init__(self, pool: Pool, plans: tuple[TensorPlan, ...], num_users: int) -> None:
+        self.tensors = [pool.take(plan.spec.max_elements, plan.spec.dtype) for plan in plans]
+        self._pool, self._num_users = pool, num_users
         self._lock = threading.Lock()
 
-    def cut(self, totals: list[int]) -> list[Tensor]:
+    def trimmed(self, totals: list[int]) -> list[Tensor]:
         """Returns the tensors of a payload with these sizes."""
-        return [tensor[:total] for tensor, total in zip(self.whole, totals, strict=True)]
+        return [tensor[:total] for tensor, total in zip(self.tensors, totals, strict=True)]
 
-    def done(self) -> None:
+    def release(self) -> None:
         """Records that one user no longer needs the buffers."""
         with self._lock:
-            self._users -= 1
-            last = self._users == 0
+            self._num_users -= 1
+            last = self._num_users == 0
         if last:
-            for tensor in self.whole:
-                self._pool.give(tensor)
+            for tensor in self.tensors:
+                self._pool.put_back(tensor)

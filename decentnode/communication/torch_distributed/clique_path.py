@@ -96,7 +96,7 @@ class CliquePath(abc.ABC):
         if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):
             return
         self._count_receives(1)
-        self._launch_call(CollectiveCall(kind, key, self._calls, self._inbox, self._pool).load(group, outgoing))
+        self._launch_call(CollectiveCall(kind, key, self._calls, self._inbox, self._pool).prepare(group, outgoing))
 
     @property
     def scatters(self) -> bool:

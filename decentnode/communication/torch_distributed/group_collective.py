@@ -74,23 +74,26 @@ class CollectiveCall:
         self._scratch: list[Tensor] = []
         self._num_completed = 0
 
-    def load(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> CollectiveCall:
+    def prepare(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> CollectiveCall:
         """Copies what is sent, and announces to the inbox what will arrive. Training thread."""
         if any(payload.scalars for payload in outgoing.values()):
             raise ValueError("payloads of an averaging group must have no scalars")
-        {"all_reduce": self._load_sum, "reduce_scatter": self._load_parts, "all_gather": self._load_all}[self._kind](
-            group, outgoing
-        )
+        prepare = {
+            "all_reduce": self._prepare_all_reduce,
+            "reduce_scatter": self._prepare_reduce_scatter,
+            "all_gather": self._prepare_all_gather,
+        }
+        prepare[self._kind](group, outgoing)
         return self
 
-    def _load_sum(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:  # noqa: ARG002
+    def _prepare_all_reduce(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:  # noqa: ARG002
         assert group.own is not None
         buffers = self._receive_buffers(SUM)
-        self._fill(buffers.whole, group.own)
-        for piece in pieces(self._plans, buffers.whole):
+        self._fill(buffers.tensors, group.own)
+        for piece in pieces(self._plans, buffers.tensors):
             self.launches.append(lambda piece=piece: self._calls.all_reduce(piece))  # type: ignore[misc]
 
-    def _load_parts(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
+    def _prepare_reduce_scatter(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
         assert group.own is not None
         (plan,), n = self._plans, len(group.members)
         flat = self._pool.take(n * plan.spec.max_elements, plan.spec.dtype)
@@ -99,23 +102,23 @@ class CollectiveCall:
         for each, part in zip(group.members, flat.view(n, -1), strict=True):
             self._fill([part], outgoing.get(each, group.own))
             parts.append(pieces(self._plans, [part]))
-        for out, *given in zip(pieces(self._plans, self._receive_buffers(SUM).whole), *parts, strict=True):
+        for out, *given in zip(pieces(self._plans, self._receive_buffers(SUM).tensors), *parts, strict=True):
             self.launches.append(lambda out=out, given=given: self._calls.reduce_scatter(out, given))  # type: ignore[misc]
 
-    def _load_all(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
+    def _prepare_all_gather(self, group: AveragingGroup, outgoing: Mapping[int, Payload]) -> None:
         own, back = (Buffers(self._pool, self._plans, 1) for _ in range(2))
         self._buffers += [own, back]
-        self._fill(own.whole, next(iter(outgoing.values())))
+        self._fill(own.tensors, next(iter(outgoing.values())))
         found = [self._receive_buffers(each) if each in outgoing else back for each in group.members]
-        outs = [pieces(self._plans, each.whole) for each in found]
-        for piece, *out in zip(pieces(self._plans, own.whole), *outs, strict=True):
+        outs = [pieces(self._plans, each.tensors) for each in found]
+        for piece, *out in zip(pieces(self._plans, own.tensors), *outs, strict=True):
             self.launches.append(lambda piece=piece, out=out: self._calls.all_gather(out, piece))  # type: ignore[misc]
 
     def _receive_buffers(self, source: int) -> Buffers:
-        buffers = Buffers(self._pool, self._plans, users=2)
+        buffers = Buffers(self._pool, self._plans, num_users=2)
         self._buffers.append(buffers)
         self._sources.append(source)
-        self._inbox.start_receive(self.key, source, buffers.cut(self._totals), {}, buffers.done)
+        self._inbox.start_receive(self.key, source, buffers.trimmed(self._totals), {}, buffers.release)
         return buffers
 
     def _fill(self, tensors: Sequence[Tensor], payload: Payload) -> None:
@@ -149,12 +152,12 @@ class CollectiveCall:
         self._num_completed += 1
         if is_last:
             for tensor in self._scratch:
-                self._pool.give(tensor)
+                self._pool.put_back(tensor)
         for source in self._sources:
             self._inbox.chunk_received(self.key, source, last=is_last)
         if is_last:
             for buffers in self._buffers:
-                buffers.done()
+                buffers.release()
 
 
 class SumExchange(Exchange):

@@ -84,9 +84,9 @@ class TaggedPath(CliquePath):
         buffers = None
         if lease is None:
             buffers = Buffers(self._pool, plans, len(uids))
-            for copy, tensor in zip(buffers.cut(totals), tensors, strict=True):
+            for copy, tensor in zip(buffers.trimmed(totals), tensors, strict=True):
                 copy.copy_(tensor)
-            tensors = buffers.cut(totals)
+            tensors = buffers.trimmed(totals)
         parts = pieces(plans, tensors)
         header = pack_header(*key, totals, payload.scalars) if self._has_header(key[1]) else None
         tag = self._tag(key)
@@ -117,11 +117,11 @@ class TaggedPath(CliquePath):
 
     def _post_receive(self, uid: int, key: ExchangeKey) -> Callable[[], None]:
         """Posts a receive. Returns the job of the peer's thread, which blocks until the whole payload has arrived."""
-        plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], users=2)
+        plans, buffers = self._inbox.plans[key[1]], Buffers(self._pool, self._inbox.plans[key[1]], num_users=2)
         totals = [plan.spec.max_elements for plan in plans]
         if not self._has_header(key[1]):
             waits = self._post_pieces(uid, key, buffers, totals)
-            self._inbox.start_receive(key, uid, buffers.cut(totals), {}, buffers.done)
+            self._inbox.start_receive(key, uid, buffers.trimmed(totals), {}, buffers.release)
             return lambda: self._receive_pieces(uid, key, buffers, totals, waits)
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         header_wait = self._clique.receive(uid, header, self._tag(key))
@@ -136,7 +136,7 @@ class TaggedPath(CliquePath):
                 return
             self._counters.edge(uid).received(0, scalars)
             waits = self._post_pieces(uid, key, buffers, totals) if posted is None else posted
-            self._inbox.start_receive(key, uid, buffers.cut(totals), dict(scalars), buffers.done)
+            self._inbox.start_receive(key, uid, buffers.trimmed(totals), dict(scalars), buffers.release)
             self._receive_pieces(uid, key, buffers, totals, waits)
 
         return receive_header
@@ -144,7 +144,7 @@ class TaggedPath(CliquePath):
     def _post_pieces(
         self, uid: int, key: ExchangeKey, buffers: Buffers, totals: list[int]
     ) -> list[Callable[[], object]]:
-        parts = pieces(self._inbox.plans[key[1]], buffers.cut(totals))
+        parts = pieces(self._inbox.plans[key[1]], buffers.trimmed(totals))
         return [self._clique.receive(uid, part, self._tag(key) + 1 + slot) for slot, part in enumerate(parts)]
 
     def _receive_pieces(
@@ -158,7 +158,7 @@ class TaggedPath(CliquePath):
             waits[-1]()
         self._count_received(uid, key[1], totals, len(waits))
         self._inbox.chunk_received(key, uid, last=True)
-        buffers.done()
+        buffers.release()
         self._count_receives(-1, uid)
 
 
@@ -175,6 +175,6 @@ class _SendCompletion:
         for wait in self._waits:
             wait()
         if self._buffers is not None:
-            self._buffers.done()
+            self._buffers.release()
         self._lease, self._waits = None, []
         self._on_sent(self._uid)
