@@ -237,8 +237,8 @@ class InboxState:
                 self._port.consumed(source, freed)
 
     def _wake_mailbox_reader(self, is_complete: bool) -> None:
-        """Wakes a thread that waits for mailbox payloads, after an arrival. whole: whether a payload is complete with
-        it."""
+        """Wakes a thread that waits for mailbox payloads, after an arrival. is_complete: whether the arrival completes
+        a payload."""
         if is_complete and self.mailbox.waits:
             self._port.ready()
 

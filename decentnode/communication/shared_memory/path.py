@@ -131,7 +131,8 @@ class SharedMemoryPath(Path):
 
     def send(self, key: ExchangeKey, outgoing: Mapping[int, Payload], sources: Collection[int]) -> Sent:  # noqa: ARG002
         """Writes a payload once if all neighbors get the same one; different payloads have to leave as chunks. Blocks
-        only briefly (`RunState.hold_up`) while slots are held, so that no neighbor waits because of another."""
+        only briefly (`RunState.remaining_send_delay`) while slots are held, so that no neighbor waits because of
+        another."""
         uids = [uid for uid in outgoing if uid in self.readers and uid not in self._status.departed]
         if len({id(outgoing[uid]) for uid in uids}) != 1:
             return Sent(left=outgoing.keys())
