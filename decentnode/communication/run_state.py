@@ -144,16 +144,16 @@ class _EndOfWait(contextlib.AbstractContextManager[None]):
     """The context manager of `RunState.waits_for`, which ends the wait. One object serves all waits, as a round has
     several and creating a generator for each would cost more than they do."""
 
-    def __init__(self, status: RunFacts) -> None:
-        self._status = status
+    def __init__(self, facts: RunFacts) -> None:
+        self._facts = facts
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *_: object) -> None:
-        waiting, self._status.waiting = self._status.waiting, None
+        waiting, self._facts.waiting = self._facts.waiting, None
         if waiting is not None:
-            self._status.waited_seconds += clock.now() - waiting[1]
+            self._facts.waited_seconds += clock.now() - waiting[1]
 
 
 @dataclass(frozen=True)

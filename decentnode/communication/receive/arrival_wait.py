@@ -32,11 +32,11 @@ class WaitDeadlines:
     """
 
     def __init__(
-        self, status: RunFacts, reported_waiting: Mapping[int, float], timeout_seconds: float, used: float, now: float
+        self, facts: RunFacts, reported_waiting: Mapping[int, float], timeout_seconds: float, used: float, now: float
     ) -> None:
         """used: seconds of the time-out that earlier waits of the round have used."""
         self.began = self.last = now
-        self._status, self._reported_waiting = status, reported_waiting
+        self._facts, self._reported_waiting = facts, reported_waiting
         self._timeout_seconds, self._used = timeout_seconds, used
         self._asks = 0
         self._end = self._limit = self._ask_at = 0.0
@@ -58,15 +58,15 @@ class WaitDeadlines:
     @property
     def since(self) -> float:
         """When the part of the wait began that is not hidden behind local steps."""
-        return max(self.began, self._status.exposed_since)
+        return max(self.began, self._facts.exposed_since)
 
     def update(self, now: float) -> bool:
         """Updates the deadlines to `now`. Returns whether the missing sources should be asked now."""
-        status, limit, start = self._status, self._timeout_seconds, self.last
-        if status.stopping:
+        facts, limit, start = self._facts, self._timeout_seconds, self.last
+        if facts.stopping:
             limit = min(limit, STOPPING_TIMEOUT_SECONDS)
-        if status.exposed_since > start:
-            start = status.exposed_since
+        if facts.exposed_since > start:
+            start = facts.exposed_since
         start -= self._used
         interval, before = limit / ASKS_PER_TIMEOUT, self._asks
         self._limit, self._end = limit, start + limit
@@ -77,17 +77,17 @@ class WaitDeadlines:
 
     def timed_out(self, waiting: list[int], now: float) -> list[int]:
         """Returns the sources of `waiting` that have exceeded their time. Call after `update`."""
-        is_early = now < self._end and not self._status.broken
+        is_early = now < self._end and not self._facts.broken
         return [] if is_early else [source for source in waiting if now >= self._give_up_at(source)]
 
     def next_step_at(self, waiting: list[int]) -> float:
         """Returns the latest time of the next step. Call after `update`."""
         # usually no source was asked, and no connection broke
-        until = min(map(self._give_up_at, waiting)) if self._reported_waiting or self._status.broken else self._end
+        until = min(map(self._give_up_at, waiting)) if self._reported_waiting or self._facts.broken else self._end
         return self._ask_at if self._ask_at < until else until
 
     def _give_up_at(self, source: int) -> float:
-        breakage = self._status.broken.get(source)
+        breakage = self._facts.broken.get(source)
         if breakage is not None:
             return min(self._end, breakage.since + BROKEN_SECONDS)
         reported = self._reported_waiting.get(source)
@@ -172,70 +172,70 @@ class ArrivalWait:
     def _begin_without_deadlines(self, missing: list[int], now: float) -> bool:
         """Begins the wait without a `WaitDeadlines` if only the time-out matters. Returns whether it could. Most waits
         are like this, and are over at the next step."""
-        inbox, status = self._inbox, self._inbox.status
-        if (self._tolerated or status.waited_seconds or status.timed_out or status.departed or status.broken
-                or inbox.absences.skips or status.regrouping or status.stopping
-                or status.failure is not None):  # fmt: skip
+        inbox, facts = self._inbox, self._inbox.facts
+        if (self._tolerated or facts.waited_seconds or facts.timed_out or facts.departed or facts.broken
+                or inbox.absences.skips or facts.regrouping or facts.stopping
+                or facts.failure is not None):  # fmt: skip
             return False
         self.missing, self._began, self.deadline = missing, now, now + self._timeout_seconds / ASKS_PER_TIMEOUT
         inbox.set_wanted(missing, self._key, self._chunk)
-        if status.exposed_since <= now:
-            status.wait_for(inbox.absences.nodes_of(self._key, missing), now)
+        if facts.exposed_since <= now:
+            facts.wait_for(inbox.absences.nodes_of(self._key, missing), now)
         else:
-            status.waiting = None
+            facts.waiting = None
         return True
 
     def _is_over_without_deadlines(self, now: float) -> bool:
         """Returns whether all sources have delivered, after `_begin_without_deadlines`. Counts what `_note_arrivals`
         and `_finish` count, without a `WaitDeadlines`."""
-        inbox, status = self._inbox, self._inbox.status
+        inbox, facts = self._inbox, self._inbox.facts
         if inbox.outstanding(self._key, self._chunk, self.missing):
             return False
-        payloads, last, exposed = inbox.incoming[self._key], 0.0, status.exposed_since
+        payloads, last, exposed = inbox.incoming[self._key], 0.0, facts.exposed_since
         for source in self.missing:
             if payloads[source].arrived_at > last:
                 last = payloads[source].arrived_at
         since = now if now - self.deadline > STALL_FRACTION * self._timeout_seconds else self._began
         inbox.count_wait(self.missing[-1:], max(0.0, last - max(since, exposed)))
-        status.waiting = None
-        status.waited_seconds = max(0.0, now - max(last, exposed))
+        facts.waiting = None
+        facts.waited_seconds = max(0.0, now - max(last, exposed))
         self.missing = []
         self.arrived = {source: payloads[source] for source in self._sources}
         return True
 
     def _begin(self, missing: list[int], now: float) -> WaitDeadlines:
-        status = self._inbox.status
+        facts = self._inbox.facts
         self.missing = missing
-        if status.timed_out:
-            self.missing = [each for each in missing if each not in status.timed_out or each not in status.silent]
+        if facts.timed_out:
+            self.missing = [each for each in missing if each not in facts.timed_out or each not in facts.silent]
             self._has_left_out_sources = len(self.missing) < len(missing)
-        used_seconds = 0.0 if status.timed_out else status.waited_seconds  # the sources that used it up are left out
+        used_seconds = 0.0 if facts.timed_out else facts.waited_seconds  # the sources that used it up are left out
         self._began = now
         return self._new_deadlines(used_seconds, now)
 
     def _new_deadlines(self, used_seconds: float, now: float) -> WaitDeadlines:
         inbox = self._inbox
-        self._deadlines = WaitDeadlines(inbox.status, inbox.reported_waiting, self._timeout_seconds, used_seconds, now)
+        self._deadlines = WaitDeadlines(inbox.facts, inbox.reported_waiting, self._timeout_seconds, used_seconds, now)
         return self._deadlines
 
     def _keep_waiting(self, deadlines: WaitDeadlines, now: float) -> bool:
         """Returns whether any missing source is still worth waiting for; then sets `deadline`."""
-        inbox, status, key = self._inbox, self._inbox.status, self._key
-        status.raise_if_failed()
+        inbox, facts, key = self._inbox, self._inbox.facts, self._key
+        facts.raise_if_failed()
         before = self.missing
-        if status.departed or inbox.absences.skips:
+        if facts.departed or inbox.absences.skips:
             self.missing = [source for source in self.missing if not inbox.absences.will_not_arrive(source, key)]
         if deadlines.update(now):
             inbox.ask(key, self.missing)
         timed_out = deadlines.timed_out(self.missing, now)
         if timed_out:
-            status.silent.update(timed_out)
-            status.timed_out.update(timed_out)
+            facts.silent.update(timed_out)
+            facts.timed_out.update(timed_out)
             inbox.count_wait(timed_out, now - deadlines.since)
             self.missing = [source for source in self.missing if source not in timed_out]
-        if len(self.missing) < len(before) or status.regrouping:
+        if len(self.missing) < len(before) or facts.regrouping:
             self._has_left_out_sources = True
-            if not self.missing or status.regrouping:
+            if not self.missing or facts.regrouping:
                 return False
         self.deadline = deadlines.next_step_at(self.missing)
         spare = 0
@@ -248,16 +248,16 @@ class ArrivalWait:
                     return False
                 self.deadline = min(self.deadline, grace_deadline)
         inbox.set_wanted(self.missing, key, self._chunk, spare)
-        if status.exposed_since <= now:
-            status.wait_for(inbox.absences.nodes_of(key, self.missing), deadlines.since)
+        if facts.exposed_since <= now:
+            facts.wait_for(inbox.absences.nodes_of(key, self.missing), deadlines.since)
         else:
-            status.waiting = None
+            facts.waiting = None
         return True
 
     def _grace_deadline(self, deadlines: WaitDeadlines) -> float:
         """Returns until when to wait for the sources that the quorum tolerates: the grace period begins once the quorum
         has arrived and this node waits."""
-        quorum, payloads = self._inbox.status.quorum, self._inbox.incoming.get(self._key, _NOTHING)
+        quorum, payloads = self._inbox.facts.quorum, self._inbox.incoming.get(self._key, _NOTHING)
         assert quorum is not None
         outstanding = self._inbox.outstanding(self._key, self._chunk, self._sources)
         arrival_times = sorted(payloads[source].arrived_at for source in self._sources if source not in outstanding)
@@ -265,7 +265,7 @@ class ArrivalWait:
         return max(arrival_times[needed - 1] if needed else deadlines.since, deadlines.since) + quorum.grace_seconds
 
     def _note_arrivals(self, deadlines: WaitDeadlines) -> None:
-        inbox, status = self._inbox, self._inbox.status
+        inbox, facts = self._inbox, self._inbox.facts
         outstanding = inbox.outstanding(self._key, self._chunk, self.missing)
         if len(outstanding) < len(self.missing):
             # the time of arrival, not of this step: the waiting thread is woken only when everything has arrived, or
@@ -275,15 +275,15 @@ class ArrivalWait:
                 if source not in outstanding and payloads[source].arrived_at > last:
                     last = payloads[source].arrived_at
             deadlines.note_arrival(last)
-            status.waited_seconds = 0.0
+            facts.waited_seconds = 0.0
         if not outstanding:
             inbox.count_wait(self.missing[-1:], max(0.0, deadlines.last - deadlines.since))
         self.missing = outstanding
 
     def _finish(self, deadlines: WaitDeadlines, now: float) -> None:
-        inbox, status = self._inbox, self._inbox.status
-        status.waiting = None
-        status.waited_seconds += max(0.0, now - max(deadlines.last, status.exposed_since))
+        inbox, facts = self._inbox, self._inbox.facts
+        facts.waiting = None
+        facts.waited_seconds += max(0.0, now - max(deadlines.last, facts.exposed_since))
         if self.missing:
             inbox.set_wanted((), self._key, self._chunk)
             inbox.count_wait(self.missing, now - deadlines.since)

@@ -58,17 +58,17 @@ class InboxExchange(Exchange):
     def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
         if not isinstance(self._inbox, Inbox):
             return self._steps(timeout_seconds)
-        process = self._inbox.status.process
+        process = self._inbox.run_state.process
         return self.arrivals(timeout_seconds) if process is None else self._guarded(process, timeout_seconds)
 
     def _guarded(self, process: SharedProcess, timeout_seconds: float) -> Iterator[Arrival | Wait]:
         assert isinstance(self._inbox, Inbox)
         for step in self._steps(timeout_seconds):
-            yield GuardedWait(self._inbox.status, process, step) if isinstance(step, ArrivalWait) else step
+            yield GuardedWait(self._inbox.run_state, process, step) if isinstance(step, ArrivalWait) else step
 
     def _steps(self, timeout_seconds: float) -> Iterator[Arrival | ArrivalWait]:
         """Yields the arrivals, each preceded by the wait for it. Does not block."""
-        self._state.status.raise_if_failed()
+        self._state.facts.raise_if_failed()
         schema = self._state.schemas[self._key[1]]
         arrivals = self._arrivals_by_chunk if schema.elementwise else self._arrival_of_whole
         yield from arrivals(schema, timeout_seconds)
@@ -118,7 +118,7 @@ class InboxExchange(Exchange):
 
     def _tolerated(self, num_sources: int) -> int:
         """Returns how many of `num_sources` sources may be missing once a quorum has delivered."""
-        quorum = self._state.status.quorum
+        quorum = self._state.facts.quorum
         return 0 if quorum is None else quorum.tolerates(len(self._expected), num_sources)
 
     def _whole_payload(self, incoming: PartialPayload) -> Payload:
@@ -184,13 +184,13 @@ class InboxExchange(Exchange):
 
     @property
     def undelivered(self) -> frozenset[int]:
-        gone, round = self._state.status.departed, self._key[0]
+        gone, round = self._state.facts.departed, self._key[0]
         return self._dropped | {uid for uid in self._neighbors if gone.get(uid, round + 1) <= round}
 
     @property
     def departed(self) -> frozenset[int]:
-        status = self._state.status
-        if status.stopping or status.regrouping:
+        facts = self._state.facts
+        if facts.stopping or facts.regrouping:
             return self._missing
         round = self._key[0]
-        return self._rejected | {uid for uid in self._missing if status.departed.get(uid, round + 1) <= round}
+        return self._rejected | {uid for uid in self._missing if facts.departed.get(uid, round + 1) <= round}

@@ -27,19 +27,19 @@ class Inbox:
     all others are the training thread's."""
 
     def __init__(
-        self, schemas: tuple[Schema, ...], chunk_bytes: int, status: RunState, counters: Counters,
+        self, schemas: tuple[Schema, ...], chunk_bytes: int, run_state: RunState, counters: Counters,
         consumed: Callable[[int, int], None], *, reject_non_finite: bool = False, device: torch.device | None = None,
     ) -> None:
         """consumed(uid, bytes): called when this many bytes of `uid`, headers included, were used. device: the device
         of payloads that exchanges yield; the CPU when None."""
-        self.consumed, self.ready = consumed, status.notify
+        self.consumed, self.ready = consumed, run_state.notify
         self.ask: Callable[[list[int]], None] = lambda _uids: None
         """See `InboxPort.ask`."""
         self.state = InboxState(
-            schemas, chunk_bytes, status, counters, self, reject_non_finite=reject_non_finite, device=device
+            schemas, chunk_bytes, run_state, counters, self, reject_non_finite=reject_non_finite, device=device
         )
-        """Accessed only with `status.lock` held while threads share it."""
-        self.status = status
+        """Accessed only with `run_state.lock` held while threads share it."""
+        self.run_state = run_state
         self.schemas, self.plans, self.device = schemas, self.state.plans, self.state.placement.device
 
     @property
@@ -51,61 +51,61 @@ class Inbox:
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
         """See `InboxState.put`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.put(message, buffer, now)
 
     def start_receive(
         self, key: ExchangeKey, source: int, tensors: list[Tensor], scalars: Scalars, release: Callable[[], None]
     ) -> bool:
         """See `InboxState.start_receive`."""
-        with self.status.lock:
+        with self.run_state.lock:
             return self.state.start_receive(key, source, tensors, scalars, release)
 
     def chunk_received(self, key: ExchangeKey, source: int, last: bool) -> None:
         """See `InboxState.chunk_received`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.chunk_received(key, source, last, clock.now())
 
     def put_slot(self, source: int, round: int, totals: bytes, payload: SlotPayload) -> int:
         """See `InboxState.put_slot`."""
-        with self.status.lock:
+        with self.run_state.lock:
             return self.state.put_slot(source, round, totals, payload, clock.now())
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
         """See `InboxState.skip`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.skip(source, first, last)
 
     def waits_itself(self, source: int, now: float) -> None:
         """See `InboxState.waits_itself`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.waits_itself(source, now)
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def advance(self, round: int) -> None:
         """See `InboxState.advance`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.advance(round)
 
     def end(self, round: int) -> None:
         """See `InboxState.end`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.end(round)
 
     def reset(self, round: int) -> None:
         """See `InboxState.reset`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.reset(round)
 
     def finish(self, key: ExchangeKey) -> None:
         """See `InboxState.finish`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.finish(key)
 
     def release(self, chunk: int, sources: dict[int, PartialPayload]) -> None:
         """See `InboxState.release`."""
-        with self.status.lock:
+        with self.run_state.lock:
             self.state.release(chunk, sources)
 
     def wait(
@@ -119,24 +119,24 @@ class Inbox:
 
     def look(self) -> None:
         """Processes what neighbors have announced. Does not block."""
-        if self.status.doorbell is not None:
-            self.status.doorbell.take_in()
+        if self.run_state.doorbell is not None:
+            self.run_state.doorbell.take_in()
 
     def has_later(self, round: int, source: int) -> bool:
         """See `InboxState.has_later`."""
         self.look()
-        with self.status.lock:
+        with self.run_state.lock:
             return self.state.has_later(round, source)
 
     def collect(self, channel: int, round: int | None) -> list[Collected]:
         """Takes the complete payloads out of a mailbox. Blocks only while it copies them."""
-        with self.status.lock:
+        with self.run_state.lock:
             taken = self.state.mailbox.take(channel, round)
         return self.state.owned(channel, taken)
 
     def block(self, wait: Wait) -> None:
         """Blocks until the wait is over."""
-        status = self.status
-        with status.lock:
+        run_state = self.run_state
+        with run_state.lock:
             while not wait.step(now := clock.now()):
-                status.wait(min(wait.deadline - now, LONGEST_SLEEP_SECONDS))
+                run_state.wait(min(wait.deadline - now, LONGEST_SLEEP_SECONDS))

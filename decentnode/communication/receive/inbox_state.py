@@ -69,7 +69,7 @@ class InboxState:
         self.reject_non_finite = reject_non_finite
         self._shapes = PayloadShapes(schemas, chunk_bytes)
         self.plans = self._shapes.plans
-        self.status = facts
+        self.facts = facts
         self.counters = counters
         self._port = port
         self.mailbox = Mailbox(schemas, self.plans, port.consumed)
@@ -108,7 +108,7 @@ class InboxState:
         or is stale."""
         self._shapes.check(message, buffer)
         key = (message.round, message.phase)
-        self.status.silent.discard(message.source)
+        self.facts.silent.discard(message.source)
         if self.mailbox.is_mailbox(message.phase):
             self._wake_mailbox_reader(self.mailbox.put(message, buffer, now))
             return
@@ -158,7 +158,7 @@ class InboxState:
     def chunk_received(self, key: ExchangeKey, source: int, last: bool, now: float) -> None:
         """Announces, after `start_receive`, that the next chunk in order has arrived. last: whether the whole payload
         has."""
-        self.status.silent.discard(source)
+        self.facts.silent.discard(source)
         if self.mailbox.is_mailbox(key[1]):
             self._wake_mailbox_reader(self.mailbox.chunk_received(key, source, last, now))
             return
@@ -178,7 +178,7 @@ class InboxState:
         key = round, phase
         try:
             size = self._shapes.set_tensors(payload, totals)
-            self.status.silent.discard(source)
+            self.facts.silent.discard(source)
             if self.mailbox.is_mailbox(phase):
                 self._wake_mailbox_reader(self.mailbox.put_slot(key, source, payload, now))
                 return size
@@ -214,7 +214,7 @@ class InboxState:
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
         """See `Absences.skip`."""
-        self.status.silent.discard(source)
+        self.facts.silent.discard(source)
         self.absences.skip(source, first, last, self._floor)
         self._port.ready()
 
@@ -258,7 +258,7 @@ class InboxState:
         """Ends the rounds below `round`: what still arrives of them is stale."""
         if round != self._current_round:
             self._current_round = round
-            self.status.next_round()
+            self.facts.next_round()
             if self.reported_waiting:
                 self.reported_waiting.clear()
         if round <= self._floor:
@@ -295,7 +295,7 @@ class InboxState:
         self.absences.clear()
         self._wanted = set()
         self._last_late.clear()
-        self.status.silent.clear()
+        self.facts.silent.clear()
         self._floor, self._end_round, self._current_round = round, math.inf, -1
 
     def finish(self, key: ExchangeKey) -> None:

@@ -62,12 +62,12 @@ class ModelSlots:
     from the training thread."""
 
     def __init__(
-        self, schema: Schema, leases: Leases, owner: Path | None, status: RunFacts, counters: Counters
+        self, schema: Schema, leases: Leases, owner: Path | None, facts: RunFacts, counters: Counters
     ) -> None:
         """schema: of phase 0. owner: the path with `model_slots`, if there is one."""
         self.sent_to: tuple[int, ...] = ()
         """Nodes that may still read what was sent last."""
-        self._schema, self._owner, self._status, self._leases = schema, owner, status, leases
+        self._schema, self._owner, self._facts, self._leases = schema, owner, facts, leases
         self._counters = counters
         self._slots: list[Tensor] = []
         self._last_wait_failed = False
@@ -89,14 +89,14 @@ class ModelSlots:
             self._slots = (owner.model_slots if owner is not None else []) or [
                 torch.empty(schema.elements, dtype=spec.dtype) for _ in range(PRIVATE_SLOTS)
             ]
-        with self._status.waits_for(self.sent_to):
-            deadline = clock.now() + self._status.remaining_send_delay(timeout_seconds)
+        with self._facts.waits_for(self.sent_to):
+            deadline = clock.now() + self._facts.remaining_send_delay(timeout_seconds)
             if owner is not None:
                 slot = owner.acquire_slot(current, deadline)
                 place = None if slot is None else self._slots[slot]
             else:
                 wait = PlaceWait(
-                    self._slots, current, self._leases, self._status, self._counters, deadline=deadline,
+                    self._slots, current, self._leases, self._facts, self._counters, deadline=deadline,
                     last_wait_failed=self._last_wait_failed,
                 )
                 if not wait.step(clock.now()):

@@ -53,7 +53,7 @@ class SharedMemoryPath(Path):
         """Neighbors that read this node's publish buffers."""
         num_nodes = len(context.machine_of)
         self._layouts = {on_device: Layout(context.schemas, num_nodes, on_device) for on_device in (False, True)}
-        self._inbox, self._status, self._counters = context.inbox, context.state, context.counters
+        self._inbox, self._run_state, self._counters = context.inbox, context.state, context.counters
         self._device_memory = device_memory_of(context)
         self._run = ""
         self._peers_by_memory: dict[bool, Collection[int]] = {}
@@ -124,7 +124,7 @@ class SharedMemoryPath(Path):
         self.readers = frozenset().union(*self._readers_by_memory.values())
         process, doorbell = self.context.process, self._doorbell
         if process is None:
-            self._status.doorbell = doorbell
+            self._run_state.doorbell = doorbell
         elif doorbell is not None:
             process.watch(doorbell.descriptor, doorbell.take_in)
         return self.readers
@@ -133,10 +133,10 @@ class SharedMemoryPath(Path):
         """Writes a payload once if all neighbors get the same one; different payloads have to leave as chunks. Blocks
         only briefly (`RunState.remaining_send_delay`) while slots are held, so that no neighbor waits because of
         another."""
-        uids = [uid for uid in outgoing if uid in self.readers and uid not in self._status.departed]
+        uids = [uid for uid in outgoing if uid in self.readers and uid not in self._run_state.departed]
         if len({id(outgoing[uid]) for uid in uids}) != 1:
             return Sent(left=outgoing.keys())
-        with self._status.waits_for(uids):
+        with self._run_state.waits_for(uids):
             reached = self.publish(outgoing[uids[0]], uids, key, self.context.config.timeout_seconds)
         return NOTHING_LEFT if len(reached) == len(outgoing) else Sent(left=outgoing.keys() - reached)
 
@@ -154,7 +154,7 @@ class SharedMemoryPath(Path):
     def _count_wait(self, since: float, holders: Collection[int]) -> None:
         """Counts a wait for a slot on the edges of the nodes that held the slot."""
         uids = set(holders) - {LEASED} | (self.context.leases.holders() if LEASED in holders else set())
-        self._status.held_up(clock.now() - since, uids, self._counters)
+        self._run_state.held_up(clock.now() - since, uids, self._counters)
 
     def _map(self, run: str, on_device: bool, uids: Collection[int]) -> None:
         for uid in uids:
@@ -172,7 +172,7 @@ class SharedMemoryPath(Path):
         Readers that still hold an earlier payload after that wait are neither waited for nor sent anything until they
         have released everything they were notified of. While they hold every slot, no neighbor is sent anything.
         """
-        deadline = clock.now() + self._status.remaining_send_delay(timeout_seconds)
+        deadline = clock.now() + self._run_state.remaining_send_delay(timeout_seconds)
         notified: list[int] = []
         totals = b"".join([tensor.numel().to_bytes(8, "little") for tensor in payload.tensors.values()])
         buffers = list(self._buffers.items())
@@ -181,8 +181,8 @@ class SharedMemoryPath(Path):
         for on_device, buffer in buffers:
             read_by = self._readers_by_memory[on_device]
             mine = uids if read_by.issuperset(uids) else [uid for uid in uids if uid in read_by]
-            if buffer.late or self._status.silent:
-                buffer.update_late(self._status.silent)
+            if buffer.late or self._run_state.silent:
+                buffer.update_late(self._run_state.silent)
                 mine = [uid for uid in mine if uid not in buffer.late]
             late = buffer.late
             try:
@@ -224,15 +224,15 @@ class SharedMemoryPath(Path):
 
     def acquire_slot(self, current: Tensor, deadline: float) -> int | None:
         buffer = self._buffers[False]
-        buffer.update_late(self._status.silent)
+        buffer.update_late(self._run_state.silent)
         return buffer.acquire_slot(current.data_ptr(), deadline, self._has_departed)
 
     def _has_departed(self, uid: int) -> bool:
         """Returns whether a reader has departed. Raises the run's failure if the run has failed."""
-        self._status.raise_if_failed()
-        if self._status.regrouping:
+        self._run_state.raise_if_failed()
+        if self._run_state.regrouping:
             raise TimeoutError(uid)  # others may still read the slot, so it must not be written
-        return uid in self._status.departed
+        return uid in self._run_state.departed
 
     def _on_datagram(self, datagram: bytes) -> None:
         assert self._doorbells is not None
@@ -265,7 +265,7 @@ class SharedMemoryPath(Path):
         edge.received(size, payload.scalars)
 
     def close(self, broken: bool) -> None:  # noqa: ARG002
-        self._status.doorbell = None
+        self._run_state.doorbell = None
         if True in self._buffers:
             drain_or_keep(self._buffers[True], self._has_departed)
         if self._doorbell is not None:

@@ -157,7 +157,7 @@ class BatchedPath(CliquePath):
     def begin(
         self, key: ExchangeKey, outgoing: Sequence[tuple[Payload, list[int]]], sources: Sequence[int]
     ) -> frozenset[int]:
-        plans, gone = self._inbox.plans[key[1]], self._status.departed
+        plans, gone = self._inbox.plans[key[1]], self._run_state.departed
         late = [uid for uid in sources if self._outstanding.get(uid, 0) >= self.window]
         if late:  # as for sends: rounds that are over still occupy all their buffers
             raise PeerLost(f"nothing came from node {late[0]} in {self.window} exchanges, last {key[0]}", late)
@@ -193,16 +193,16 @@ class BatchedPath(CliquePath):
         out (R1)."""
         if self._may_send(uid, key[0]):
             return True
-        if self._status.departed.get(uid, key[0] + 1) <= key[0]:
+        if self._run_state.departed.get(uid, key[0] + 1) <= key[0]:
             return False
-        why = self._status.why_broken([uid])
+        why = self._run_state.why_broken([uid])
         if why:
             raise PeerLost(f"node {self._communicator.uid}: {why}", [uid])
         raise PeerLost(f"node {uid} received nothing for {self._timeout_seconds:g} s, last in round {key[0]}", [uid])
 
     def _room_wait_seconds(self) -> float:
         """Returns the whole time-out, as nothing can be left out."""
-        return self._status.patience(self._timeout_seconds)
+        return self._run_state.patience(self._timeout_seconds)
 
     def _prepare_send(
         self, payload: Payload, plans: tuple[TensorPlan, ...], uids: list[int], key: ExchangeKey

@@ -57,7 +57,7 @@ class CliquePath(abc.ABC):
         self.peers: frozenset[int] = frozenset()
         """The members that this path reaches."""
         self._calls, self._pool = calls, pool
-        self._inbox, self._status, self._counters = node.inbox, node.state, node.counters
+        self._inbox, self._run_state, self._counters = node.inbox, node.state, node.counters
         self._timeout_seconds, self._lease_of = node.timeout_seconds, node.lease_of
         self._in_flight: dict[int, int] = {}
         """By peer: payloads in flight to it."""
@@ -91,9 +91,9 @@ class CliquePath(abc.ABC):
         is anything launched after a call has failed.
         """
         self._inbox.served_together[key] = self.peers
-        if SUM in self._status.broken:
+        if SUM in self._run_state.broken:
             return
-        if any(self._status.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):
+        if any(self._run_state.departed.get(uid, key[0] + 1) <= key[0] for uid in group.members):
             return
         self._count_receives(1)
         self._launch_call(CollectiveCall(kind, key, self._calls, self._inbox, self._pool).prepare(group, outgoing))
@@ -122,22 +122,22 @@ class CliquePath(abc.ABC):
         memory, no peer is blamed: the node's waits raise the error.
         """
         if own_fault(error):
-            self._status.fail(error)
+            self._run_state.fail(error)
             return
         reason = f"{operation} failed: {str(error).partition('. ')[0]}"  # the library's further sentences are advice
-        with self._status.changed:
-            new = set(uids) - self._status.broken.keys()
+        with self._run_state.changed:
+            new = set(uids) - self._run_state.broken.keys()
             if self._is_closed or not new:
                 return
-            self._status.broken.update(dict.fromkeys(new, Breakage(reason, clock.now())))
-            self._status.notify()
+            self._run_state.broken.update(dict.fromkeys(new, Breakage(reason, clock.now())))
+            self._run_state.notify()
         self._counters.fault("communicator_broken", min(uids) if len(uids) == 1 else None, reason)
 
     def leave(self, clean: bool) -> None:
         """Gives the communicator up. clean: whether nothing is in flight."""
-        with self._status.changed:
+        with self._run_state.changed:
             self._is_closed = True
-            self._status.broken.clear()
+            self._run_state.broken.clear()
         self._end(clean)
 
     @abc.abstractmethod
@@ -146,18 +146,18 @@ class CliquePath(abc.ABC):
 
     def close(self) -> None:
         """Blocks until everything has been sent, for CLOSE_SECONDS at most; does not block if the run has failed."""
-        status = self._status
-        deadline = clock.now() + (0.0 if status.failure is not None or status.regrouping else CLOSE_SECONDS)
-        with status.changed:
+        run_state = self._run_state
+        deadline = clock.now() + (0.0 if run_state.failure is not None or run_state.regrouping else CLOSE_SECONDS)
+        with run_state.changed:
             self._num_blocked += 1
             while self._sends_under_way() and (remaining := deadline - clock.now()) > 0:
-                status.wait(min(remaining, 0.5))
+                run_state.wait(min(remaining, 0.5))
             self._num_blocked -= 1
             clean = not any(self._in_flight.values()) and not self._receives_in_flight
         self.leave(clean)
 
     def _sends_under_way(self) -> bool:
-        return any(count and uid not in self._status.departed for uid, count in self._in_flight.items())
+        return any(count and uid not in self._run_state.departed for uid, count in self._in_flight.items())
 
     def _has_room(self, uid: int) -> bool:
         """Returns whether the peer's window has room, so that `_may_send` does not block for it."""
@@ -169,35 +169,35 @@ class CliquePath(abc.ABC):
         began = clock.now()
         deadline = began + self._room_wait_seconds()
         waited = False
-        with self._status.changed:
+        with self._run_state.changed:
             while True:
-                self._status.raise_if_failed()
-                if self._status.departed.get(uid, round + 1) <= round:
+                self._run_state.raise_if_failed()
+                if self._run_state.departed.get(uid, round + 1) <= round:
                     return False
-                breakage = self._status.broken.get(uid)
+                breakage = self._run_state.broken.get(uid)
                 if breakage is None and self._has_room(uid):
                     self._in_flight[uid] = self._in_flight.get(uid, 0) + 1
                     if waited:
-                        self._status.held_up(clock.now() - began, [uid], self._counters)
+                        self._run_state.held_up(clock.now() - began, [uid], self._counters)
                     return True
                 until = deadline if breakage is None else min(deadline, breakage.since + BROKEN_SECONDS)
                 remaining = until - clock.now()
                 if remaining <= 0:
-                    self._status.held_up(clock.now() - began, [uid], self._counters)
+                    self._run_state.held_up(clock.now() - began, [uid], self._counters)
                     if breakage is None:
                         self._counters.fault("send_window", uid, f"round {round}")
                     return False
                 waited = True
-                if self._status.regrouping:
+                if self._run_state.regrouping:
                     return False
                 self._num_blocked += 1
-                with self._status.waits_for([uid]):
-                    self._status.wait(min(remaining, 1.0))
+                with self._run_state.waits_for([uid]):
+                    self._run_state.wait(min(remaining, 1.0))
                 self._num_blocked -= 1
 
     def _room_wait_seconds(self) -> float:
         """Returns how long a wait for room in a peer's window that begins now may last."""
-        return self._status.room_patience(self._timeout_seconds)
+        return self._run_state.room_patience(self._timeout_seconds)
 
     def peers_in_flight(self) -> list[int]:
         """Returns the peers that have not taken everything that was sent to them."""
@@ -205,20 +205,20 @@ class CliquePath(abc.ABC):
 
     def _send_completed(self, uid: int) -> None:
         """Any thread: records that a payload to `uid` has been sent."""
-        with self._status.changed:
+        with self._run_state.changed:
             self._in_flight[uid] -= 1
             if self._num_blocked:
-                self._status.notify()
+                self._run_state.notify()
 
     def _count_receives(self, count: int, uid: int | None = None) -> None:
         """Any thread: changes the number of receives in flight by `count`; those from `uid`, if they are from one
         peer."""
-        with self._status.changed:
+        with self._run_state.changed:
             self._receives_in_flight += count
             if uid is not None:
                 self._outstanding[uid] = self._outstanding.get(uid, 0) + count
             if self._num_blocked:
-                self._status.notify()
+                self._run_state.notify()
 
     def _has_header(self, phase: int) -> bool:
         """Returns whether payloads of this phase have a header, for sizes or scalars that the schema does not

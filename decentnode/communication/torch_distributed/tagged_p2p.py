@@ -104,7 +104,7 @@ class TaggedPath(CliquePath):
         """Posts what is known to arrive; the peer's thread waits for it and posts the rest. If `window` receives of a
         peer are in flight, which is as many as the peer itself sends at a time, the peer's thread posts this one after
         them."""
-        if uid in self._status.broken:
+        if uid in self._run_state.broken:
             return
         outstanding = self._outstanding.get(uid, 0)
         if outstanding >= MAX_RECEIVES:

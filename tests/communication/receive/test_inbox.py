@@ -43,14 +43,14 @@ def over(wait: Callable[[], object]) -> bool:
 def test_once_a_stop_is_announced_nobody_is_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STOPPING_TIMEOUT_SECONDS", 0.05)
     inbox = made()
-    inbox.status.stopping = True
+    inbox.run_state.stopping = True
     assert over(lambda: inbox.wait((0, 0), 0, [1], FOREVER))
     inbox = made()
 
     def stop() -> None:
-        with inbox.status.changed:
-            inbox.status.stopping = True
-            inbox.status.notify()
+        with inbox.run_state.changed:
+            inbox.run_state.stopping = True
+            inbox.run_state.notify()
 
     threading.Timer(0.1, stop).start()
     assert over(lambda: inbox.wait((0, 0), 0, [1], FOREVER)), "also one that is under way"
@@ -60,11 +60,11 @@ def test_who_was_waited_for_in_vain_is_silent_until_something_comes() -> None:
     inbox = made()
     inbox.put(*chunk(2, 0))
     assert inbox.wait((0, 0), 0, [1, 2], 0.0).keys() == {2}
-    assert inbox.status.silent == {1}
+    assert inbox.run_state.silent == {1}
     inbox.advance(1)
     with pytest.raises(PeerFault, match="stale_round"):
         inbox.put(*chunk(1, 0))
-    assert not inbox.status.silent, "late as it is, it lives"
+    assert not inbox.run_state.silent, "late as it is, it lives"
 
 
 def test_the_wait_is_booked_on_the_neighbor_that_came_last() -> None:
@@ -85,7 +85,7 @@ def test_what_a_neighbor_skips_is_not_waited_for() -> None:
     for round in (2, 3, 4):
         assert over(lambda round=round: inbox.wait((round, 0), 0, [1], FOREVER))
     assert inbox.wait((5, 0), 0, [1], FOREVER).keys() == {1}
-    assert inbox.wait((1, 0), 0, [1], 0.0) == {} and inbox.status.silent == {1}, "that one was waited for"
+    assert inbox.wait((1, 0), 0, [1], 0.0) == {} and inbox.run_state.silent == {1}, "that one was waited for"
     inbox.advance(5)
     for first in range(MAX_SKIPS):
         inbox.skip(1, (9 + first, 0), (9 + first, 0))

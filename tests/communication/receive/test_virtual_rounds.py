@@ -96,7 +96,7 @@ class RoundEnd(End):
         (round, phase), takes = key, []
         raw, (plan,) = to_bytes(values(self.uid, round, phase)), self.inbox.plans[phase]
         for uid in [other.uid for other in self.others]:
-            wait = RoomWait(self.links.sender, self.inbox.status, self.counters, uid=uid, key=key,
+            wait = RoomWait(self.links.sender, self.inbox.facts, self.counters, uid=uid, key=key,
                             timeout_seconds=self.timeout_seconds, now=self.heap.now)  # fmt: skip
             yield wait
             if wait.verdict == "send":
@@ -122,7 +122,7 @@ class RoundEnd(End):
             self.inbox.skip(message.source, first, last)
             return
         if isinstance(message, Overdue):
-            if self.inbox.status.waiting is not None:
+            if self.inbox.facts.waiting is not None:
                 self._say(message.source, Waits)
             return
         if isinstance(message, Waits):
@@ -134,7 +134,7 @@ class RoundEnd(End):
         self.inbox.put(message, body, now)
 
     def has_room(self, uid: int) -> None:
-        self.inbox.status.silent.discard(uid)
+        self.inbox.facts.silent.discard(uid)
         self.ready()
 
     def ask(self, uids: list[int]) -> None:
