@@ -16,22 +16,22 @@ Source = Callable[[int], bytes]
 """source(count) returns `count` random bytes."""
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     source: Source = os.urandom
     """The calling thread's source."""
 
 
-_own = _Own()
+_thread_state = _ThreadState()
 
 
 def draw(count: int) -> bytes:
     """Returns `count` bytes that nobody can guess and that were never drawn before. Any thread, any process."""
-    return _own.source(count)
+    return _thread_state.source(count)
 
 
 def word(count: int) -> str:
     """Returns `count` bytes of `draw` as hexadecimal digits, two per byte."""
-    return _own.source(count).hex()
+    return _thread_state.source(count).hex()
 
 
 def seeded(seed: int | str) -> Source:
@@ -45,8 +45,8 @@ def use(source: Source) -> Iterator[None]:
     """Returns a context manager in which the calling thread draws from `source`. Other threads do not, because they
     draw at times that no seed determines: a thread that writes files beside a simulation would take bytes that the
     simulation draws next."""
-    before, _own.source = _own.source, source
+    before, _thread_state.source = _thread_state.source, source
     try:
         yield
     finally:
-        _own.source = before
+        _thread_state.source = before

@@ -89,17 +89,17 @@ def shares(total: int, threads: int) -> list[tuple[int, int]]:
     return [(a, min(a + each, total)) for a in range(0, total, each)]
 
 
-_own = threading.local()
+_thread_state = threading.local()
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Returns a context manager in which loops started by the calling thread use that thread alone."""
-    _own.alone = True
+    _thread_state.alone = True
     try:
         yield
     finally:
-        _own.alone = False
+        _thread_state.alone = False
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 def threads() -> int:
     """Returns how many threads may share a loop that the calling thread starts."""
-    return 1 if getattr(_own, "alone", False) else torch.get_num_threads()
+    return 1 if getattr(_thread_state, "alone", False) else torch.get_num_threads()
 
 
 def spread(call: Callable[..., Any], calls: Iterable[tuple[Any, ...]], threads: int) -> None:

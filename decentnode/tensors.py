@@ -183,7 +183,7 @@ class FlatModel:
         self._views: dict[int, list[Tensor]] = {}
         """By address of a storage: views of it, one per parameter. Kept for the current storage and the previous
         one."""
-        self.parameters = self._adopt(storage, copy=True)
+        self.parameters = self._bind_parameters(storage, copy=True)
         self.buffers = self._flatten_buffers()
 
     @property
@@ -211,7 +211,7 @@ class FlatModel:
             at += p.numel()
         return [name for name, p in self.module.named_parameters(remove_duplicate=False) if id(p) in found]
 
-    def _adopt(self, storage: Tensor, copy: bool) -> Tensor:
+    def _bind_parameters(self, storage: Tensor, copy: bool) -> Tensor:
         if storage.shape != (self.num_parameters,) or storage.dtype != self.dtype or not storage.is_contiguous():
             raise ValueError(
                 f"storage must be contiguous [{self.num_parameters}] {self.dtype}, "
@@ -219,14 +219,14 @@ class FlatModel:
             )
         views = self._views.get(storage.data_ptr())
         if views is None:
-            views = self._views_in(storage)
+            views = self._parameter_views(storage)
         for p, view in zip(self._trainable, views, strict=True):
             if copy:
                 view.copy_(p.data)
             p.data = view
         return storage
 
-    def _views_in(self, storage: Tensor) -> list[Tensor]:
+    def _parameter_views(self, storage: Tensor) -> list[Tensor]:
         """Returns a view of the storage per parameter, cached: a model alternates between two slots, and creating the
         views of many parameters anew would take time in every round."""
         views, offset = [], storage.storage_offset()
@@ -241,7 +241,7 @@ class FlatModel:
     def rebind(self, storage: Tensor) -> None:
         """Makes the parameters views of another storage [P], which must already have their values. Copies nothing.
         Raises ValueError for another shape or dtype."""
-        self.parameters = self._adopt(storage, copy=False)
+        self.parameters = self._bind_parameters(storage, copy=False)
 
     def _flatten_buffers(self) -> Tensor:
         floats = [b for b in self.module.buffers() if b.dtype.is_floating_point]

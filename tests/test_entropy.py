@@ -42,7 +42,7 @@ def test_a_seeded_source_gives_the_same_again() -> None:
 def test_the_machines_source_is_back_afterwards() -> None:
     with pytest.raises(RuntimeError), entropy.use(entropy.seeded(1)):
         raise RuntimeError
-    assert entropy._own.source is os.urandom
+    assert entropy._thread_state.source is os.urandom
     assert len(entropy.draw(5)) == 5 and len(entropy.word(5)) == 10
 
 

@@ -199,7 +199,7 @@ class CommunicationConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_proportion(cls, given: Any) -> Any:
+    def _derive_timeouts(cls, given: Any) -> Any:
         """Derives the time-outs that are not given from `timeout_seconds`."""
         rounds = given.get("timeout_seconds") if isinstance(given, dict) else None
         if not isinstance(rounds, int | float) or isinstance(rounds, bool) or rounds <= 0:

@@ -327,7 +327,7 @@ class RunState(RunFacts):
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-        self._until = _EndOfWait(self)
+        self._end_of_wait = _EndOfWait(self)
 
     @property
     def stepped(self) -> bool:
@@ -383,4 +383,4 @@ class RunState(RunFacts):
 
     def waits_for(self, uids: Collection[int]) -> contextlib.AbstractContextManager[None]:
         self.wait_for(tuple(uids), clock.now())
-        return self._until
+        return self._end_of_wait

@@ -33,9 +33,9 @@ class SameProcessPath(Path):
         super().__init__(context)
         self.generation = context.generation
         self._max_held = max(MAX_HELD, 2 * len(context.schemas))
-        self._held: dict[int, int] = {}
+        self._num_held_by: dict[int, int] = {}
         """By neighbor: how many payloads of this node it holds."""
-        self._lent: dict[int, list[object]] = {}
+        self._leases_lent_to: dict[int, list[object]] = {}
         """By neighbor: leases on the payload that was lent to it. The list is emptied when the neighbor releases the
         payload."""
 
@@ -62,10 +62,10 @@ class SameProcessPath(Path):
         own: dict[str, Tensor] = {}
         copied: dict[str, Tensor] | None = None
         for uid in uids:
-            receiver, num_held = receivers.get(uid), self._held.get(uid, 0)
+            receiver, num_held = receivers.get(uid), self._num_held_by.get(uid, 0)
             if receiver is None or receiver.generation != self.generation or num_held >= self._max_held:
-                if receiver is None and uid in self._lent:
-                    self._lent[uid].clear()  # a neighbor that is gone reads nothing any more
+                if receiver is None and uid in self._leases_lent_to:
+                    self._leases_lent_to[uid].clear()  # a neighbor that is gone reads nothing any more
                 not_taken.append(uid)
                 continue
             if leases is None:
@@ -75,7 +75,7 @@ class SameProcessPath(Path):
             if not lent and copied is None:
                 copied = {name: tensor.clone() for name, tensor in own.items()}
             tensors = own if lent or copied is None else copied
-            self._held[uid] = num_held + 1
+            self._num_held_by[uid] = num_held + 1
             self.context.counters.edge(uid).frames_sent += 1
             release = self._release_callback(uid, leases if lent else ())
             receiver.take(key, self.context.uid, tensors, dict(payload.scalars), release)
@@ -85,12 +85,12 @@ class SameProcessPath(Path):
         """Returns what the neighbor calls once it has read a payload. leases: dropped then."""
         kept_leases, unreleased = list(leases), [uid]
         if kept_leases:
-            self._lent[uid] = kept_leases
+            self._leases_lent_to[uid] = kept_leases
 
         def release() -> None:
             kept_leases.clear()
             if unreleased:
-                self._held[unreleased.pop()] -= 1
+                self._num_held_by[unreleased.pop()] -= 1
 
         return release
 

@@ -39,12 +39,12 @@ class PayloadShapes:
             raise PeerFault("wrong_shape", f"phase {phase}")
         tensors, size = payload.reader.slots[phase][payload.slot], self._fixed_bytes[phase]
         if totals != self._fixed_totals[phase]:
-            tensors = self._cut(tensors, phase, totals)
+            tensors = self._trimmed(tensors, phase, totals)
             size = sum(tensor.nbytes for tensor in tensors)
         payload.set_tensors(self.plans[phase], tensors)
         return size
 
-    def _cut(self, tensors: list[Tensor], phase: int, totals: bytes) -> list[Tensor]:
+    def _trimmed(self, tensors: list[Tensor], phase: int, totals: bytes) -> list[Tensor]:
         plans = self.plans[phase]
         lengths = [int.from_bytes(totals[i : i + 8], "little") for i in range(0, len(totals), 8)]
         if len(lengths) != len(plans) or not all(map(TensorPlan.accepts, plans, lengths)):

@@ -111,16 +111,16 @@ class Leases:
         self.owing: list[Callable[[], Iterable[int]]] = []
         """One function per channel by which messages leave; each returns the peers that have not yet acknowledged
         everything sent."""
-        self._held: dict[int, weakref.ref[Lease]] = {}
+        self._lease_by_address: dict[int, weakref.ref[Lease]] = {}
 
     def take(self, place: Tensor) -> Lease:
         """Returns the lease on this memory; all messages that are sent from it at a time share one."""
         address = place.data_ptr()
-        found = self._held.get(address)
+        found = self._lease_by_address.get(address)
         lease = found() if found is not None else None
         if lease is None:
             lease = Lease()
-            self._held[address] = weakref.ref(lease)
+            self._lease_by_address[address] = weakref.ref(lease)
         return lease
 
     def holders(self) -> set[int]:
@@ -129,7 +129,7 @@ class Leases:
 
     def held(self, address: int) -> bool:
         """Returns whether a message is still sent from the memory at this address."""
-        found = self._held.get(address)
+        found = self._lease_by_address.get(address)
         return found is not None and found() is not None
 
 

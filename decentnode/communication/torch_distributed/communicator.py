@@ -108,7 +108,7 @@ class GlooCommunicator(Communicator):
         self.device = torch.device("cpu")
         rank, size = self._rank[uid], len(members)
         self._backend = make_group(store, rank, size, via, timeout_seconds)
-        self._group = _group_of(store, rank, size, self._backend, self.device, "GLOO")
+        self._group = _as_process_group(store, rank, size, self._backend, self.device, "GLOO")
 
     def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
         limit = NO_TIMEOUT if timeout_seconds is None else timedelta(seconds=timeout_seconds)
@@ -142,21 +142,21 @@ class NcclCommunicator(Communicator):
         options._timeout = timedelta(seconds=timeout_seconds)
         options.is_high_priority_stream, options.config.max_ctas = True, MAX_CTAS
         self._backend = nccl(store, rank, size, options)
-        self._group = _group_of(store, rank, size, self._backend, device, "NCCL")
+        self._group = _as_process_group(store, rank, size, self._backend, device, "NCCL")
         self._group.bound_device_id = device
         self._backend.eager_connect_single_device(device)
         self._backend._set_default_timeout(NO_TIMEOUT)
-        self._waiting = torch.cuda.Stream(device)
+        self._wait_stream = torch.cuda.Stream(device)
 
     def wait(self, works: list[Any], timeout_seconds: float | None = None) -> None:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._waiting):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._wait_stream):
             for work in works:
                 work.wait()  # R9: this stream waits, not this thread
             if timeout_seconds is None:
-                self._waiting.synchronize()
+                self._wait_stream.synchronize()
                 return
             deadline = clock.now() + timeout_seconds
-            while not self._waiting.query():
+            while not self._wait_stream.query():
                 if clock.now() > deadline:
                     raise RuntimeError(f"a batch of NCCL was not over after {timeout_seconds:g} s")
                 clock.sleep(POLL_SECONDS)
@@ -178,7 +178,7 @@ def _uid(entry: tuple[int, Tensor]) -> int:
     return entry[0]
 
 
-def _group_of(
+def _as_process_group(
     store: dist.Store, rank: int, size: int, backend: Any, device: torch.device, kind: Literal["GLOO", "NCCL"]
 ) -> Any:
     """Returns the backend wrapped in a ProcessGroup, which torch's functions take, outside torch's registry."""
