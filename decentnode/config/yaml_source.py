@@ -1,7 +1,7 @@
 """Reads YAML such that every value keeps the location it came from, through merging and overriding.
 
-YAML 1.1 as PyYAML reads it, except that these are errors: duplicate keys, keys that are not text, tags, and aliases
-that contain themselves or expand without bound.
+YAML 1.1 as PyYAML reads it, except that these are errors: duplicate keys, keys that are not text, tags, aliases that
+contain themselves or expand without bound, and numbers in base 8 or 60 (010 is 8, 1:30 is 90).
 """
 
 from __future__ import annotations
@@ -134,10 +134,14 @@ class _Builder:
 
     def _scalar(self, node: yaml.Node) -> Any:
         try:
-            return self.loader.construct_object(node)
+            value = self.loader.construct_object(node)
         except (ValueError, ArithmeticError, LookupError, AttributeError, yaml.YAMLError):  # 2024-13-45, 0x_, !!bool x
             self.report(node.start_mark, f"{str(node.value)[:60]!r} cannot be read", "quote the value if it is text")
             return None
+        if type(value) is int and _is_misread(str(node.value), value):
+            self.report(node.start_mark, f"YAML reads {node.value} as the number {value}",
+                        f"write {value}, or quote {node.value} if it is text")  # fmt: skip
+        return value
 
     def _mapping(self, node: yaml.MappingNode, place: Location) -> Item:
         seen: dict[str, yaml.Mark] = {}
@@ -167,6 +171,12 @@ class _Builder:
             hint = f"YAML reads a bare {node.value or 'nothing'} as {str(value).lower()}: quote it"
         self.report(node.start_mark, "a key must be text", hint)
         return None
+
+
+def _is_misread(text: str, value: int) -> bool:
+    """Returns whether YAML 1.1 reads digits in base 8, for a leading zero, or in base 60, for colons."""
+    digits = text.lstrip("+-").replace("_", "")
+    return ":" in digits or (digits.isdigit() and int(digits) != abs(value))
 
 
 @functools.lru_cache(64)  # a sweep parses one file for every point, which was half of the time of a load

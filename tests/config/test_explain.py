@@ -171,9 +171,9 @@ CASES = {
     "a number for a name, and a time": (
         "name: 12:30:00\n" + GOOD,
         """
-        a.yaml:1:7: name must be text, got 45000
+        a.yaml:1:7: YAML reads 12:30:00 as the number 45000
             name: 12:30:00
-                  ^ YAML reads a bare 12:30:00 as 45000: quote it
+                  ^ write 45000, or quote 12:30:00 if it is text
         """,
     ),
     "a section where a value belongs": (
