@@ -1,4 +1,4 @@
-"""Who talks to whom, in which round, with which weight. Pure functions: no sockets, no torch."""
+"""Who sends to whom, in which round, and with which weight. Pure functions: no sockets, no torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ AMONG_EQUALS: dict[str, str] = {
     "el_local": "decentnode.graph.epidemic:EpidemicLocal",
     "base_k_plus_1": "decentnode.graph.schedules:Base",
 }
-"""Graphs without servers that are not made of others."""
+"""Graphs without servers that are not composed of other graphs."""
 FAMILIES: dict[str, str] = {**AMONG_EQUALS, "star": "decentnode.graph.star:Star"}
-"""Graphs of which others may be made."""
+"""Graphs of which other graphs may be composed."""
 GRAPHS: dict[str, str] = {**FAMILIES, "grouped": "decentnode.graph.grouped:Grouped",
                           "matcha": "decentnode.graph.matcha:Matcha"}  # fmt: skip
 
@@ -51,7 +51,7 @@ WEIGHTS: dict[str, str] = {
 
 
 def build(config: Config, weights: Config | None, seed: int, base_dir: Path = Path()) -> Graph:
-    """The graph of an experiment. Raises GraphError when it cannot be made."""
+    """Returns the graph of an experiment. Raises GraphError when it cannot be made."""
     rule = None if weights is None else load_class(weights.name, WEIGHTS, "weights")(weights, base_dir)
     graph: Graph = load_class(config.name, GRAPHS, "graph")(config, seed=seed, base_dir=base_dir, weights=rule)
     return graph

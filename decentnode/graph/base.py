@@ -14,15 +14,15 @@ import numpy as np
 from decentnode import rng
 
 EQUAL = 1e-9
-"""Weights that differ by no more are the same."""
+"""Two mixing weights that differ by at most this are treated as equal."""
 
 
 PARTNER_ROUNDS = 64
-"""The longest period that `Graph.partners` goes through."""
+"""`Graph.partners` goes through the rounds of a period of at most this many rounds."""
 
 
 class Entries(NamedTuple):
-    """The entries of W that are not zero, and those of the diagonal, row by row."""
+    """The entries of W that are not zero, and those of the diagonal, in CSR format: row by row."""
 
     starts: np.ndarray  # [n] int64, where each row begins
     sources: np.ndarray  # int64, the columns
@@ -35,62 +35,65 @@ class Entries(NamedTuple):
 
 
 class Graph(abc.ABC):
-    """A pure function of (parameters, seed, round, alive members): no state, no messages.
+    """A graph is a pure function of (parameters, seed, round, members that are alive): it has no state and sends no
+    messages.
 
-    Every node computes the same answer. uids are 0 .. num_nodes - 1. `members` are the uids still alive
-    (None: all); an edge with a dead end does not exist, and its weight goes back to the receiver's own.
+    Every node computes the same result. uids are 0 .. num_nodes - 1. `members` are the uids that are still alive (None:
+    all); an edge to or from a node that is not alive does not exist, and its weight is added to the receiver's own.
     """
 
     num_nodes: int
     period: int | None
-    """Rounds after which the sequence repeats: 1 for a static graph, None if it never does."""
+    """Number of rounds after which the sequence of edges repeats: 1 for a static graph, None if it never repeats."""
     directed: bool
     servers: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-    """The nodes that serve others, each with its clients, ascending; empty of a graph among equals. Every other node is
-    the client of one of them."""
+    """The clients of each server, ascending; empty for a graph without servers. Every node that is not a server is the
+    client of one."""
 
     def between(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:  # noqa: ARG002
-        """Row of the mixing matrix of the servers alone: weight of each server that `uid` hears of, and of itself. Of a
-        node that is no server it is the node's own."""
+        """Returns row `uid` of the mixing matrix among the servers: the weight of each server that `uid` receives from,
+        and of `uid` itself. For a node that is not a server, the row has only the node itself."""
         return {uid: 1.0}
 
     @abc.abstractmethod
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        """The uids that `uid` sends to in `round`, ascending, never `uid` itself."""
+        """Returns the uids that `uid` sends to in `round`, ascending, never `uid` itself."""
 
     @abc.abstractmethod
     def sources(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        """The uids that `uid` receives from in `round`, ascending; equal to `neighbors` if undirected."""
+        """Returns the uids that `uid` receives from in `round`, ascending; equal to `neighbors` if the graph is
+        undirected."""
 
     @abc.abstractmethod
     def weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
-        """Row `uid` of W: weight of each source and of `uid` itself, keys ascending, summing to one."""
+        """Returns row `uid` of W: the weight of each source and of `uid` itself, keys ascending, summing to one."""
 
     @abc.abstractmethod
     def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
-        """Column-stochastic shares that `uid` sends, itself included, summing to one (push-sum)."""
+        """Returns the column-stochastic shares that `uid` sends (push-sum), itself included, summing to one."""
 
     def partners(self, uid: int) -> frozenset[int] | None:
-        """Everybody that `uid` ever sends to or receives from; None where it would take many rounds to find out."""
+        """Returns every node that `uid` ever sends to or receives from; None if the period is too long to go through
+        (PARTNER_ROUNDS) or the graph has none."""
         if self.period is None or self.period > PARTNER_ROUNDS:
             return None
         rounds = range(self.period)
         return frozenset(other for r in rounds for other in (*self.neighbors(uid, r), *self.sources(uid, r)))
 
     def targets_table(self, round: int) -> np.ndarray | None:  # noqa: ARG002
-        """The neighbors of all nodes in `round` at once, where that costs much less than one by one: [n, degree] int64,
-        rows ascending. None of a graph that has them one by one alone. Not to be modified."""
+        """Returns the neighbors of all nodes in `round` at once: [n, degree] int64, rows ascending, not to be modified
+        by the caller. None if the graph can compute them only node by node, where a table would not be much cheaper."""
         return None
 
     def entries(self, round: int) -> Entries:
-        """W of one round, without its zeros."""
+        """Returns W of one round as a sparse matrix."""
         rows = [self.weights(uid, round) for uid in range(self.num_nodes)]
         starts = np.cumsum([0, *map(len, rows[:-1])], dtype=np.int64)
         sources = np.array([source for row in rows for source in row], np.int64)
         return Entries(starts, sources, np.array([weight for row in rows for weight in row.values()]))
 
     def matrix(self, round: int) -> np.ndarray:
-        """W of one round: [n, n] float64, W[i, j] the weight that i gives to what j sent."""
+        """Returns W of one round: [n, n] float64, where W[i, j] is the weight that i gives to what j sent."""
         w, found = np.zeros((self.num_nodes, self.num_nodes)), self.entries(round)
         counts = np.diff(found.starts, append=len(found.sources))
         w[np.repeat(np.arange(self.num_nodes), counts), found.sources] = found.weights
@@ -106,60 +109,63 @@ class RoundView:
     neighbors: tuple[int, ...]
     sources: tuple[int, ...]
     weights: dict[int, float]
-    """Row of W with the node itself in it; keys ascending."""
+    """Row of W, the node itself included; keys ascending."""
     out_weights: dict[int, float]
     members: tuple[int, ...]
     seed: int = 0
     phase: int = 0
     fragment: int = 0
-    """Which of the run's fragments of the parameters is exchanged; 0 where the model is exchanged as a whole."""
+    """Index of the fragment of the parameters that is exchanged; 0 if the model is exchanged as a whole."""
     generation: int = 0
     lr: float = 1.0
-    """Learning rate of the round's local steps (lr_t), of the first of them where it changes within the round; 1 where
-    nobody told it: what a rule keeps is then in units of updates."""
+    """Learning rate of the round's local steps (lr_t), or of the first of them if it changes within the round. 1 if the
+    learning rate is not known: what a rule accumulates is then in units of updates."""
     extra: dict[str, object] = field(default_factory=dict)
     averaging_group: tuple[int, ...] = ()
-    """Nodes, this one among them, that all exchange with all others of them and with nobody else, each with one weight
-    for all others, ascending: every one of them knows. Empty where there are none."""
+    """uids, ascending, of a set of nodes that contains this one, and whose members each exchange with all other
+    members, with nobody else, and with one equal weight for all of them. Every member knows this. Empty if there is no
+    such set."""
     servers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """`Graph.servers`, those that are no members among them."""
+    """`Graph.servers`, including servers that are not members."""
     between: Mapping[int, float] = field(default_factory=dict)
     """`Graph.between` of this node."""
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """A stream of this node, round, fragment and purpose."""
+        """Returns the random stream of this node, round, fragment and purpose."""
         return rng.stream(self.seed, self.uid, self.purpose(purpose), self.round)
 
     def purpose(self, text: str) -> str:
-        """Returns the purpose of a draw that is to differ between the fragments of one round."""
+        """Returns the name of a random draw that must differ between the fragments of one round."""
         return f"{text}, fragment {self.fragment}" if self.fragment else text
 
     def alone(self) -> RoundView:
-        """The same round without neighbors."""
+        """Returns this round without neighbors."""
         return replace(
             self, neighbors=(), sources=(), weights={self.uid: 1.0}, out_weights={self.uid: 1.0}, averaging_group=()
         )
 
     def part_way(self, factor: float) -> RoundView:
-        """The same round when the node goes a part of the way: x + factor (W x - x)."""
+        """Returns this round with partial mixing: the node moves to x + factor (W x - x)."""
         weights = {j: factor * w for j, w in self.weights.items()}
         weights[self.uid] += 1.0 - factor
         return replace(self, weights=weights)
 
     def mean_of(self, came: Collection[int]) -> RoundView:
-        """The same round when the payloads of exactly these nodes came: each has the weight of the node's own."""
+        """Returns this round with exactly the payloads of these nodes received: each has the same weight as the node's
+        own model."""
         weights = dict.fromkeys(sorted({self.uid, *came}), 1.0 / (len(came) + 1))
         return replace(self, sources=tuple(sorted(came)), weights=weights, averaging_group=())
 
     def without(self, missing: Collection[int]) -> RoundView:
-        """The same round when the payloads of `missing` never come: their weights go to the node itself."""
+        """Returns this round with the payloads of `missing` left out: the node itself gets their weights."""
         if not missing:
             return self
         sources = tuple(j for j in self.sources if j not in missing)
         return replace(self, sources=sources, weights=self._kept(self.weights, missing), averaging_group=())
 
     def among(self, members: Collection[int]) -> RoundView:
-        """The same round with nobody but `members`: what edges to others weigh goes to the node itself."""
+        """Returns this round with only `members` as neighbors: the node itself gets the weights of the edges to all
+        others."""
         gone = {*self.neighbors, *self.sources}.difference(members)
         if not gone:
             return self
@@ -173,17 +179,18 @@ class RoundView:
 
     @property
     def averaging(self) -> tuple[int, ...]:
-        """`averaging_group`, unless a rule has made other neighbors or weights of those that it came with: then
-        none."""
+        """Returns `averaging_group`, or an empty tuple if a rule has since changed the neighbors or weights of this
+        view."""
         others = tuple(uid for uid in self.averaging_group if uid != self.uid)
         alike = self.neighbors == self.sources == others and _alike(self.weights, self.uid)
         return self.averaging_group if alike else ()
 
 
 def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]:
-    """The sets of members that hear of each other, over other members perhaps, in rounds 0 .. rounds - 1 and their
-    repetitions; the one with the lowest uid first. In a directed graph a node may hear of another set, but not both of
-    each other (strongly connected components; Sharir 1981)."""
+    """Returns the sets of members that can reach each other, directly or through other members, in rounds 0 .. rounds -
+    1 and their repetitions; the set with the lowest uid first. In a directed graph these are the strongly connected
+    components (Sharir 1981): a node may receive from another set, but two sets cannot reach each other in both
+    directions."""
     to: dict[int, set[int]] = {uid: set() for uid in sorted(members)}
     of: dict[int, set[int]] = {uid: set() for uid in to}
     for uid in to:
@@ -219,9 +226,10 @@ def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]
 def view(
     graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None, at: int | None = None
 ) -> RoundView:
-    """What node `uid` sees of `round`, with the edges that the graph has in its round `at` (when not given, `round`).
+    """Returns what node `uid` sees of `round`, with the edges that the graph has in its round `at` (default: `round`).
 
-    Rounds in which nobody exchanges count for a run, but not for its graph (`Sharing.exchange_number`).
+    The two differ because rounds without an exchange count for a run, but not for its graph
+    (`Sharing.exchange_number`).
     """
     at = round if at is None else at
     found = RoundView(
@@ -240,7 +248,8 @@ def view(
 
 
 def _ascending(members: Collection[int] | None, count: int) -> tuple[int, ...]:
-    """Returns the members in ascending order; all of 0 to count - 1 for None. A frozenset is put in order once."""
+    """Returns the members in ascending order; 0 to count - 1 if `members` is None. The result for a frozenset is
+    cached."""
     if members is None:
         return _everybody(count)
     return _in_order(members) if isinstance(members, frozenset) else tuple(sorted(members))
@@ -253,26 +262,26 @@ def _in_order(members: frozenset[int]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=16)
 def _everybody(count: int) -> tuple[int, ...]:
-    """Returns the uids 0 to count - 1: one tuple for all views, which in a process with ten thousand nodes would be
-    800 MB of them."""
+    """Returns the uids 0 to count - 1. All views share one tuple: in a process with ten thousand nodes, a tuple for
+    each would take 800 MB."""
     return tuple(range(count))
 
 
 def view_at_rest(
     graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
 ) -> RoundView:
-    """What node `uid` sees of a round in which nobody exchanges."""
+    """Returns what node `uid` sees of a round without an exchange."""
     everybody = _ascending(members, graph.num_nodes)
     return RoundView(uid, round, (), (), {uid: 1.0}, {uid: 1.0}, everybody, seed)
 
 
 def averaging_group_of(graph: Graph, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-    """What `RoundView.averaging_group` says of node `uid` in a graph: a clique of it that nobody else has an edge
-    to."""
+    """Returns `RoundView.averaging_group` of node `uid` in a graph: a clique that contains it, whose members have no
+    edges to other nodes."""
     averaging_group = tuple(sorted({uid, *graph.sources(uid, round, members)}))
     if len(averaging_group) < 2:
         return ()
-    for each in (uid, *averaging_group):  # the own row says no most of the time
+    for each in (uid, *averaging_group):  # `uid` first: for most graphs its own row already rules a group out
         others = tuple(other for other in averaging_group if other != each)
         if graph.neighbors(each, round, members) != others or graph.sources(each, round, members) != others:
             return ()
@@ -282,6 +291,6 @@ def averaging_group_of(graph: Graph, uid: int, round: int, members: Collection[i
 
 
 def _alike(weights: Mapping[int, float], uid: int) -> bool:
-    """Whether a row of W gives all but the node itself one weight."""
+    """Returns whether a row of W gives every node other than `uid` the same weight."""
     others = [weight for source, weight in weights.items() if source != uid]
     return max(others, default=0.0) - min(others, default=0.0) <= EQUAL

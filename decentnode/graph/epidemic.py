@@ -1,7 +1,8 @@
-"""Epidemic learning (de Vos et al. 2023, arXiv 2310.01972): in every round other neighbors, drawn at random.
+"""Epidemic learning (de Vos et al. 2023, arXiv 2310.01972): every round has new neighbors, drawn at random.
 
-A node's neighbors are computed without those of the others: a view costs what the node's degree costs, and not what the
-number of nodes does. Whoever asks for many nodes of a round gets a table of all.
+A node's neighbors are computed without those of the other nodes, so that the cost of a view depends on the node's
+degree and not on the number of nodes. When many nodes of a round are asked for, the table of all nodes is computed
+instead.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from decentnode.graph.topology import CACHED_ROUNDS, Lists, SeededConfig, Topolo
 from decentnode.graph.weights import MetropolisHastings, Uniform
 
 ROW_COST = 128
-"""Nodes whose neighbors cost together, in the table of a round, as much as those of a single node: 60 and 0.5 us."""
+"""Computing the neighbors of a single node costs as much as those of this many nodes in the table of a round: 60 us
+against 0.5 us per node."""
 
 
 Rows = dict[int, dict[int, tuple[int, ...]]]
-"""By round and uid, what was asked for one by one."""
+"""Neighbor rows that were computed one node at a time: round -> uid -> uids."""
 
 
 class EpidemicConfig(SeededConfig):
@@ -52,7 +54,7 @@ class Epidemic(Topology):
 
     @abc.abstractmethod
     def _check(self) -> None:
-        """Raises GraphError for a degree that cannot be served."""
+        """Raises GraphError if the graph cannot have this degree."""
 
     @abc.abstractmethod
     def _drawn(self, uid: int, phase: int) -> np.ndarray:
@@ -72,7 +74,8 @@ class Epidemic(Topology):
         return list(map(tuple, self.targets_table(phase).tolist()))
 
     def entries(self, round: int) -> Entries:
-        """As of every graph; from the table where a row's weights follow from the number of its sources alone."""
+        """Returns W of one round, as `Graph.entries` does; computed from the table if a row's weights depend only on
+        the number of its sources."""
         targets = self.targets_table(round)
         nodes = np.arange(self.num_nodes)
         rows, sources = (targets.ravel(), np.repeat(nodes, self._degree)) if self.directed else (
@@ -88,8 +91,11 @@ class Epidemic(Topology):
         return Entries(starts, sources, np.where(rows == sources, own[rows], others[rows]))
 
     def _shares(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns what each source of a node weighs and what the node itself does, [n] each, as `weights` says it.
-        counts: [n], how many sources nodes have. None where weights depend on more."""
+        """Returns the weight of each source of a node and the weight of the node itself, [n] each, equal to those of
+        `weights`; None if the weights depend on more than the number of sources.
+
+        counts: [n], the number of sources of each node.
+        """
         if self._weights is None:
             equal = 1.0 / (counts + 1)
             return equal, equal
@@ -109,7 +115,8 @@ class Epidemic(Topology):
     def _alone(
         self, rows: Rows, uid: int, phase: int, compute: Callable[[int, int], np.ndarray]
     ) -> tuple[int, ...] | None:
-        """Returns what is computed for one node; None where so many were asked for that all are to be."""
+        """Returns the row of one node, cached by round in `rows`; None if so many rows of this round were asked for
+        that the table of all nodes is cheaper."""
         known = rows.get(phase)
         if known is None:
             if len(rows) >= CACHED_ROUNDS:
@@ -150,7 +157,8 @@ class RandomRegular(Epidemic):
         return table
 
     def _places(self, phase: int) -> tuple[RandomPermutation, np.ndarray]:
-        """Returns the place of every node on a circle, and how far its neighbors are from it: [degree]."""
+        """Returns each node's position on a circle, and the distances from a node to its neighbors along it:
+        [degree]."""
         return _circle(self._draw_seed, phase, self.num_nodes, self._degree)
 
 
@@ -187,7 +195,7 @@ class EpidemicLocal(Epidemic):
         return np.sort(self._chosen(range(self.num_nodes), phase), axis=1)
 
     def senders(self, uid: int, round: int) -> tuple[int, ...]:
-        """Of one node too, all that are drawn have to be looked at: here the cost is that of n numbers."""
+        """As `Topology.senders`. Even for a single node this scans the table of all draws, at the cost of n numbers."""
         phase = self.phase(round)
         if phase not in self._in:
             found = self._alone(self._rows_in, uid, phase, self._drew)
@@ -196,11 +204,12 @@ class EpidemicLocal(Epidemic):
         return self.in_lists(round)[uid]
 
     def _drew(self, uid: int, phase: int) -> np.ndarray:
-        """Returns the nodes that drew this one."""
+        """Returns the nodes that drew this one as a target."""
         return np.unique(np.flatnonzero(self.targets_table(phase) == uid) // self._degree)
 
     def _chosen(self, uids: range, phase: int) -> np.ndarray:
-        """Returns sets of others, each as likely as any other set of `degree` (Floyd; Bentley 1987): [uids, degree]."""
+        """Returns for each uid a set of `degree` other nodes, all sets being equally likely (Floyd's algorithm; Bentley
+        1987): [uids, degree]."""
         words = rng.words(self._draw_seed, "epidemic targets", phase, uids, self._degree)
         chosen = np.empty(words.shape, np.int64)
         for k in range(self._degree):

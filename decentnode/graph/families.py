@@ -1,4 +1,4 @@
-"""Static families: one set of edges for all rounds."""
+"""Static graph families: the same edges in all rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from decentnode.graph.topology import NodesConfig, SeededConfig, StaticTopology,
 Edges = Collection[tuple[int, int]]
 
 ATTEMPTS = 200
-"""Draws of a random graph before it counts as never connected."""
+"""A random graph that is not connected is drawn again, at most this many times in all."""
 
 
 def ring_edges(n: int) -> set[tuple[int, int]]:
@@ -57,7 +57,7 @@ class Torus(StaticTopology):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns); node r * columns + c stands in row r and column c. Raises GraphError."""
+        """(rows, columns); node r * columns + c is at row r and column c. Raises GraphError."""
         n = self.num_nodes
         rows = self.config.rows or max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
         if n % rows:
@@ -130,7 +130,7 @@ class RegularConfig(SeededConfig):
 
 
 def check_regular(n: int, degree: int, name: str = "regular") -> None:
-    """Raises GraphError where no connected graph of n nodes has this degree."""
+    """Raises GraphError if no connected graph of n nodes has this degree."""
     if degree >= n or n * degree % 2:
         possible = degree - 1 if degree >= n else degree + (1 if degree + 1 < n else -1)
         why = f"fewer than {n} neighbors each" if degree >= n else "an even number of nodes times degree"
@@ -140,7 +140,8 @@ def check_regular(n: int, degree: int, name: str = "regular") -> None:
 
 
 def random_regular_lists(n: int, degree: int, seed: int) -> list[tuple[int, ...]]:
-    """A connected random regular graph. Raises GraphError when there is none or none was found."""
+    """Returns the neighbor lists of a connected random regular graph. Raises GraphError if none exists or none was
+    found."""
     import networkx
 
     check_regular(n, degree)

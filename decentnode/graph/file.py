@@ -18,7 +18,7 @@ from decentnode.system import write_atomic
 
 MAX_FILE_NODES = 1 << 20
 TOLD_LINES = 20
-"""Most bad lines of a file that one error names."""
+"""An error lists at most this many wrong lines of a file."""
 
 
 class FileConfig(Config):
@@ -41,7 +41,7 @@ class FileGraph(Topology):
 
 
 def read(path: Path) -> Lists:
-    """Neighbor lists. Raises GraphError with every line that is wrong."""
+    """Returns the neighbor lists of a graph file. Raises GraphError, which lists the lines that are wrong."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -75,7 +75,7 @@ def _count(path: Path, line: str) -> int:
 
 
 def _uids(words: Sequence[str], n: int, number: int, problems: list[str]) -> list[int]:
-    """The nodes that a line names; a word that is none becomes a problem of the line."""
+    """Returns the nodes that a line names; for each word that is not a node number, appends an error to `problems`."""
     found = []
     for word in words:
         if not word.isdecimal() or not word.isascii():
@@ -88,7 +88,8 @@ def _uids(words: Sequence[str], n: int, number: int, problems: list[str]) -> lis
 
 
 def _read_edges(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
-    """problems: filled with "line: what is wrong", as in `_read_adjacency`; the lists hold what is right."""
+    """Returns the neighbor lists of the valid lines. Appends "line number: what is wrong" to `problems` for the others,
+    as `_read_adjacency` does."""
     sets: list[set[int]] = [set() for _ in range(n)]
     for number, line in enumerate(lines[1:], 2):
         words = line.split()
@@ -116,7 +117,7 @@ def _read_adjacency(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
         if len(set(neighbors)) != len(neighbors):
             problems.append(f"{uid + 2}: node {uid} names a neighbor twice")
         lists.append(tuple(sorted(neighbors)))
-    if problems:  # one-sided edges may be the other side of a line that is wrong already
+    if problems:  # an edge that is listed on one side only may be due to a line already reported
         return lists
     for uid, neighbors_ in enumerate(lists):
         problems += [
@@ -127,7 +128,7 @@ def _read_adjacency(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
 
 
 def format_edges(lists: Lists) -> str:
-    """Every undirected edge in both directions, as decentralizepy writes them."""
+    """Returns the text of a .edges file: every undirected edge in both directions, as decentralizepy writes it."""
     rows = [f"{i} {j}" for i, neighbors in enumerate(lists) for j in neighbors]
     return "\n".join([str(len(lists)), *rows]) + "\n"
 
@@ -137,7 +138,8 @@ def format_adjacency(lists: Lists) -> str:
 
 
 def write(lists: Lists, path: Path, adjacency: bool | None = None) -> None:
-    """Write neighbor lists or edges (None: by the suffix) in one step: never half a file. Raises GraphError."""
+    """Writes neighbor lists to a file atomically, in the .adj format or the .edges format (`adjacency` None: by the
+    suffix). Raises GraphError."""
     as_lists = path.suffix == ".adj" if adjacency is None else adjacency
     text = format_adjacency(lists) if as_lists else format_edges(lists)
     try:

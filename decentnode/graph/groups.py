@@ -1,4 +1,4 @@
-"""Nodes in groups of one size, and what a graph looks like between the groups."""
+"""Groups of nodes of equal size, and the mixing matrix that a graph has between the groups."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from functools import cached_property
 from decentnode.graph.base import EQUAL, Graph
 
 CHECKED_ROUNDS = 64
-"""Rounds of a graph without a shorter period that are looked at."""
+"""At most this many rounds of a graph are checked."""
 
 
 @dataclass(frozen=True)
 class Groups:
     """Disjoint groups of uids; a node's rank is its position in its group.
 
-    W is `lumpable` (Kemeny and Snell 1960, theorem 6.3.2) when all nodes of a group give the same weight in sum to
-    every other group. Then W_between[g, h] = sum over j in h of W_ij, whichever i of g, and with P the mean in every
-    group, P W P = W_between kron (the mean in one group).
+    W is `lumpable` (Kemeny and Snell 1960, theorem 6.3.2) if, for every other group, all nodes of a group give that
+    group the same total weight. Then W_between[g, h] = sum over j in h of W_ij is the same for every i in g, and with P
+    the mean in every group, P W P = W_between kron (the mean in one group).
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -30,15 +30,16 @@ class Groups:
 
     @property
     def size(self) -> int:
-        """Nodes in a group."""
+        """Number of nodes in each group."""
         return len(self.members[0])
 
     def place(self, uid: int) -> tuple[int, int]:
-        """(group, rank) of a node."""
+        """Returns (group, rank) of a node."""
         return self._places[uid]
 
     def row(self, weights: Mapping[int, float]) -> dict[int, float]:
-        """What a row of W gives to every group in sum; groups ascending, none that gets nothing."""
+        """Returns the total weight that a row of W gives each group: group -> weight, ascending, only groups of which
+        the row has a node."""
         found: dict[int, float] = {}
         for uid, weight in weights.items():
             at = self._places[uid][0]
@@ -46,16 +47,17 @@ class Groups:
         return dict(sorted(found.items()))
 
     def of(self, uids: Iterable[int]) -> tuple[int, ...]:
-        """The groups that these nodes are in, ascending."""
+        """Returns the groups that these nodes are in, ascending."""
         return tuple(sorted({self._places[uid][0] for uid in uids}))
 
     def mates(self, uid: int, groups: Collection[int]) -> tuple[int, ...]:
-        """The nodes of a node's rank in other `groups`, ascending."""
+        """Returns the nodes in the other `groups` that have the same rank as node `uid`, ascending."""
         at, rank = self._places[uid]
         return tuple(sorted(self.members[group][rank] for group in groups if group != at))
 
     def misfit(self, graph: Graph, rounds: int = CHECKED_ROUNDS) -> str:
-        """Where a graph is not lumpable, in words; "" where it is. Looks at one period, at so many rounds at most."""
+        """Returns a description of where a graph is not lumpable; "" if it is. Checks one period, but at most `rounds`
+        rounds."""
         for round in range(min(graph.period or rounds, rounds)):
             for group in self.members:
                 first, *others = group
@@ -70,7 +72,7 @@ class Groups:
         return ""
 
     def _unequal(self, row: Mapping[int, float], found: Mapping[int, float]) -> str:
-        """The first group to which two rows give other weights, in words; "" where there is none."""
+        """Returns a description of the first group to which two rows give different weights; "" if there is none."""
         for group in sorted(row.keys() | found.keys()):
             a, b = row.get(group, 0.0), found.get(group, 0.0)
             if abs(a - b) > EQUAL:
@@ -79,17 +81,17 @@ class Groups:
 
 
 def members_of(groups: str | Sequence[Sequence[int]], machines: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """The groups that a config names: machine, or lists of uids."""
+    """Returns the groups that a config names: the nodes of each machine for "machine", or the given lists of uids."""
     return machines if isinstance(groups, str) else groups
 
 
 def shown(uids: Sequence[int]) -> str:
-    """A few uids in words."""
+    """Returns the first few uids as text."""
     return ", ".join(map(str, uids[:6])) + (" ..." if len(uids) > 6 else "")
 
 
 def problem_of(members: Sequence[Sequence[int]], num_nodes: int) -> str:
-    """What keeps lists of uids from being groups of all nodes, in words; "" when they are."""
+    """Returns why lists of uids do not divide all nodes into groups of equal size; "" if they do."""
     named = [uid for group in members for uid in group]
     twice = sorted(uid for uid, count in Counter(named).items() if count > 1)
     unknown = sorted(uid for uid in named if not 0 <= uid < num_nodes)

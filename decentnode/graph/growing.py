@@ -1,4 +1,4 @@
-"""A graph that grows with the generation: newcomers get the uids behind its nodes."""
+"""A graph that grows with the membership: new nodes get the uids after those of the first nodes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from decentnode.errors import GraphError
 from decentnode.graph.base import Graph
 
 KEPT_SIZES = 4
-"""Graphs of so many sizes are kept, those that were used last."""
+"""Number of graphs of different sizes that are cached."""
 
 
 class Growing(Graph):
     """The graph of a family, made for as many nodes as the generation has uids.
 
-    A generation in which the highest uid is u >= n has the edges that the family gives u + 1 nodes; one with nobody
-    but nodes of the mapping has those of the n that it was made for. It is a function of the members alone, so that
-    all of them compute the same without asking each other. Between two sizes every edge may be another.
+    If the highest uid of a generation is u >= n, its edges are those that the family has with u + 1 nodes; if all its
+    members are nodes of the mapping, they are those of the original n nodes. The edges are a function of the members
+    alone, so that all members compute the same edges without messages. When the size changes, every edge may change.
     """
 
     def __init__(self, first: Graph, of_size: Callable[[int], Graph]) -> None:
-        """first: of the nodes in the mapping. of_size(count): the same family with more nodes; raises GraphError."""
+        """first: the graph of the nodes in the mapping. of_size(count): makes the same family with more nodes; raises
+        GraphError."""
         self.first, self._of_size = first, of_size
         self.num_nodes, self.directed = first.num_nodes, first.directed
-        self.period = 1 if first.period == 1 else None  # that of a sequence changes with the size
+        self.period = 1 if first.period == 1 else None  # the period of a sequence changes with its size
         self.servers = first.servers
         self._kept: dict[int, Graph] = {}
         self._last: tuple[Collection[int] | None, Graph] = None, first
 
     def among(self, members: Collection[int] | None) -> Graph:
-        """The graph of a generation with these members."""
+        """Returns the graph of a generation with these members."""
         if members is None:
             return self.first
         if self._last[0] is not members:
@@ -58,13 +59,13 @@ class Growing(Graph):
         return self.among(members).out_weights(uid, round, members)
 
     def partners(self, uid: int) -> frozenset[int] | None:  # noqa: ARG002
-        """Anybody: who comes may be a neighbor of any node."""
+        """Returns None, which means any node: a node that joins later may become a neighbor of any node."""
         return None
 
 
 def check_growth(name: str, graph: Graph, of_size: Callable[[int], Graph], most: int) -> None:
-    """Raises GraphError, with the family's name, unless it can be made for each of the next `most` sizes and is static
-    in all of them or in none. It has no servers then: what role a newcomer has among those is not said."""
+    """Raises GraphError, which names the family, unless the family can be made for each of the next `most` sizes and is
+    static in all of them or in none. A graph with servers cannot grow: the role of a new node would be undefined."""
     if graph.servers:
         raise GraphError(f"graph {name} cannot grow: a newcomer would be neither a server nor the client of one")
     for count in range(graph.num_nodes + 1, graph.num_nodes + most + 1):

@@ -1,4 +1,5 @@
-"""MATCHA: the matchings of a base graph, each switched on at random, more often where it matters for mixing."""
+"""MATCHA: the edges of a base graph in matchings, each active at random, and more often if it matters more for
+mixing."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from decentnode.graph import STATIC
 from decentnode.graph.topology import Lists, SeededConfig, Topology, components
 
 MAX_NODES = 128
-"""Of a base graph. Every node computes its eigenvalues some hundred times."""
+"""Largest base graph, in nodes: every node of the run computes its eigenvalues several hundred times."""
 DIGITS = 6
-"""Of probabilities and weights. Eigenvalues differ in their last bits between machines, and edges must not."""
+"""Decimal digits to which probabilities and weights are rounded: eigenvalues differ in their last bits between
+machines, and the edges must not."""
 SMOOTHING = (0.1, 0.03, 0.01, 0.003)
-"""Widths of the soft minimum of the eigenvalues, relative to the mean degree: each starts from the result before it."""
+"""Widths of the soft minimum of the eigenvalues, relative to the mean degree. The maximization with each width starts
+from the result of the one before."""
 STEPS = 30
-"""Most gradient steps per width."""
+"""Largest number of gradient steps for each width."""
 
 Edge = tuple[int, int]
 
@@ -65,7 +68,7 @@ class Matcha(Topology):
         laplacians = np.array([laplacian(n, matching) for matching in self.matchings]).reshape(-1, n, n)
         self.probabilities = probabilities_of(laplacians, self.config.budget)
         self.alpha, self.expected = weight_of(laplacians, self.probabilities)
-        """The weight of every edge, and ||E[W^2] - J||: the factor of the expected square of a distance in a round."""
+        """The weight of every edge; and ||E[W^2] - J||, the factor per round of the expected squared distance."""
 
     def _lists(self, phase: int) -> Lists:
         draws = rng.stream(self._draw_seed, rng.GLOBAL, "matcha", phase).random(len(self.matchings))
@@ -82,10 +85,10 @@ class Matcha(Topology):
 
 
 def matchings_of(lists: Lists) -> list[list[Edge]]:
-    """Returns the edges of an undirected graph in at most one more matching than its largest degree (edge coloring by
-    fans and alternating paths, Misra and Gries 1992), the largest first."""
+    """Returns the edges of an undirected graph as matchings, at most one more than its largest degree, the largest
+    matching first (edge coloring by fans and alternating paths, Misra and Gries 1992)."""
     colors = max(map(len, lists), default=0) + 1
-    at: list[dict[int, int]] = [{} for _ in lists]  # at[u][color]: the node that u's edge of this color leads to
+    at: list[dict[int, int]] = [{} for _ in lists]  # at[u][color]: the other end of u's edge of this color
 
     def free(uid: int) -> int:
         return next(color for color in range(colors) if color not in at[uid])
@@ -99,7 +102,7 @@ def matchings_of(lists: Lists) -> list[list[Edge]]:
     for u, others in enumerate(lists):
         for first in (other for other in others if other > u):
             fan = [first]
-            while True:  # a maximal fan: the color of u's edge to each is free at the one before
+            while True:  # a maximal fan: the color of u's edge to each node of it is free at the node before
                 longer = next((v for color, v in sorted(at[u].items()) if v not in fan and color not in at[fan[-1]]),
                               None)  # fmt: skip
                 if longer is None:
@@ -119,7 +122,8 @@ def matchings_of(lists: Lists) -> list[list[Edge]]:
 
 
 def _invert(at: list[dict[int, int]], u: int, c: int, d: int) -> None:
-    """Exchanges the colors c and d on the path from u whose edges have them in turn; c is free at u."""
+    """Exchanges the colors c and d along the path that starts at u and whose edges alternate between them; c is free at
+    u."""
     path, color = [u], d
     while (following := at[path[-1]].get(color)) is not None:
         path.append(following)
@@ -148,9 +152,10 @@ def laplacian(n: int, edges: list[Edge]) -> np.ndarray:
 def probabilities_of(laplacians: np.ndarray, budget: float) -> np.ndarray:
     """Returns the p with 0 <= p <= 1 and mean `budget` that maximize the second smallest eigenvalue of sum_j p_j L_j.
 
-    laplacians: [matchings, n, n]. The eigenvalue has no gradient where it is a double one, as on rings and tori, and
-    its eigenvectors are then any. The soft minimum of all eigenvalues but that of the mean has one, which does not
-    depend on them, so that machines differ by roundings alone; p goes up along it.
+    laplacians: [matchings, n, n]. This eigenvalue has no gradient where it is a double eigenvalue, as on rings and
+    tori, and its eigenvectors are then not unique. The soft minimum of all eigenvalues except that of the mean has a
+    gradient, which does not depend on the choice of eigenvectors, so that the results of two machines differ only by
+    rounding. p is found by gradient ascent on it.
     """
     count = len(laplacians)
     p = np.full(count, budget)
@@ -179,10 +184,11 @@ def connectivity(laplacians: np.ndarray, p: np.ndarray) -> float:
 
 
 def _soft_least(laplacians: np.ndarray, p: np.ndarray, mu: float) -> tuple[float, np.ndarray]:
-    """Returns -mu log sum_k exp(-lambda_k / mu) over the eigenvalues but that of the mean, and its gradient in p."""
+    """Returns -mu log sum_k exp(-lambda_k / mu) over all eigenvalues except that of the mean, and its gradient with
+    respect to p."""
     n = laplacians.shape[1]
     total = np.tensordot(p, laplacians, 1)
-    high = 2 * float(laplacians.sum(0).diagonal().max()) + 1  # above all others: the mean's, which is left out
+    high = 2 * float(laplacians.sum(0).diagonal().max()) + 1  # puts the mean's above the others, to be left out
     values, vectors = np.linalg.eigh(total + high / n)
     least, values, vectors = values[0], values[:-1], vectors[:, :-1]
     weights = np.exp(-(values - least) / mu)
@@ -193,7 +199,7 @@ def _soft_least(laplacians: np.ndarray, p: np.ndarray, mu: float) -> tuple[float
 
 
 def _projected(p: np.ndarray, budget: float) -> np.ndarray:
-    """Returns the nearest point to p with entries in [0, 1] and mean `budget`."""
+    """Returns the point nearest to p with entries in [0, 1] and mean `budget`."""
     low, high = float(p.min()) - 1, float(p.max())
     for _ in range(60):
         shift = (low + high) / 2
@@ -208,8 +214,8 @@ def _projected(p: np.ndarray, budget: float) -> np.ndarray:
 def weight_of(laplacians: np.ndarray, p: np.ndarray) -> tuple[float, float]:
     """Returns the alpha that minimizes ||E[W^2] - J||, and this norm.
 
-    E[W^2] = I - 2 alpha E[L] + alpha^2 (E[L]^2 + 2 sum_j p_j (1 - p_j) L_j), as L_j^2 = 2 L_j of a matching. The norm
-    is convex in alpha. No weight of a node may become negative: alpha is at most 1 / the largest degree.
+    E[W^2] = I - 2 alpha E[L] + alpha^2 (E[L]^2 + 2 sum_j p_j (1 - p_j) L_j), because L_j^2 = 2 L_j for a matching. The
+    norm is convex in alpha. So that no node's own weight becomes negative, alpha is at most 1 / the largest degree.
     """
     n = laplacians.shape[1]
     if len(laplacians) == 0:

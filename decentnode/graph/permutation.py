@@ -1,4 +1,4 @@
-"""A random permutation of which single values are computed without the others."""
+"""A random permutation whose values can be computed one at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import math
 import numpy as np
 
 STAGES = 8
-"""Of the network below. Four are enough for a network of random functions not to be told from a random permutation by
-few of its values (Luby and Rackoff 1988); small ones, of which all values are seen, take more."""
+"""Number of rounds of the Feistel network. Four are enough that a network of random functions cannot be distinguished
+from a random permutation by few of its values (Luby and Rackoff 1988); small permutations, all of whose values are
+seen, need more."""
 _GOLDEN, _FIRST, _SECOND = (np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def _scrambled(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on all of x."""
+    """Returns the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on all bits of
+    x."""
     x = (x ^ (x >> _30)) * _FIRST
     x = (x ^ (x >> _27)) * _SECOND
     found: np.ndarray = x ^ (x >> _31)
@@ -22,10 +24,10 @@ def _scrambled(x: np.ndarray) -> np.ndarray:
 
 
 class RandomPermutation:
-    """A permutation of 0 .. size - 1 that some random words choose; a value costs the same whatever the size.
+    """A permutation of 0 .. size - 1 chosen by a few random words; computing a value costs the same for every size.
 
-    A Feistel network on pairs (a, b), a < rows, b < columns, of which there are hardly more than `size`. A value past
-    the end is sent through it again, until it is one of those that are permuted (cycle walking, Black and Rogaway
+    It is a Feistel network on pairs (a, b), a < rows, b < columns, of which there are only slightly more than `size`. A
+    result that is not below `size` is put through the network again until it is (cycle walking, Black and Rogaway
     2002).
     """
 
@@ -36,11 +38,11 @@ class RandomPermutation:
         self._keys = draws.integers(0, 2**64, STAGES, np.uint64)
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
-        """Returns where the permutation takes each of the values, int64 as they are."""
+        """Returns the image of each value under the permutation. values and result: int64."""
         return self._walked(values, self._forward)
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
-        """Returns what the permutation takes to each of the values."""
+        """Returns the preimage of each value under the permutation. values and result: int64."""
         return self._walked(values, self._backward)
 
     def _walked(self, values: np.ndarray, once: object) -> np.ndarray:

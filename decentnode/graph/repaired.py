@@ -1,4 +1,4 @@
-"""A graph with edges that join its members again where without the absent nodes it falls apart."""
+"""A graph with additional edges that reconnect its members if the absence of nodes disconnects them."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from decentnode.graph.base import Graph, parts
 from decentnode.graph.growing import Growing
 
 LOOKED_AT = 16
-"""Rounds of a graph that changes from round to round whose edges are looked at, or its period if that is shorter."""
+"""To find out whether a time-varying graph is connected, the edges of this many rounds are used, or of one period if
+that is shorter."""
 
 Repair = Literal["none", "ring", "random"]
 Edge = tuple[int, int]
 
 
 def rounds_looked_at(graph: Graph) -> int:
-    """Returns how many rounds say whether a graph has fallen apart."""
+    """Returns the number of rounds whose edges together decide whether a graph is connected."""
     return min(graph.period or LOOKED_AT, LOOKED_AT)
 
 
 class Repaired(Graph):
-    """A graph of which the members of a generation hear of each other, whoever is absent.
+    """A graph in which the members of a generation are connected, whichever nodes are absent.
 
-    Where the members fall apart into parts without a path between them, undirected edges are added between the parts in
-    every round. They are a function of (seed, graph, members) alone: all members compute the same without asking each
-    other. Edges of the graph stay, and nothing is added while one path is left.
+    If the members fall apart into parts without a path between them, undirected edges between the parts are added in
+    every round. They are a function of (seed, graph, members) alone: all members compute the same edges without
+    messages. The graph's own edges stay, and nothing is added while the members are connected.
 
-    An added edge i - j weighs min(w_i, w_j), with w_i the weight that i gives itself divided by one more than the
-    number of its added edges, and takes it from both ends. So W stays non-negative, and rows and columns sum to what
-    they did before. Only nodes that lost edges are joined (each part has one where the graph was connected), and for
-    their weights w_i > 0.
+    An added edge i - j has the weight min(w_i, w_j), where w_i is the weight that i gives itself, divided by one more
+    than the number of its added edges; both ends give this weight up from their own. So W stays non-negative, and the
+    sums of rows and columns do not change. Only nodes that lost edges are joined (if the graph was connected, each part
+    has one), and for those w_i > 0.
 
-    Such edges may lower the smallest eigenvalue of W. For rules that bear none below a bound, w_i is half the weight
-    l_i that i lost with its absent neighbors, divided by the number of its added edges: since the sum over added edges
-    of a_ij (x_i - x_j)^2 <= sum_i l_i x_i^2, no eigenvalue is then below the smallest one with everybody there.
+    Such edges may lower the smallest eigenvalue of W. For rules that need a lower bound on it, w_i is instead half of
+    the weight l_i that i lost with its absent neighbors, divided by the number of its added edges: since the sum over
+    added edges of a_ij (x_i - x_j)^2 <= sum_i l_i x_i^2, no eigenvalue is then below the smallest one with all nodes
+    present.
     """
 
     def __init__(self, graph: Graph, how: Repair, seed: int, keeps_eigenvalues: bool = False) -> None:
         """how: see `NodeConfig.repair`. seed: of random edges. keeps_eigenvalues: whether no eigenvalue of W may be
-        below those with everybody there."""
+        smaller than the smallest one with all nodes present."""
         self._keeps_eigenvalues = keeps_eigenvalues
         self.graph, self._how, self._seed = graph, how, seed
         self.num_nodes, self.directed, self.period = graph.num_nodes, graph.directed, graph.period
@@ -48,11 +50,12 @@ class Repaired(Graph):
         self._last: tuple[Collection[int] | None, dict[int, tuple[int, ...]]] = None, {}
 
     def edges(self, members: Collection[int]) -> list[Edge]:
-        """Returns the edges (i, j), i < j, that are added for these members, ascending; none where they are joined."""
+        """Returns the edges (i, j), i < j, that are added for these members, ascending; none if the members are
+        connected."""
         return sorted((uid, other) for uid, others in self._added(members).items() for other in others if uid < other)
 
     def _added(self, members: Collection[int] | None) -> dict[int, tuple[int, ...]]:
-        """Returns uid -> the other ends of its added edges, ascending."""
+        """Returns the other ends of each node's added edges, ascending: uid -> uids."""
         last, found = self._last
         if members is None or last is members:
             return {} if members is None else found
@@ -71,7 +74,8 @@ class Repaired(Graph):
         return {uid: tuple(sorted(others)) for uid, others in found.items()}
 
     def _ends(self, part: Collection[int], members: Collection[int]) -> list[int]:
-        """Returns those of a part that lost edges, who lost most first; all of it where nobody did."""
+        """Returns the nodes of a part that lost edges, those that lost most first; all nodes of the part if none lost
+        any."""
         graph, whole = self.graph, self._whole(members)
         lost = {
             uid: sum(len(whole.sources(uid, round)) - len(graph.sources(uid, round, members))
@@ -104,7 +108,7 @@ class Repaired(Graph):
         return dict(sorted(row.items()))
 
     def _share(self, uid: int, round: int, members: Collection[int] | None, count: int) -> float:
-        """Returns w_i of the class's docstring for a node with so many added edges."""
+        """Returns w_i, as defined in the class docstring, of a node with `count` added edges."""
         own = self.graph.weights(uid, round, members).get(uid, 0.0)
         if not self._keeps_eigenvalues:
             return max(own, 0.0) / (1 + count)
@@ -112,7 +116,7 @@ class Repaired(Graph):
         return max(lost, 0.0) / (2 * count)
 
     def _whole(self, members: Collection[int] | None) -> Graph:
-        """Returns the graph that, of these members, was without some of its nodes."""
+        """Returns the graph of this generation's size with no node absent."""
         return self.graph.among(members) if isinstance(self.graph, Growing) else self.graph
 
     def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
@@ -129,18 +133,20 @@ class Repaired(Graph):
         return self.graph.between(uid, round, members)
 
     def partners(self, uid: int) -> frozenset[int] | None:  # noqa: ARG002
-        """Anybody: whom a node is joined to depends on who is absent."""
+        """Returns None, which means any node: which nodes are joined depends on which are absent."""
         return None
 
 
 def _ring(ends: list[list[int]], seed: int) -> list[Edge]:  # noqa: ARG001
-    """Joins the parts in a ring, each by two of its nodes where it has two: a ring that lost nodes is one again."""
+    """Joins the parts in a ring, through two different nodes of each part that has two, so that a ring that lost nodes
+    becomes a ring again."""
     following = [*ends[1:], ends[0]]
     return [(part[0], other[min(1, len(other) - 1)]) for part, other in zip(ends, following, strict=True)]
 
 
 def _random(ends: list[list[int]], seed: int) -> list[Edge]:
-    """Joins the parts in a random tree: in random order, each to one of those before it, by one node of each."""
+    """Joins the parts in a random tree: takes them in random order and joins each, through one random node, to one of
+    the parts before it."""
     draw = rng.stream(seed, rng.GLOBAL, "edges between the parts of a graph")
     order = [ends[int(k)] for k in draw.permutation(len(ends))]
     return [(int(draw.choice(order[k])), int(draw.choice(order[int(draw.integers(k))]))) for k in range(1, len(order))]
@@ -149,4 +155,5 @@ def _random(ends: list[list[int]], seed: int) -> list[Edge]:
 JOINING: dict[str, Callable[[list[list[int]], int], list[Edge]]] = {
     "none": lambda _ends, _seed: [], "ring": _ring, "random": _random,
 }  # fmt: skip
-"""By `node.repair`: the edges between parts, each given by the nodes that may be joined."""
+"""By `node.repair`: the function that returns the edges between parts, given the nodes of each part that may be
+joined."""

@@ -1,4 +1,4 @@
-"""Time-varying graphs: the edges of a round are a function of the round alone."""
+"""Time-varying graphs whose edges are a function of the round alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Row = dict[int, float]
 
 
 class GroupSchedule(Topology):
-    """Each round the nodes fall into groups, and every group takes its plain average."""
+    """In each round the nodes are divided into groups, and every group takes its plain average."""
 
     own_weights = True
 
     def _groups(self, phase: int) -> list[list[int]]:
-        """Disjoint groups; nodes in none stay alone."""
+        """Returns disjoint groups; a node in no group stays alone."""
         raise NotImplementedError
 
     def _lists(self, phase: int) -> Lists:
@@ -36,7 +36,7 @@ class GroupSchedule(Topology):
 
 
 def power_of_two(n: int, name: str) -> int:
-    """log2 n. Raises GraphError when n is no power of two."""
+    """Returns log2 n. Raises GraphError if n is not a power of two."""
     if n & (n - 1):
         raise GraphError(f"{name} needs a power of two, got {n} nodes; graph base_k_plus_1 works for every number")
     return n.bit_length() - 1
@@ -180,7 +180,7 @@ class Base(Topology):
 
 
 Weighted = list[tuple[int, int, float]]
-"""The undirected edges of one round with their weights; what is left is the nodes' own."""
+"""The undirected edges of one round as (uid, uid, weight); the rest of each row is the node's own weight."""
 
 
 def _rows(n: int, edges: Weighted) -> list[Row]:
@@ -194,7 +194,7 @@ def _rows(n: int, edges: Weighted) -> list[Row]:
 
 
 def factors(n: int, largest: int) -> list[int] | None:
-    """The shortest list of factors of n that are at most `largest`, or None when a prime factor is larger."""
+    """Returns the shortest list of factors of n that are at most `largest`; None if a prime factor is larger."""
     if n == 1:
         return []
     best: list[int] | None = None
@@ -207,7 +207,8 @@ def factors(n: int, largest: int) -> list[int] | None:
 
 
 def hyper_hypercube(nodes: list[int], base: int) -> list[Weighted]:
-    """Rounds of complete groups of at most `base` nodes, exact when n has only such factors (algorithm 1)."""
+    """Returns rounds of complete groups of at most `base` nodes, exact if n has only factors up to `base` (algorithm
+    1)."""
     sizes = factors(len(nodes), base)
     assert sizes is not None
     rounds, stride = [], 1
@@ -222,7 +223,9 @@ def hyper_hypercube(nodes: list[int], base: int) -> list[Weighted]:
 
 
 def base_rounds(nodes: list[int], base: int) -> list[Weighted]:
-    """Algorithm 3: the smooth part of n by a hyper-hypercube over groups that average by algorithm 2."""
+    """Returns the rounds of algorithm 3: groups average by algorithm 2, then a hyper-hypercube averages across the
+    groups; the number of groups is the largest divisor of n whose prime factors are at most `base`. If algorithm 2
+    alone takes no more rounds, returns its rounds."""
     n = len(nodes)
     if factors(n, base) is not None:
         return hyper_hypercube(nodes, base)
@@ -238,7 +241,8 @@ def base_rounds(nodes: list[int], base: int) -> list[Weighted]:
 
 
 def simple_base_rounds(nodes: list[int], base: int) -> list[Weighted]:
-    """Algorithm 2: parts of size a (k+1)^p average inside, hand over to the larger part, and average again."""
+    """Returns the rounds of algorithm 2: parts of size a (k+1)^p average inside, exchange with the largest part, and
+    average again."""
     n = len(nodes)
     if factors(n, base) is not None:
         return hyper_hypercube(nodes, base)
@@ -258,10 +262,10 @@ def simple_base_rounds(nodes: list[int], base: int) -> list[Weighted]:
 
 
 def _hand_over(parts: list[tuple[list[int], int, int]], base: int) -> list[Weighted]:
-    """Every part has its own mean everywhere; afterwards all nodes have the mean of all parts.
+    """Returns the rounds that bring parts, each of which already has its own mean on all its nodes, to the mean of all.
 
-    Each node of the smaller parts is joined to one node in each of the a blocks of the first part, with weight
-    |V_1| / (a n): then every block, and what is left, has the common mean.
+    Each node of the smaller parts is joined to one node in each of the a blocks of the first part, with weight |V_1| /
+    (a n): then the mean of every block, and of the remaining parts together, is the common mean.
     """
     members, count, size = parts[0]
     rest = [uid for others, _, _ in parts[1:] for uid in others]
@@ -276,6 +280,6 @@ def _hand_over(parts: list[tuple[list[int], int, int]], base: int) -> list[Weigh
 
 
 def together(sequences: list[list[Weighted]]) -> list[Weighted]:
-    """Sequences over disjoint nodes, side by side."""
+    """Merges sequences of rounds over disjoint sets of nodes so that they run at the same time."""
     length = max(map(len, sequences), default=0)
     return [[edge for rounds in sequences if r < len(rounds) for edge in rounds[r]] for r in range(length)]

@@ -1,4 +1,4 @@
-"""How fast a graph mixes."""
+"""Measures how fast a graph mixes: spectral gap, rounds to consensus, diameter."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ from decentnode.graph.topology import Lists
 MAX_ROUNDS = 100_000
 SAMPLED_ROUNDS = 32
 SPECTRAL_NODES = 256
-"""Larger graphs are judged by what their products do to random vectors: a spectrum takes n^3 steps."""
+"""Larger graphs are measured by the effect of their matrices on random vectors: a spectrum takes n^3 operations."""
 COLUMNS = 8
+# largest number of rounds of a large graph that are tried: with a period, and without one
 MOST_ROUNDS, MOST_DRAWN = 20_000, 500
-"""Rounds of a large graph that are tried, of one with a period and of one without."""
 POWER_ROUNDS = 200
 SMALL = 1e-6
 CONSENSUS = 1e-3
-"""Part of what a distance to the mean was, to which it has shrunk at consensus."""
+"""Consensus is reached when the distance to the mean has shrunk to this fraction."""
 EXACT = 1e-12
-"""A distance of this or less is that of exact averaging."""
+"""A relative distance of at most this counts as exact averaging."""
 
 
 def apart(x: np.ndarray) -> np.ndarray:
-    """Returns how far each row is from the mean of all: x - J x. Where W keeps the mean, (I - J) W = W - J."""
+    """Returns each row's difference from the mean of all rows: x - J x. If W keeps the mean, (I - J) W = W - J."""
     found: np.ndarray = x - x.mean(axis=0)
     return found
 
 
 def contraction(graph: Graph) -> float:
-    """Factor by which the distance to the mean shrinks per round: ||(I - J) prod W||_2 over a period, per round.
-
-    A graph without a period is judged by its first rounds. 0 when a period averages exactly.
-    """
+    """Returns the factor per round by which the distance to the mean shrinks: ||(I - J) prod W||_2 over a period, to
+    the power 1 / rounds. 0 if a period averages exactly. For a graph without a period, its first rounds are used."""
     n = graph.num_nodes
     if n > SPECTRAL_NODES:
         return power_rate(graph) if graph.period is not None else drawn(graph, CONSENSUS)[0]
@@ -43,19 +41,19 @@ def contraction(graph: Graph) -> float:
     for rounds in range(1, 1 + (graph.period or SAMPLED_ROUNDS)):
         product = graph.matrix(rounds - 1) @ product
         if graph.period is None and np.linalg.norm(apart(product)) < SMALL:
-            break  # of further rounds the sum would show nothing but how it was rounded
+            break  # more rounds would only measure rounding errors
     norm = float(np.linalg.norm(apart(product), 2))
     return 0.0 if norm < EXACT else min(norm, 1.0) ** (1.0 / rounds)
 
 
 def spectral_gap(graph: Graph) -> float:
-    """1 - contraction: 1 for exact averaging, 0 for a graph that never mixes."""
+    """Returns 1 - contraction: 1 for exact averaging, 0 for a graph that never mixes."""
     return 1.0 - contraction(graph)
 
 
 def rounds_to_consensus(graph: Graph) -> int | None:
-    """Rounds after which every distance to the mean has shrunk to CONSENSUS of itself; None if it never does. Of a
-    graph of more than SPECTRAL_NODES nodes: after which those of a few random vectors have."""
+    """Returns the number of rounds after which every distance to the mean has shrunk to CONSENSUS of what it was; None
+    if it never does. For a graph of more than SPECTRAL_NODES nodes this is measured on a few random vectors."""
     n = graph.num_nodes
     if n == 1:
         return 0
@@ -75,7 +73,8 @@ def rounds_to_consensus(graph: Graph) -> int | None:
 
 
 def keeps_mean(graph: Graph) -> bool:
-    """Whether mixing leaves the mean of all models as it is, in the rounds of a period or in the first ones."""
+    """Returns whether mixing preserves the mean of all models, in the rounds of a period or in the first
+    SAMPLED_ROUNDS."""
     n = graph.num_nodes
     for round in range(min(graph.period or SAMPLED_ROUNDS, SAMPLED_ROUNDS)):
         found = graph.entries(round)
@@ -89,8 +88,9 @@ def _random_vectors(graph: Graph) -> np.ndarray:
 
 
 def drawn(graph: Graph, target: float) -> tuple[float, int | None]:
-    """Returns the factor per round, and the rounds until random vectors are at `target` of their distance, of a graph
-    that is drawn anew in each round; None where that takes more than MOST_DRAWN."""
+    """Returns, for a graph that is drawn anew in each round, the contraction factor per round and the number of rounds
+    until random vectors have shrunk to `target` of their distance from the mean; None if that takes more than
+    MOST_DRAWN rounds."""
     x = _random_vectors(graph)
     first = left = np.linalg.norm(x)
     rounds = 0
@@ -103,7 +103,8 @@ def drawn(graph: Graph, target: float) -> tuple[float, int | None]:
 
 
 def power_rate(graph: Graph) -> float:
-    """Returns the factor per round that the product of a period, again and again, comes to on random vectors."""
+    """Returns the contraction factor per round of a graph with a period, measured on random vectors by power iteration
+    with the product of the period's matrices."""
     assert graph.period is not None
     entries = [graph.entries(r) for r in range(graph.period)]
     x, rate = _random_vectors(graph), 0.0
@@ -121,8 +122,9 @@ def power_rate(graph: Graph) -> float:
 
 
 def rounds_of_vectors(graph: Graph, target: float, rate: float) -> int | None:
-    """Returns the rounds until random vectors are at `target` of their distance, of a graph with a period and a factor
-    of `rate` per round; None for more than MOST_ROUNDS, or never."""
+    """Returns the number of rounds until random vectors have shrunk to `target` of their distance from the mean, for a
+    graph with a period and a contraction factor of `rate` per round; None if it takes more than MOST_ROUNDS, or never
+    happens."""
     assert graph.period is not None
     if rate >= 1:
         return None
@@ -141,7 +143,7 @@ def rounds_of_vectors(graph: Graph, target: float, rate: float) -> int | None:
 
 
 def diameter(lists: Lists) -> int | None:
-    """Most hops between two nodes; None when not connected."""
+    """Returns the largest number of hops between two nodes; None if the graph is not connected."""
     longest = 0
     for start in range(len(lists)):
         hops = {start: 0}

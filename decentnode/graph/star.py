@@ -41,7 +41,7 @@ class Star(Topology):
             raise GraphError(f"star: server must be less than {size}, the number of {what}, got {place}")
         self.period = 1 if self._graph is None else self._graph.period
         self._uids = [first + place for first in range(0, self.num_nodes, size)]
-        """Of the servers, by their number in the graph that joins them."""
+        """uids of the servers, indexed by their number in the graph that connects them."""
         self.servers = {
             uid: tuple(each for each in range(uid - place, uid - place + size) if each != uid) for uid in self._uids
         }

@@ -1,4 +1,4 @@
-"""Graphs given by neighbor lists per round, with a weight rule: what every family and schedule builds on."""
+"""Graphs given by neighbor lists per round and a rule for the weights: the base class of every family and schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decentnode.graph.weights import MetropolisHastings, MetropolisHastingsConfi
 CACHED_ROUNDS = 64
 
 Lists = Sequence[tuple[int, ...]]
-"""Per uid the uids it sends to, ascending."""
+"""For each uid, the uids that it sends to, ascending."""
 
 
 class NodesConfig(Config):
@@ -27,19 +27,19 @@ class NodesConfig(Config):
 
 
 class Topology(Component, Graph):
-    """Neighbor lists of one period or of any round, cached; weights from a rule or the family's own."""
+    """Neighbor lists of the rounds of a period, or of any round, cached; the weights are the family's own or come from
+    a rule."""
 
     Config: ClassVar[type[component.Config]] = NodesConfig
     directed = False
     own_weights: ClassVar[bool] = False
-    """Whether `_row` is overwritten: the family is exact or stochastic only with its own weights."""
+    """Whether the family overrides `_row`, because it is exact or stochastic only with its own weights."""
 
     def __init__(
         self, config: component.Config, *, seed: int, base_dir: Path = Path(), weights: Weights | None = None
     ) -> None:
-        """seed: of the run; families that draw use it unless their config has a seed. weights: None for the
-        family's own. Raises GraphError when the family cannot serve this number of nodes.
-        """
+        """seed: the run's, which random families use unless their config has a seed. weights: None for the family's
+        own. Raises GraphError if the family cannot be made with this number of nodes."""
         self.config = config
         self.seed = seed
         self.base_dir = base_dir
@@ -55,21 +55,22 @@ class Topology(Component, Graph):
 
     @abc.abstractmethod
     def _set_up(self) -> None:
-        """Set num_nodes and period; refuse what cannot be served."""
+        """Sets num_nodes and period. Raises GraphError for parameters that the family does not support."""
 
     @abc.abstractmethod
     def _lists(self, phase: int) -> Lists:
-        """Out-neighbors in rounds of this phase: round % period, or the round itself without a period."""
+        """Returns the out-neighbors of all nodes in rounds of this phase, which is round % period, or the round itself
+        if there is no period."""
 
     def _row(self, uid: int, phase: int) -> dict[int, float]:
-        """The family's own row of W."""
+        """Returns row `uid` of W with the family's own weights."""
         raise NotImplementedError
 
     def phase(self, round: int) -> int:
         return round if self.period is None else round % self.period
 
     def lists(self, round: int) -> Lists:
-        """Out-neighbors of every uid in `round`."""
+        """Returns the out-neighbors of every uid in `round`."""
         phase = self.phase(round)
         found = self._out.get(phase)
         if found is None:
@@ -79,7 +80,7 @@ class Topology(Component, Graph):
         return found
 
     def in_lists(self, round: int) -> Lists:
-        """Sources of every uid in `round`."""
+        """Returns the sources of every uid in `round`."""
         if not self.directed:
             return self.lists(round)
         phase = self.phase(round)
@@ -95,15 +96,17 @@ class Topology(Component, Graph):
         return found
 
     def targets(self, uid: int, round: int) -> tuple[int, ...]:
-        """Out-neighbors of one node in `round`; cheaper than `lists` where the family computes them by node."""
+        """Returns the out-neighbors of one node in `round`; cheaper than `lists` if the family computes them node by
+        node."""
         return self.lists(round)[uid]
 
     def senders(self, uid: int, round: int) -> tuple[int, ...]:
-        """Sources of one node in `round`, likewise."""
+        """Returns the sources of one node in `round`; cheaper than `in_lists` if the family computes them node by
+        node."""
         return self.in_lists(round)[uid] if self.directed else self.targets(uid, round)
 
     def degree(self, uid: int, round: int) -> int:
-        """Number of out-neighbors of one node in `round`."""
+        """Returns the number of out-neighbors of one node in `round`."""
         return len(self.targets(uid, round))
 
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
@@ -135,7 +138,7 @@ def _alive(uids: tuple[int, ...], uid: int, members: Collection[int] | None) -> 
 
 
 def _return_dead(row: dict[int, float], uid: int, members: Collection[int] | None) -> dict[int, float]:
-    """Weights of dead sources go back to the receiver itself."""
+    """Returns a row of W in which the weights of dead sources are added to the receiver's own."""
     if members is None:
         return row
     if uid not in members:
@@ -146,7 +149,7 @@ def _return_dead(row: dict[int, float], uid: int, members: Collection[int] | Non
 
 
 def adjacency(num_nodes: int, edges: Collection[tuple[int, int]]) -> Lists:
-    """Lists of an undirected graph; double edges count once. Raises GraphError on a self-loop."""
+    """Returns the neighbor lists of an undirected graph; double edges count once. Raises GraphError for a self-loop."""
     sets: list[set[int]] = [set() for _ in range(num_nodes)]
     for i, j in edges:
         if i == j:
@@ -157,7 +160,7 @@ def adjacency(num_nodes: int, edges: Collection[tuple[int, int]]) -> Lists:
 
 
 def components(lists: Lists) -> list[list[int]]:
-    """Connected parts of an undirected graph, each ascending, the one with node 0 first."""
+    """Returns the connected components of an undirected graph, each ascending, the one with node 0 first."""
     seen: set[int] = set()
     parts = []
     for start in range(len(lists)):
@@ -173,7 +176,7 @@ def components(lists: Lists) -> list[list[int]]:
 
 
 class StaticTopology(Topology):
-    """One set of edges for all rounds."""
+    """A topology with the same edges in all rounds."""
 
     config: NodesConfig
 

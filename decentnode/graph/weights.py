@@ -1,4 +1,4 @@
-"""Mixing weights: how much a node listens to each neighbor and to itself."""
+"""Mixing weights: how much each neighbor's model and the node's own count in the average."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from decentnode.config.component import Component, Config
 from decentnode.errors import GraphError
 
 TOLERANCE = 1e-9
-"""How far a row or column sum of W may be from one."""
+"""Smallest weight that counts as negative, with the opposite sign. Row and column sums of W may differ from one by 100
+times as much."""
 
 
 class Neighborhoods(Protocol):
-    """What a rule may ask of a graph: `Topology` says what each of these is."""
+    """The part of a graph that a weight rule may use; `Topology` documents the members."""
 
     num_nodes: int
     period: int | None
@@ -39,7 +40,7 @@ class WeightsConfig(Config):
 
 
 class Weights(Component, abc.ABC):
-    """A rule from a topology to the rows of W."""
+    """A rule that computes the rows of W from a topology."""
 
     Config: ClassVar[type[component.Config]] = WeightsConfig
 
@@ -48,10 +49,10 @@ class Weights(Component, abc.ABC):
         self.base_dir = base_dir
 
     def prepare(self, topology: Neighborhoods) -> None:
-        """Refuse a topology that the rule does not suit. Raises GraphError."""
+        """Checks that the rule suits the topology. Raises GraphError if it does not."""
 
     def row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
-        """Weights of the sources and of `uid` itself, summing to one."""
+        """Returns the weights of the sources and of `uid` itself, summing to one."""
         row = self._row(topology, uid, round)
         row[uid] = 1.0 - sum(weight for j, weight in row.items() if j != uid)
         if getattr(self.config, "lazy", False):
@@ -61,7 +62,7 @@ class Weights(Component, abc.ABC):
 
     @abc.abstractmethod
     def _row(self, topology: Neighborhoods, uid: int, round: int) -> dict[int, float]:
-        """Weights of the sources; the node's own is what is left."""
+        """Returns the weights of the sources; the node's own weight is one minus their sum."""
 
     def _need_undirected(self, topology: Neighborhoods) -> None:
         if topology.directed:
@@ -161,7 +162,7 @@ class FileWeights(Weights):
 
 
 def read_matrix(path: Path, num_nodes: int) -> np.ndarray:
-    """[n, n] float64. Raises GraphError naming what is wrong and where."""
+    """Returns the matrix in a file: [n, n] float64. Raises GraphError, which says what is wrong and where."""
     try:
         if path.suffix in (".npz", ".npy"):
             loaded = np.load(path, allow_pickle=False)
@@ -179,7 +180,8 @@ def read_matrix(path: Path, num_nodes: int) -> np.ndarray:
 
 
 def check(matrix: np.ndarray, doubly: bool = True, where: str = "") -> None:
-    """Raises GraphError naming the node whose row (or column) of W is no row of weights or does not sum to one."""
+    """Raises GraphError, which names the node, if a row of W has a negative or non-finite weight, or a row (with
+    `doubly`, or a column) does not sum to one."""
     for wrong, rule in ((~np.isfinite(matrix), "be finite"), (matrix < -TOLERANCE, "not be negative")):
         for uid, other in np.argwhere(wrong)[:1].tolist():
             raise GraphError(f"{where}weights must {rule}: row {uid} (the weights of what node {uid} receives) has "
