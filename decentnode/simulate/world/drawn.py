@@ -1,5 +1,5 @@
-"""Worlds that are drawn from a seed: rule, graph, codec, what happens to missing nodes, and faults; and what must hold
-in each of them, during the run and at its end."""
+"""Randomized simulation tests: a seed draws an experiment (rule, graph, codec, reaction to missing nodes) and its
+faults. Invariants are checked during the run and at its end."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from decentnode.wire.generation import Limits
 
 ROUNDS, LR, FAULTY_SECONDS = 8, 0.1, 6.0
 TIMEOUT_SECONDS, SUSPECT_SECONDS, START_SECONDS = 20.0, 3.0, 60.0
+# time-out and rounds of worlds that continue without a dead node, so that many payloads for it are queued
 SHORT_SECONDS, MANY_ROUNDS = 0.5, 20
-"""Time-out and rounds of worlds that go on without a dead node: many of its payloads come to wait."""
 SETTLE_SECONDS = 600.0
-"""How long a run may take to its end once nothing is faulty any more; virtual ones, far more than any run needs."""
+"""A run must end within this much virtual time after the last fault; far longer than any run needs."""
 RULES: dict[str, dict[str, Any]] = {
     "full": {}, "full+int8": {"compression": {"name": "int8"}}, "full+float16": {"compression": {"name": "float16"}},
     "full+zstd": {"compression": {"name": "zstd"}}, "ac": {}, "push_sum": {}, "topk": {"fraction": 0.3},
@@ -50,12 +50,12 @@ STATIC = ("ring", "complete")
 SYMMETRIC = (*STATIC, "regular", "random_matching")
 ANY = (*SYMMETRIC, "exponential")
 AMBUSHES = ("preparing", "committing", "promised", "committed", "suspecting")
-"""Stages of membership in which a process may be killed as it comes to it."""
+"""Stages of the membership protocol at which a process may be killed when it enters them."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One world, as its seed says."""
+    """The world that a seed draws."""
 
     seed: int
     rule: str
@@ -67,11 +67,12 @@ class Drawn:
     faults: Faults
     checksum: str = "xxh3"
     impatient: bool = False
-    """Whether rounds soon go on without a node that is dead."""
+    """Whether rounds continue after a short time-out without a node that is dead."""
     ambush: str = ""
-    """The stage of membership at which a process is killed; "" for none."""
+    """The stage of the membership protocol at which a process is killed when it enters it; "" for none."""
     sides: bool = False
-    """With `regroup`: whether all sides of a broken network go on, and their models become one."""
+    """With `regroup`: whether all sides of a partitioned network continue, and merge their models once it is
+    restored."""
 
     def __str__(self) -> str:
         plan = ", ".join(fault.model_dump_json(exclude_none=True) for fault in self.faults.plan)
@@ -80,7 +81,7 @@ class Drawn:
 
 
 def draw(seed: int) -> Drawn:
-    """Returns the world number `seed`: always the same."""
+    """Returns the world of this seed, which is always the same."""
     of = random.Random(f"{seed} world")
     rule = of.choice(list(RULES))
     needs = make_rule(rule)().requirements
@@ -93,7 +94,7 @@ def draw(seed: int) -> Drawn:
     if graph == "regular" and nodes < 4:
         graph = "ring"
     long = of.random() < 0.15
-    if long and of.random() < 0.7:  # models that lie where they are sent from, and readers that nobody waits for
+    if long and of.random() < 0.7:  # models sent without a copy, to receivers that the sender never waits for
         rule, graph = of.choice(("full", "ac")), of.choice(("exponential", "ring"))
         needs = make_rule(rule)().requirements
     schedule = of.choice(("sequential", "overlapped")) if not needs.sequential else "sequential"
@@ -109,7 +110,7 @@ def draw(seed: int) -> Drawn:
         plan = (Kill(nodes=(of.randrange(nodes),), at_round=2),)
     checksum = "none" if not link.damage and of.random() < 0.5 else "xxh3"
     ambush = of.choice(AMBUSHES) if missing == "regroup" and of.random() < 0.5 else ""
-    if ambush:  # something has to begin the agreement
+    if ambush:  # a suspicion has to start the agreement
         at = 1 + 3 * of.random()
         plan = (*plan, Pause(nodes=(of.randrange(nodes),), at_seconds=at, seconds=SUSPECT_SECONDS + 2))
     return Drawn(
@@ -119,7 +120,8 @@ def draw(seed: int) -> Drawn:
 
 
 def _plan(of: random.Random, nodes: int, missing: str) -> list[AnyFault]:
-    """A few faults within FAULTY_SECONDS; with `regroup` a majority lives on, else all but one."""
+    """Returns a few faults within FAULTY_SECONDS, of which the kills leave a majority alive (with `regroup`) or kill at
+    most one node."""
     found: list[AnyFault] = []
     killed: list[int] = []
     most = (nodes - 1) // 2 if missing == "regroup" else 1
@@ -147,14 +149,14 @@ def _plan(of: random.Random, nodes: int, missing: str) -> list[AnyFault]:
 
 
 def make_rule(name: str) -> Callable[[], Sharing]:
-    """Returns what makes a rule of RULES."""
+    """Returns a function that makes the rule `name` of RULES."""
     base = name.partition("+")[0]
     config = load_class(base, SHARINGS, "sharing").Config.model_validate({"name": base, **RULES[name]})
     return lambda: make_sharing(config)
 
 
 def make_graph(drawn: Drawn) -> Topology:
-    """Returns the graph of a world."""
+    """Returns the graph of a drawn world."""
     found = load_class(drawn.graph, GRAPHS, "graph")
     options = {"degree": 3} if drawn.graph == "regular" else {}
     config = found.Config.model_validate({"name": drawn.graph, "nodes": drawn.nodes, **options})
@@ -164,7 +166,7 @@ def make_graph(drawn: Drawn) -> Topology:
 
 @dataclass
 class Run:
-    """A drawn world: run it with `survive`."""
+    """The run of a drawn world; `survive` executes it."""
 
     drawn: Drawn
     history: History = field(default_factory=History)
@@ -218,7 +220,7 @@ class Run:
         return Node(uid, self.config, parts, seed=self.drawn.seed, record=record)
 
     def _strike(self, process: Process, stage: str) -> None:
-        """Kill a process as it comes to the stage of the ambush, where a majority lives on."""
+        """Kills a process that enters the stage of the ambush, once, provided that a majority stays alive."""
         few = len(self.killed | {process.uid}) <= (self.drawn.nodes - 1) // 2
         if stage == self.drawn.ambush and not self._ambushed and few:
             self._ambushed = True
@@ -227,7 +229,8 @@ class Run:
             self.world.heap.after(0.0, process.kill)
 
     def survive(self) -> Counter[str]:
-        """Run the world to its end. Returns which branches were taken. Raises Violation, and errors of the code."""
+        """Runs the world to its end. Returns how often each event and branch occurred. Raises Violation, and errors of
+        the code under test."""
         over = self.world.run(FAULTY_SECONDS + SETTLE_SECONDS)
         lives = self.world.processes.values()
         waits = {p.uid: (type(p.wait).__name__, p.node.doing, p.node.round) for p in lives if p.alive}
@@ -244,7 +247,7 @@ class Run:
         return events
 
     def _check_ends(self) -> None:
-        """Who lives has come to the end of the run."""
+        """Checks that the processes that are alive reached the end of the run, or failed for an expected reason."""
         drawn = self.drawn
         ended = [process for process in self.world.processes.values() if not process.dead]
         failed = {process.uid: process.error for process in ended if process.error is not None}
@@ -253,12 +256,12 @@ class Run:
         well = [process for process in ended if process.error is None]
         must(all(process.node.round == self.rounds for process in well), "a node ends early")
         if drawn.missing == "regroup":
-            # those that finish leave: the others may be too few then to go on without them
+            # nodes that finish leave, and the others may then be too few to continue
             must(len(well) > 0 or self._lost_all_models(), f"nobody comes to the end: {failed}")
         elif not self.killed:
             must(not failed, f"nodes fail although everybody lives: {failed}")
         else:
-            if drawn.impatient:  # but for the closing evaluation, which needs everybody
+            if drawn.impatient:  # only the closing evaluation, which needs all nodes, may fail
                 must(all(process.node.round == self.rounds for process in ended), "rounds do not go on without a node")
             must(all(isinstance(error, PeerLost) for error in failed.values()), f"nodes fail otherwise: {failed}")
         self._check_rounds(well)
@@ -266,8 +269,8 @@ class Run:
             must(bool(torch.isfinite(process.node.training.model.parameters).all()), f"node {process.uid} diverges")
 
     def _check_rounds(self, well: Iterable[Process]) -> None:
-        """Who was a member from the beginning to the end made every round once, whoever else came and went. Sides that
-        become one skip rounds of which the model that they get has those of others."""
+        """Checks that each node that was a member throughout made every round once, whichever others came and went. If
+        sides of a partition merged, it may have skipped the rounds that are already part of the merged model."""
         came = {uid for generation in self.history.generations.values() for uid in generation.fresh}
         for uid in sorted({process.uid for process in well} - came):
             made = self.trainings[uid].made
@@ -279,5 +282,6 @@ class Run:
 
 
 def survive(seed: int) -> Counter[str]:
-    """Run the world number `seed`. Returns which branches were taken. Raises Violation, and errors of the code."""
+    """Runs the world of this seed. Returns how often each event and branch occurred. Raises Violation, and errors of
+    the code under test."""
     return Run(draw(seed)).survive()

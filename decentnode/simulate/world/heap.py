@@ -1,4 +1,4 @@
-"""Virtual time: a heap of events, and alarms whose time may change."""
+"""Virtual time: an event queue, and timers whose deadline may change."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from decentnode.clock import VirtualClock
 
 
 class EventHeap:
-    """What is to happen, in the order of its times; of two at one time, the one that was added first."""
+    """A discrete-event queue: runs actions in the order of their times, and those of the same time in the order in
+    which they were added."""
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
         self.count = 0
-        """Events so far."""
+        """Number of events that have been run."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
 
@@ -31,7 +32,8 @@ class EventHeap:
         self.at(self.now + seconds, action)
 
     def run(self, over: Callable[[], bool], until: float) -> bool:
-        """Whether `over` came to hold by the time `until`; it is asked after every event."""
+        """Runs events until `over()`, which is called after every event, is true; returns False if it is not by the
+        time `until`."""
         while not over():
             if not self._events or self._events[0][0] > until:
                 return False
@@ -43,15 +45,15 @@ class EventHeap:
 
 
 class Alarm:
-    """Rings when something is due, and not before; what is due may come earlier or later than it was said last."""
+    """A timer that calls `ring` when its deadline is reached; the deadline may move in both directions."""
 
     def __init__(self, heap: EventHeap, due: Callable[[], float], ring: Callable[[], None]) -> None:
-        """due: when `ring` has to be called at the latest."""
+        """due: returns the deadline, the latest time at which `ring` must be called."""
         self._heap, self._due, self._ring = heap, due, ring
         self._armed = math.inf
 
     def set(self) -> None:
-        """To be called whenever `due` may have changed."""
+        """Schedules the timer anew. Must be called whenever the result of `due` may have changed."""
         due = max(self._due(), self._heap.now)
         if due < self._armed:
             self._armed = due

@@ -1,8 +1,8 @@
-"""What happened in a run, and what must hold in it at all times.
+"""Records what happens in a simulated run, and checks its invariants.
 
-Checked after everything that happens to any process: every payload is mixed as its source published it for that round
-and generation, to the bit; a mean over the members is that of what they gave in this generation; at most one generation
-is in force in which rounds may begin; every queue keeps its bound.
+They are checked after every event of any process: every payload is mixed exactly, to the bit, as its source published
+it for that round and generation; a mean over the members is the mean of what they contributed in this generation; at
+most one generation in which rounds may begin is in force; every queue stays within its bound.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from decentnode.wire.generation import Generation, Name
 from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS
 
 Published = tuple[Name, int, ExchangeKey]
-"""(generation, source, (round, phase))"""
+"""(generation, source, (round, phase)) of published payloads."""
 
 
 def check_links(links: ReliableLinks, now: float) -> None:
-    """What holds of a node's links after every call of them. Raises Violation.
+    """Checks the invariants of a node's links, which hold after every call of them. Raises Violation.
 
-    A world asks after everything that happens: no text is made for what holds, which took a sixth of its time.
+    A world calls this after every event. So it formats a message only for a violation: formatting all of them took a
+    sixth of a world's time.
     """
     due, most = links.next_deadline, links.sender.max_payloads
     for uid, edge in links.sender.edges.items():
@@ -65,61 +66,61 @@ def check_links(links: ReliableLinks, now: float) -> None:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One node's round, finished."""
+    """The result of one node's finished round."""
 
     generation: Name
     members: tuple[int, ...]
     uid: int
     round: int
     weights: dict[int, float]
-    """The node's row of the mixing matrix, without those of whom nothing came."""
+    """The node's row of the mixing matrix, without the sources from which nothing arrived."""
     after: Tensor
     """[P] the model at the end of the round."""
 
 
 Sent = dict[tuple[Name, int], dict[int, Tensor]]
-"""By (generation, round) and uid: the model [P] of a node as it was when the node sent."""
+"""By (generation, round), then uid: the model [P] of a node when it sent."""
 
 
 MEAN_ERROR = 1e-5
-"""Rounding of a mean in float32, relative to its largest part."""
+"""Tolerance for rounding a mean in float32, relative to the largest contribution."""
 
 
 class History(Witness):
-    """Of one world."""
+    """The history of one world."""
 
     def __init__(self, record: bool = False) -> None:
-        """record: whether to keep what nodes record, as a run on machines does."""
+        """record: whether to keep what nodes record for a replay, as in a run on machines."""
         self.record = record
         self.lives: Lives = {}
-        """What they recorded."""
+        """What the processes of each node recorded."""
         self.events: Counter[str] = Counter()
-        """Branches that were taken: events of nodes by kind, stages of membership, and what is counted here."""
+        """Number of occurrences of each event of nodes, stage of membership, and branch counted by this class."""
         self.log: list[tuple[float, int, int, str]] = []
-        """(seconds, uid, life, what): what tells two runs apart."""
+        """(seconds, uid, life, description): comparing the logs of two runs shows whether they are the same."""
         self.generations: dict[Name, Generation] = {}
-        """Those that any process installed."""
+        """Generations that any process installed."""
         self.rounds: list[RoundRecord] = []
-        """Those that were finished."""
+        """Rounds that nodes finished."""
         self.sent: Sent = defaultdict(dict)
         self.struck: Callable[[Process, str], None] = lambda _process, _stage: None
-        """(process, stage): called when a process comes to another stage of membership."""
+        """Called as struck(process, stage) when a process enters another stage of membership."""
         self._published: dict[Published, dict[int, Payload]] = {}
         self._newest: dict[int, int] = {}
         self._posted: dict[tuple[Name, int, int, ExchangeKey], str] = {}
-        """By generation, source, receiver and (round, channel): digests of what is in mailboxes or on its way."""
+        """By generation, source, receiver and (round, channel): digests of payloads in flight or in mailboxes."""
         self._parts: dict[tuple[Name, str], dict[int, Tensor]] = defaultdict(dict)
-        """By generation and key of a mean: what each node gave."""
+        """By generation and key of a mean: each node's contribution."""
         self._stages: dict[int, str] = {}
 
     def watch(self, world: World) -> None:
-        """Before the world runs."""
+        """Attaches this history to a world, before it runs."""
         self.world = world
         world.settled = self.settled
         world.began = self.began
 
     def began(self, process: Process) -> None:
-        """A process begins."""
+        """Is called when a process begins, before anything happens to it."""
         uid, life = process.uid, process.life
 
         def on_event(kind: str, peer: int | None, detail: str) -> None:
@@ -134,7 +135,7 @@ class History(Witness):
             )
 
     def note(self, uid: int, life: int, kind: str, detail: str = "") -> None:
-        """Count an event, and remember when it was."""
+        """Counts an event and appends it to the log with its time."""
         self.events[kind] += 1
         self.log.append((self.world.heap.now, uid, life, f"{kind} {detail}".rstrip()))
 
@@ -160,7 +161,8 @@ class History(Witness):
                     del self._published[each]
 
     def _may_mix(self, uid: int, which: Published) -> bool:
-        """Whether a node may still mix what was published: it has not come further, as nodes do that were suspended."""
+        """Returns whether a node may still mix a published payload: it is alive, in the payload's generation, and not
+        past its round. Suspended nodes lag behind in this way."""
         process = self.world.processes.get(uid)
         return (process is not None and process.alive and process.transport.session.name == which[0]
                 and process.node.round <= which[2][0])  # fmt: skip
@@ -214,7 +216,7 @@ class History(Witness):
             self.events["averaged"] += 1
 
     def recorded(self, uid: int, record: Mapping[str, Any]) -> None:
-        """A node's record (`Node.record`)."""
+        """Is called with a node's record (`Node.record`)."""
         process = self.world.processes[uid]
         name, round = process.transport.session.name, int(record["round"])
         if record["kind"] == "round" and uid in self.sent[name, round]:
@@ -231,7 +233,7 @@ class History(Witness):
         self.events["installed"] += 1
 
     def in_force(self) -> list[Generation]:
-        """Generations that all their members belong to, and in which rounds may begin."""
+        """Returns the generations that all their members belong to and in which rounds may begin."""
         bound: dict[Name, set[int]] = {}
         for uid, process in self.world.processes.items():
             if process.alive:
@@ -241,14 +243,14 @@ class History(Witness):
         return [each for each in whole if not each.stopping and each.first_round < self._rounds()]
 
     def _rounds(self) -> int:
-        """How many rounds the run has: fewer than planned once a node has ended it early."""
+        """Returns the number of rounds of the run, which is lower than planned once a node has ended it early."""
         known = [process.transport.reconfiguration for process in self.world.processes.values() if process.alive]
         return min((each.membership.last_round for each in known if each is not None), default=0)
 
     # -- after everything that happens --------------------------------------------------------------------------
 
     def settled(self, process: Process) -> None:
-        """After everything that happens to a process."""
+        """Is called after every event of a process; checks its invariants."""
         transport = process.transport
         if not transport.shell.closed:
             check_links(transport.links, self.world.heap.now)
@@ -291,7 +293,7 @@ class History(Witness):
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are alike to the bit, NaN and all."""
+    """Returns whether two tensors are equal bit by bit, NaN included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return bool(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)))

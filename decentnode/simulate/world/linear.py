@@ -1,4 +1,5 @@
-"""A run of a linear rule, replayed in float64 as a product of mixing matrices from what the nodes recorded of it."""
+"""Verifies a run of a linear rule: recomputes it in float64 as a product of mixing matrices, from what the nodes
+recorded."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from decentnode.simulate.world.history import RoundRecord, Sent, must
 from decentnode.wire.generation import Name
 
 RELATIVE = 1e-4
-"""Rounding of float32 over the rounds of a run, relative to the largest entry."""
+"""Tolerance for rounding in float32 over the rounds of a run, relative to the largest entry."""
 
 
 def check_product(
     rounds: Sequence[RoundRecord], sent: Sent, targets: Mapping[int, Tensor], lr: float, *, overlapped: bool
 ) -> int:
-    """Compare every node's model after every round with the replay's. Returns how many were compared.
+    """Compares every node's model after every round with the recomputed one. Returns the number of comparisons.
 
     rounds: of rule `full`, where node i makes one step of gradient descent with rate `lr` toward targets[i] [P]. A
     generation begins with the models that its members have. Raises Violation.
@@ -44,9 +45,9 @@ def check_product(
 
 
 def check_mean(rounds: Sequence[RoundRecord], sent: Sent) -> int:
-    """Check that mixing kept the mean of all models in every round in which all members took part and nobody was
-    missing. Returns how many there were. rounds: of a rule that promises it, with doubly stochastic matrices and the
-    sequential schedule. Raises Violation."""
+    """Checks that mixing kept the mean of all models in every round in which all members took part and no payload was
+    missing. Returns the number of such rounds. rounds: of a rule that guarantees this, with doubly stochastic matrices
+    and the sequential schedule. Raises Violation."""
     by_round: dict[tuple[Name, int], list[RoundRecord]] = defaultdict(list)
     for each in rounds:
         by_round[each.generation, each.round].append(each)

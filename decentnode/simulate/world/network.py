@@ -1,5 +1,5 @@
-"""A network in one thread: connections with latency, bandwidth and bounded queues, and what goes wrong with them.
-Whatever speaks through `LinkPort` can be driven by it."""
+"""A simulated network in one thread: connections with latency, bandwidth, bounded queues and faults. It can carry
+anything that sends through `LinkPort`."""
 
 from __future__ import annotations
 
@@ -14,59 +14,62 @@ from decentnode.simulate.world.heap import EventHeap
 
 _UNTOUCHED = Fate()
 Receive = Callable[[int, list[memoryview], int | None], None]
-"""receive(plane, frames, uid of the source where the connection proves it)"""
+"""receive(plane, frames, source): source is the sender's uid if the connection authenticates it, else None."""
 
 
 @dataclass
 class Connection:
-    """One direction between two nodes on one plane."""
+    """One direction of a connection between two nodes, on one plane."""
 
     last: float = 0.0
-    """When the last message arrives."""
+    """When the last message sent so far arrives."""
     under_way: int = 0
     blocked: bool = False
     dead: bool = False
-    """It takes messages, and loses them (a half-open connection); only a new one is any good."""
+    """Whether it accepts messages but loses them (a half-open connection). Only a new connection delivers again."""
 
 
 @dataclass
 class Socket:
-    """What the network knows of a node."""
+    """The network's state of a node."""
 
     receive: Receive
     writable: Callable[[int, int], None]
-    """writable(uid, plane): a connection that refused a message takes messages again."""
+    """Is called as writable(uid, plane) when a connection that refused a message accepts messages again."""
     proves: bool = False
-    """Whether connections prove who is at their other end."""
+    """Whether connections authenticate the node at their other end."""
     connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
-    """By the uid at the other end, and plane."""
+    """By the uid at the other end and plane."""
     thaws_at: float = 0.0
-    """The process is suspended until then: what arrives waits."""
+    """The process is suspended until this time; messages that arrive before wait."""
 
 
 class VirtualNetwork:
-    """Connections between nodes of one process."""
+    """Connections between the nodes of one process."""
 
     def __init__(self, heap: EventHeap, link: Link, seed: int) -> None:
-        """link: of all connections."""
+        """link: the properties of all connections."""
         self.heap, self.link, self.random = heap, link, random.Random(seed)
         self.rules: list[tuple[int, AnyFault]] = []
-        """Faults of single messages that are in effect, with their place in the plan."""
+        """Faults of single messages that are in effect, with their index in the plan."""
         self._fates = Fates(seed)
         self.faulty = True
-        """Whether messages are lost, repeated, overtaken and damaged."""
+        """Whether messages are lost, duplicated, reordered and damaged by the shares of `link`."""
         self.nodes: dict[int, Socket] = {}
         self.dead: set[int] = set()
-        """Nodes that neither send nor receive any more."""
+        """Nodes that no longer send or receive."""
         self.severed: Counter[tuple[int, int]] = Counter()
-        """(source, uid) between which nothing passes, and how many faults say so."""
+        """For (source, uid) between which nothing passes: the number of faults in effect that cut them off."""
         self.happened: Counter[str] = Counter()
-        """How many messages were sent, refused, lost, repeated, damaged and overtaken, and connections cut."""
+        """Number of messages that were sent, refused, lost, repeated, damaged and overtaken, and of connections that
+        were cut."""
         self._free: dict[tuple[int, int, int], float] = {}
-        """When the line from a node to another has carried what a plane gave it, where it has a bandwidth."""
+        """(source, uid, plane) -> when the line will have transmitted the plane's messages so far; only with a
+        bandwidth."""
 
     def send(self, source: int, uid: int, plane: int, frames: Sequence[Body]) -> bool:
-        """As `LinkPort.send`. The bytes of a body that is kept without a copy are read when they arrive."""
+        """Sends a message, as `LinkPort.send` does. A body that is sent without a copy is read when the message
+        arrives."""
         connection = self.nodes[source].connections.setdefault((uid, plane), Connection())
         fate = self._fates.of(self.rules, source, uid, plane) if self.rules else _UNTOUCHED
         link, draw, happened = self.link, self.random.random, self.happened
@@ -108,9 +111,9 @@ class VirtualNetwork:
         return True
 
     def _carried(self, source: int, uid: int, plane: int, seconds: float) -> float:
-        """Returns when the line has carried a message that takes it `seconds`. Both connections share it, each in its
-        own order: what is in the line's buffer is before either, while the rest of a plane's bytes waits in the
-        connection, where those of the other pass it."""
+        """Returns when the line will have transmitted a message that takes `seconds`. The connections of both planes
+        share the line, each in its own order: bytes in the line's buffer go before those of either plane, while the
+        rest of a plane's bytes waits in its connection, where the other plane's bytes pass them."""
         free, now, other = self._free, self.heap.now, (source, uid, CONTROL + BULK - plane)
         rate, ahead = self.link.bytes_per_second, free.get(other, 0.0) - self.heap.now
         assert rate is not None
@@ -132,12 +135,12 @@ class VirtualNetwork:
         if self.heap.now < there.thaws_at:
             self.heap.at(there.thaws_at, lambda: self._arrive(source, uid, plane, connection, frames))
         elif not connection.dead and uid not in self.dead and not self.severed[source, uid]:
-            # memory of its own, as a receiver may keep it
+            # a copy, because a receiver may keep the memory
             received = [memoryview(bytearray(_bytes(frame))) for frame in frames]
             there.receive(plane, received, source if there.proves else None)
 
     def _left(self, source: int, uid: int, plane: int, connection: Connection) -> None:
-        if self.heap.now < self.nodes[uid].thaws_at:  # nobody reads at the other end
+        if self.heap.now < self.nodes[uid].thaws_at:  # the receiver is suspended and does not read
             self.heap.at(self.nodes[uid].thaws_at, lambda: self._left(source, uid, plane, connection))
             return
         connection.under_way -= 1
@@ -147,18 +150,19 @@ class VirtualNetwork:
             here.writable(uid, plane)
 
     def renew(self, source: int, uid: int, plane: int) -> None:
-        """As `LinkPort.renew`. What is under way may still arrive."""
+        """Replaces a connection, as `LinkPort.renew` does. Messages in flight may still arrive."""
         self.nodes[source].connections.pop((uid, plane), None)
 
     def takes(self, source: int, uid: int, plane: int) -> bool:
-        """Whether what is sent now arrives, once nothing is faulty."""
+        """Returns whether a message that is sent now would arrive if no fault were in effect: its connection is not
+        half-open."""
         found = self.nodes[source].connections.get((uid, plane))
         return found is None or not found.dead
 
     # -- faults -----------------------------------------------------------------------------------------------
 
     def cut(self, source: int, uid: int, plane: int) -> None:
-        """The connection breaks, with what is under way; the next message goes over another."""
+        """Breaks a connection and loses its messages in flight; the next message goes over a new connection."""
         found = self.nodes[source].connections.pop((uid, plane), None)
         if found is not None:
             self.happened["cut"] += 1
@@ -168,20 +172,21 @@ class VirtualNetwork:
                 self.nodes[source].writable(uid, plane)
 
     def halve(self, source: int, uid: int, plane: int) -> None:
-        """Messages go into the connection, and none comes out any more, until its owner makes another."""
+        """Makes a connection half-open: it accepts messages but delivers none, until its owner makes a new one."""
         found = self.nodes[source].connections.get((uid, plane))
         if found is not None:
             self.happened["cut"] += 1
             found.dead = True
 
     def sever(self, one: Sequence[int], other: Sequence[int], seconds: float) -> None:
-        """Nothing passes between two sets of nodes for so long."""
+        """Blocks all messages between two sets of nodes for `seconds`."""
         pairs = [pair for a in one for b in other for pair in ((a, b), (b, a))]
         self.severed.update(pairs)
         self.heap.after(seconds, lambda: self.severed.subtract(pairs))
 
     def end(self, uid: int) -> None:
-        """A process ends: what is under way to it and from it is lost, and so is what is said to it from now on."""
+        """Ends a process: messages in flight to it and from it are lost, and so are all that are sent to it from now
+        on."""
         self.dead.add(uid)
         for other, socket in self.nodes.items():
             for (to, _), connection in socket.connections.items():
@@ -189,7 +194,7 @@ class VirtualNetwork:
                     connection.dead = True
 
     def attach(self, uid: int, receive: Receive, writable: Callable[[int, int], None]) -> Socket:
-        """A process begins, in place of the one of this uid that ended. The others' connections to it are made anew."""
+        """Begins a process, in place of the one of this uid that ended. Other nodes get new connections to it."""
         self.dead.discard(uid)
         for socket in self.nodes.values():
             for which in [which for which in socket.connections if which[0] == uid]:

@@ -1,4 +1,4 @@
-"""Where a simulated process runs, and what it is told of the run as it starts."""
+"""What a simulated process knows when it starts: its identity, the network, and the run's settings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from decentnode.wire.messages import Granted
 
 @dataclass(frozen=True)
 class Place:
-    """Where a simulated process runs."""
+    """The environment of a simulated process."""
 
     uid: int
     num_nodes: int
     network: VirtualNetwork
     witness: Witness
     digest: str
-    """Of config and graph; nodes of another digest are refused."""
+    """Digest of config and graph; nodes with a different one are refused."""
     limits: Limits | None
-    """Of generations of members; None where there is but one."""
+    """Limits of the membership protocol; None if the membership never changes."""
     compute_seconds: Callable[[int], float]
-    """How long the local steps of a round take."""
+    """Returns the duration of the local steps of a round."""
     founders: int | None = None
-    """How many of the uids begin the run; all when None."""
+    """Number of uids that begin the run; None: all."""
     granted: Granted | None = None
-    """Of a node that is not in the mapping: what a member told it."""
+    """For a node that is not in the mapping: the answer with which a member admitted it."""

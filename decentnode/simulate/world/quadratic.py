@@ -1,5 +1,5 @@
-"""Training on a quadratic: fast, exact, and every node wants something else. For simulations whose matter is not what
-is learned."""
+"""Training on a quadratic: fast and exact, with a different optimum on every node. For simulations that do not depend
+on what is learned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentnode.training.base import Direction, Evaluation, Training, Update
 
 
 class Vector(nn.Module):
-    """A model that is a vector of zeros, with float buffers where it is asked for."""
+    """A model that is a vector of zeros, optionally with float buffers."""
 
     def __init__(self, elements: int, buffers: int = 0) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Vector(nn.Module):
 
 
 class Quadratic(Training):
-    """One gradient step of |x - target|^2 / 2 per round; `poison` writes NaN in that round."""
+    """Makes one gradient step of |x - target|^2 / 2 per round; in round `poison` it writes a NaN into the model."""
 
     def __init__(self, uid: int, elements: int, lr: float = 0.1, poison: int = -1, buffers: int = 0) -> None:
         self.model = FlatModel(Vector(elements, buffers))
@@ -38,7 +38,7 @@ class Quadratic(Training):
         self.task = Classification(ClassificationConfig.model_validate({}), DataSpec((elements,), num_classes=2))
         self.initial = self.model.parameters.clone()
         self.made: list[int] = []
-        """The rounds whose local steps were made, in their order."""
+        """The rounds whose local steps were made, in order."""
 
     def local_update(self, round: int, direction: Direction | None = None) -> Update:
         self.made.append(round)

@@ -1,6 +1,6 @@
-"""What the nodes of a run recorded (metrics/history.py), read back, and what must hold in it whatever happened.
+"""Reads what the nodes of a run recorded (metrics/history.py), and checks invariants that hold in every run.
 
-The same checks serve runs on machines, of which nothing else is known, and simulated ones.
+The same checks serve runs on machines, of which nothing else is known, and simulated runs.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from decentnode.wire.generation import FIRST, Name
 
 
 class Violation(AssertionError):
-    """Something happened that must never happen."""
+    """An invariant of the run was violated."""
 
 
 class Difference(Violation):
-    """A replay did something else than the run."""
+    """A replay differs from the run."""
 
 
 def must(holds: bool, what: str) -> None:
-    """Raises Violation."""
+    """Raises Violation with this message unless `holds`."""
     if not holds:
         raise Violation(what)
 
 
 Channel = tuple[int, int]
-"""Round, and the number that tells its exchanges apart."""
+"""(round, number of the exchange within the round)."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One record."""
+    """One record of a node."""
 
     kind: str
     fields: Mapping[str, Any]
     line: int = 0
-    """Of events.jsonl, from 1 on."""
+    """Line number in events.jsonl, from 1 on."""
     generation: Name = FIRST
-    """The one that the node was in."""
+    """The generation that the node was in."""
     time: float = 0.0
     """Seconds since the epoch."""
 
@@ -59,66 +59,67 @@ class Event:
 
     @property
     def name(self) -> Name:
-        """Of the generation that was entered, or in which the checkpoint was made that was taken."""
+        """Name of the generation that was entered, or, for `restored`, in which the checkpoint was taken."""
         return int(self.fields["generation"]), bytes.fromhex(self.fields["origin"])
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Likewise."""
+        """Members of the generation that was entered."""
         return tuple(self.fields["members"])
 
     @property
     def fresh(self) -> frozenset[int]:
-        """Likewise."""
+        """Members of the generation that was entered that have no model of their own."""
         return frozenset(self.fields["fresh"])
 
     def uids(self, key: str) -> frozenset[int]:
-        """A list of uids; empty where the record has none."""
+        """Returns a list of uids of the record as a set; empty if the record does not have it."""
         return frozenset(self.fields.get(key, ()))
 
     @property
     def sources(self) -> dict[int, str]:
-        """Whose payloads were mixed whole, and their digests."""
+        """The nodes whose payloads were mixed completely, with the payloads' digests."""
         return {int(uid): str(digest) for uid, digest in self.fields["from"].items()}
 
     @property
     def partly(self) -> dict[int, int]:
-        """Whose payloads were mixed in part, and up to which element."""
+        """The nodes whose payloads were mixed in part, with the element at which that part ends."""
         return {int(uid): int(stop) for uid, (stop, _) in self.fields.get("partly", {}).items()}
 
     @property
     def copies(self) -> list[tuple[int, int, int, str]]:
-        """What was mixed that had come into a mailbox: (source, number under which it published, age, digest)."""
+        """The payloads from a mailbox that were mixed: (source, number under which it published, age, digest)."""
         return [(int(uid), int(number), int(age), str(digest)) for uid, number, age, digest in self.fields["from"]]
 
 
 @dataclass
 class Life:
-    """What one process recorded of its node, from its start to its end."""
+    """What one process of a node recorded, from its start to its end."""
 
     uid: int
     number: int
-    """How many processes of this uid there were before."""
+    """Number of earlier processes of this uid."""
     path: Path
     header: Mapping[str, Any] = field(default_factory=dict)
-    """Of the process: versions, threads."""
+    """Facts of the process: versions, threads."""
     events: list[Event] = field(default_factory=list)
     cursor: int = 0
-    """How many of `events` were replayed."""
+    """Number of `events` that have been replayed."""
     ended: bool = False
-    """Whether the node came to the end of the run, or to the end that a stop gave it."""
+    """Whether the node reached the end of the run, or the end that a stop request gave it."""
 
     @property
     def next(self) -> Event | None:
-        """The first that was not replayed; None behind the last one."""
+        """The first record that has not been replayed; None if all have been."""
         return self.events[self.cursor] if self.cursor < len(self.events) else None
 
     def follows(self, kind: str) -> bool:
-        """Whether this is the next one's kind."""
+        """Returns whether the next record is of this kind."""
         return self.next is not None and self.next.kind == kind
 
     def ahead(self, *kinds: str, **fields: Any) -> Event | None:
-        """Returns the next one of these kinds with such fields, before the node leaves its generation."""
+        """Returns the next record of one of these kinds with these fields, before the node leaves its generation; None
+        if there is none."""
         for each in self.events[self.cursor :]:
             if each.kind in kinds and all(each.fields.get(key) == value for key, value in fields.items()):
                 return each
@@ -127,7 +128,7 @@ class Life:
         return None
 
     def add(self, kind: str, fields: Mapping[str, Any], line: int = 0, time: float = 0.0) -> None:
-        """Append a record."""
+        """Appends a record."""
         generation = self.events[-1].generation if self.events else FIRST
         event = Event(kind, fields, line, generation, time)
         if kind == "entered":
@@ -136,7 +137,7 @@ class Life:
 
 
 def place_of(life: Life, event: Event) -> str:
-    """Where in the run something was recorded."""
+    """Returns a description of where in the run something was recorded: file, line, node and round."""
     again = f" (started again, process {life.number})" if life.number else ""
     round = "" if event.round is None else f", round {event.round}"
     return f"nodes/{life.path.parent.name}/{life.path.name}, line {event.line}: node {life.uid}{again}{round}"
@@ -147,10 +148,11 @@ Lives = dict[int, list[Life]]
 
 
 def read_lives(run: Path, num_nodes: int, newcomers: int = 0) -> Lives:
-    """Reads what the nodes of a run recorded. Raises UsageError where one of them did not, or cannot be read.
+    """Returns what the nodes of a run recorded. Raises UsageError if a node has no records, or they cannot be read.
 
-    newcomers: how many nodes beyond the mapping's may have come. Their records lie elsewhere, and are left out, unless
-    they were brought here (`decentnode collect`)."""
+    newcomers: largest number of nodes beyond the mapping's that may have joined. Their records are on other machines
+    and are left out, unless they were copied here (`decentnode collect`).
+    """
     lives = {}
     for uid in range(num_nodes + newcomers):
         path = run / "nodes" / f"{uid:03d}" / "events.jsonl"
@@ -174,7 +176,7 @@ def _read(path: Path, uid: int) -> list[Life]:
             found = json.loads(text)
             kind = found.pop("kind")
         except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a process was killed while it wrote
+            continue  # the process was killed while it wrote this line
         if kind in ("finished", "stopped", "left_run") and lives:
             lives[-1].ended = True
         if kind not in HISTORY:
@@ -195,7 +197,7 @@ def _read(path: Path, uid: int) -> list[Life]:
 
 
 def _check_fields(event: Event) -> None:
-    """Raises KeyError, ValueError or TypeError for what a replay could not read."""
+    """Raises KeyError, ValueError or TypeError for a record that a replay could not read."""
     if event.kind in ("mixed", "broken_off", "sent", "published", "mixed_copies"):
         _ = event.channel
     if event.kind in ("mixed", "broken_off"):
@@ -213,18 +215,18 @@ def _check_fields(event: Event) -> None:
 
 
 def every_event(lives: Lives) -> Iterator[tuple[Life, Event]]:
-    """Yields all records of all nodes."""
+    """Yields all records of all nodes, each with the process that made it."""
     for each in lives.values():
         for life in each:
             for event in life.events:
                 yield life, event
 
 
-# -- what must hold ----------------------------------------------------------------------------------------------------
+# -- invariants --------------------------------------------------------------------------------------------------------
 
 
 def unseen(lives: Lives) -> dict[str, int]:
-    """Returns of how many payloads that were mixed the source has no record here, by its uid: of newcomers."""
+    """Returns the number of mixed payloads whose source, a newcomer, has no records here, by the source's uid."""
     found: Counter[int] = Counter()
     for _, event in every_event(lives):
         if event.kind == "mixed":
@@ -235,9 +237,9 @@ def unseen(lives: Lives) -> dict[str, int]:
 
 
 def check_payloads(lives: Lives) -> int:
-    """Checks that every payload was mixed as its source sent it, to this node, in this round (or, out of a mailbox,
-    under this number) and generation, and in no round twice. Returns how many there were, without those of `unseen`.
-    Raises Violation."""
+    """Checks that every payload was mixed as its source sent it to this node in this round (for mailboxes: under this
+    number) and generation, and at most once in a round. Returns the number of payloads checked, which leaves out those
+    of `unseen`. Raises Violation."""
     sent = _digests_of("sent", lives)
     checked = _check_copies(lives)
     for one in (life for each in lives.values() for life in each):
@@ -259,7 +261,7 @@ def check_payloads(lives: Lives) -> int:
 
 
 def _digests_of(kind: str, lives: Lives) -> Mapping[tuple[Name, Channel, int, int], set[str]]:
-    """Returns what was sent, by generation, channel, source and receiver."""
+    """Returns the digests of what was sent, by generation, channel, source and receiver."""
     found: dict[tuple[Name, Channel, int, int], set[str]] = defaultdict(set)
     for life, event in every_event(lives):
         if event.kind == kind:
@@ -269,7 +271,8 @@ def _digests_of(kind: str, lives: Lives) -> Mapping[tuple[Name, Channel, int, in
 
 
 def _check_copies(lives: Lives) -> int:
-    """As `check_payloads`, of those that came into mailboxes. One that is mixed again came when it came."""
+    """Checks payloads from mailboxes, as `check_payloads` does. A payload that is mixed in several rounds must keep the
+    round in which it arrived."""
     published, checked = _digests_of("published", lives), 0
     for one in (life for each in lives.values() for life in each):
         came: dict[tuple[Name, Channel, int], int] = {}
@@ -293,11 +296,13 @@ def _check_copies(lives: Lives) -> int:
 
 
 def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: int | None = None) -> int:
-    """Checks that all members say the same of a generation, that each node's have ascending names, that rounds need
-    `min_nodes`, and that of two generations in which rounds were mixed one ended before the other. Returns how many
-    there were beside the first. Raises Violation.
+    """Checks that all members agree on a generation, that the generations that a node enters have ascending names, that
+    generations with rounds have `min_nodes` members, and that any two generations in which rounds were mixed have a
+    member in common, so that one ended before the other. Returns the number of generations besides the first. Raises
+    Violation.
 
-    founders: how many nodes the mapping has, which alone count toward `min_nodes`; all that recorded when None."""
+    founders: number of nodes in the mapping, which alone count toward `min_nodes`; None: all nodes with records.
+    """
     founders = len(lives) if founders is None else founders
     found: dict[Name, Event] = {}
     for one in (life for each in lives.values() for life in each):
@@ -323,7 +328,7 @@ def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: in
 
 
 def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, set[int]]:
-    """Members of the generations that all of them entered, and in which rounds were mixed."""
+    """Returns the members of each generation that all its members entered and in which rounds were mixed."""
     entered: dict[Name, set[int]] = defaultdict(set)
     mixed = set()
     for life, event in every_event(lives):
@@ -336,7 +341,7 @@ def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, 
 
 
 def takers(lives: Lives) -> set[tuple[Name, Channel, int, int]]:
-    """Returns (generation, channel, source, uid) of every payload that was mixed, or a part of it."""
+    """Returns (generation, channel, source, uid) of every payload that was mixed, completely or in part."""
     return {
         (event.generation, event.channel, source, life.uid)
         for life, event in every_event(lives) if event.kind in ("mixed", "broken_off")

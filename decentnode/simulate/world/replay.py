@@ -1,12 +1,14 @@
-"""A run on machines, repeated from what its nodes recorded: the same nodes on virtual time.
+"""Replays a run on machines, from what its nodes recorded: the same nodes on virtual time.
 
-Left to chance in a run are who misses whose payload, where in its round a node is when its generation ends, who leads
-the next one, with whom and under which name, and who dies and comes back when. All that is taken from the records. The
-rest happens again: local steps, what rules send, links, mixing, the promises of members and what follows from them.
-Every record that a node makes in the replay is compared with the run's, so that the first difference shows.
+In a run, chance decides who misses whose payload, where in its round a node is when its generation ends, who leads the
+next generation, with which members and under which name, and who dies and comes back when. All of this is taken from
+the records. The rest is executed again: local steps, what rules send, links, mixing, the promises of members and their
+consequences. Every record that a node makes in the replay is compared with the run's, so that the first difference is
+found.
 
-A node goes on as long as its record does. Where the record says that it left its generation, it leaves; where the
-record ends, the process was killed, and it waits. Once all wait, the next generation is proposed by who proposed it.
+A node continues as long as its record does. Where the record says that it left its generation, it leaves; where the
+record ends, the process was killed, and its replay waits. Once all nodes wait, the next generation is proposed by the
+node that proposed it in the run.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from decentnode.simulate.world.world import MakeNode, Process, Setting, World
 from decentnode.wire.generation import Limits, Name, proposer_of
 
 EVER = 1e9
-"""Seconds that never pass: nobody is given up but where the records say so."""
+"""A time-out that never expires: a node gives up on others only where the records say so."""
 PATIENCE_SECONDS = 60.0
-"""Virtual seconds without which nothing in a replay takes: connections have no faults."""
+"""No step of a replay takes this much virtual time, because its connections have no faults."""
 
 
 class ReplayedProcess(Process):
-    """One life of a node, as far as it was recorded."""
+    """Replays one process of a node, up to the end of its record."""
 
     world: ReplayWorld
 
@@ -58,7 +60,8 @@ class ReplayedProcess(Process):
         return self.transport
 
     def _told(self, kind: str, fields: dict[str, Any]) -> None:
-        """The node recorded something: the run's record has it next, or was at its end."""
+        """Compares what the node records with the run's next record; after the end of the run's record, nothing is
+        compared."""
         event = self.record.next
         if event is None:
             return
@@ -82,7 +85,7 @@ class ReplayedProcess(Process):
             yield from self.node.steps()
         except Violation:
             raise
-        except Exception as error:  # what ended the run's node, too, if its record says no more
+        except Exception as error:  # the run's node ended with it, too, if its record ends here
             why = f"{type(error).__name__}: {error}"
         event = self.record.next
         if event is not None:
@@ -92,41 +95,41 @@ class ReplayedProcess(Process):
 
     @property
     def resting(self) -> bool:
-        """Whether it goes on only with another generation, if at all."""
+        """Whether it can continue only with another generation, or not at all."""
         return not self.alive or isinstance(self.wait, Hold | GenerationWait)
 
 
 @dataclass
 class Outcome:
-    """What a replay came to."""
+    """The result of a replay."""
 
     compared: int
-    """Records that were the same."""
+    """Number of records that were the same."""
     generations: list[Event]
-    """Those that were entered, beside the first."""
+    """The generations that were entered, besides the first."""
     skipped: list[Life]
     """Processes that were started again and died before they took part."""
 
 
 class ReplayWorld(World):
-    """The nodes of a run, once more."""
+    """The nodes of a run that is replayed."""
 
     processes: dict[int, ReplayedProcess]  # type: ignore[assignment]
 
     def __init__(self, setting: Setting, make_node: MakeNode, lives: Lives, files: Files | None = None) -> None:
-        """files: the checkpoints that the run goes on from, where it does."""
+        """files: the checkpoints from which the run was resumed, if any."""
         super().__init__(setting, make_node)
         self.record, self.taken = lives, takers(lives)
         self.checkpoints = ReplayedState.of(lives, files or {})
         self.compared = 0
         self._entering: list[tuple[Life, Event]] = []
-        """Whose nodes are to enter the generation that is being agreed on."""
+        """The records of nodes that are to enter the generation that is being agreed on."""
 
     def _process(self, uid: int, life: int) -> Process:
         return ReplayedProcess(self, uid, self.record[uid][life])
 
     def replay(self) -> Outcome:
-        """Repeat the run. Blocking; raises Difference, and errors of the code."""
+        """Replays the run. Blocking; raises Difference, and errors of the code under test."""
         generations = []
         with self._virtual():
             for uid in self.record:
@@ -149,12 +152,13 @@ class ReplayWorld(World):
         return entered and all(process.resting for process in self.processes.values())
 
     def _enterers(self, name: Name) -> list[tuple[Life, Event]]:
-        """Whose nodes entered this generation, and have not in the replay."""
+        """Returns the records of nodes that entered this generation and have not yet entered it in the replay."""
         return [(life, event) for each in self.record.values() for life in each
                 for event in life.events[life.cursor :] if event.kind == "entered" and event.name == name]  # fmt: skip
 
     def _next_generation(self) -> Event | None:
-        """The next one that its members can enter; None where all records are at their end. Raises Difference."""
+        """Returns the record of the next generation that its members can enter; None if all records are at their end.
+        Raises Difference."""
         waiting = [event for each in self.record.values() for life in each if (event := _first_entry(life)) is not None]
         for event in sorted(waiting, key=lambda each: each.name):
             if all(_first_entry(life) is own for life, own in self._enterers(event.name)):
@@ -168,7 +172,7 @@ class ReplayWorld(World):
         return None
 
     def _propose(self, event: Event) -> None:
-        """Let the run's leader prepare a generation with the run's members."""
+        """Makes the node that led the run's agreement propose the generation, with the run's members."""
         enterers = self._enterers(event.name)
         living = {life.uid: life for life, _ in enterers}
         for uid in event.members:
@@ -185,7 +189,8 @@ class ReplayWorld(World):
         leader.shell.settle()
 
     def _make_present(self, uid: int, life: Life | None, fresh: bool) -> None:
-        """A member of the next generation is there: as a process that was started again, or as one from outside."""
+        """Makes sure that a member of the next generation takes part: as a process that is started again if it was in
+        the run, or as one that joins from outside."""
         process = self.processes[uid]
         assert isinstance(process, ReplayedProcess)
         if life is None and fresh and process.record.next is None and process.life + 1 < len(self.record[uid]):
@@ -211,8 +216,8 @@ class ReplayWorld(World):
 
 
 def _first_entry(life: Life) -> Event | None:
-    """The generation that a process enters next, where all before is replayed: but what a process does before it first
-    takes part."""
+    """Returns the record of the generation that a process enters next, if everything before it has been replayed, else
+    None. A restarted process that has not yet taken part may have other records before it."""
     for event in life.events[life.cursor :]:
         if event.kind == "entered":
             return event
@@ -232,19 +237,19 @@ WORDS = {
 
 
 def described(event: Event) -> str:
-    """A record in a few words, as a predicate."""
+    """Returns a record in a few words, as a predicate."""
     key = event.fields.get("key")
     return WORDS[event.kind] + (f" ({key})" if key else "")
 
 
 def difference(event: Event, kind: str, fields: Mapping[str, Any]) -> str:
-    """What a node's record in the replay (kind, fields) says otherwise than the run's; "" where they are the same."""
+    """Returns how a record made in the replay (kind, fields) differs from the run's; "" if they are the same."""
     if kind != event.kind:
         at = f" in round {fields['round']}" if "round" in fields else f" ({fields['key']})" if "key" in fields else ""
         return f"the run's node {described(event)}, this one {WORDS[kind]}{at}"
     for key in sorted({*fields, *event.fields} - {"reason"}):
         then, now = event.fields.get(key), fields.get(key)
-        if key == "partly" and then and now:  # what changed while it was read has no digest
+        if key == "partly" and then and now:  # a part that changed while it was read has no digest
             now = {uid: [stop, digest if then.get(uid, (0, None))[1] else None] for uid, (stop, digest) in now.items()}
         if then == now:
             continue
@@ -259,7 +264,8 @@ def difference(event: Event, kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def setting_of(num_nodes: int, config: ZeroMQConfig, limits: Limits | None) -> Setting:
-    """The world of a replay: connections without faults, and patience without end. config: of the run, or like it."""
+    """Returns the setting of a replay: connections without faults, and time-outs that never expire. config: the run's,
+    or a similar one."""
     patient = {"timeout_seconds": EVER, "start_timeout_seconds": EVER, "suspect_seconds": EVER}
     kept = {"chunk_bytes": config.chunk_bytes, "window_bytes": config.window_bytes}
     plain = ZeroMQConfig.model_validate({"name": "zeromq", "checksum": "xxh3", **patient, **kept})

@@ -1,8 +1,8 @@
-"""A node's checkpoints in a replay: in memory, and only those that the run's nodes went on from.
+"""Replaces a node's checkpoints in a replay: in memory, and only those from which the run's nodes continued.
 
-A node that comes back takes what its earlier process had before the same round of the same generation, as the replay
-itself has come to it: nothing of it is read from the run. A run that goes on from another one begins with that one's
-files. Digests of both are in the record, and compared.
+A node that comes back takes the state that its earlier process had in the replay before the same round of the same
+generation; nothing of it is read from the run. A run that was resumed from another one begins with that run's files.
+The digests of both are in the record, and are compared.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from decentnode.simulate.world.replay_transport import Replayed
 from decentnode.wire.generation import Name
 
 Taken = tuple[int, int, Name]
-"""(uid, round, generation) of a checkpoint that the node itself went on from later."""
+"""(uid, round, generation) of a checkpoint from which the node itself continued later."""
 Files = Mapping[tuple[int, str], Manifest]
 """By uid and the cut's folder: checkpoints of an earlier run."""
 
 
 @dataclass
 class ReplayedState:
-    """What the checkpoints of all nodes have in common."""
+    """The state that the checkpoints of all nodes share."""
 
     files: Files
     wanted: frozenset[Taken]
@@ -36,7 +36,7 @@ class ReplayedState:
 
     @classmethod
     def of(cls, lives: Lives, files: Files) -> ReplayedState:
-        """files: those that `resumed` records name."""
+        """Returns the state of a replay, nothing kept yet. files: those that `resumed` records name."""
         found = {_taken(life, event) for life, event in every_event(lives)
                  if event.kind == "restored" and event.fields}  # fmt: skip
         return cls(files, frozenset(found))
@@ -47,7 +47,7 @@ def _taken(life: Life, event: Event) -> Taken:
 
 
 class ReplayedCheckpoints:
-    """What one process of the replay has in the place of `Checkpoints`."""
+    """Takes the place of `Checkpoints` in one process of the replay."""
 
     def __init__(self, node: Resumable, life: Life, transport: Replayed, state: ReplayedState) -> None:
         self._node, self._life, self._transport, self._state = node, life, transport, state
@@ -60,12 +60,12 @@ class ReplayedCheckpoints:
         return found
 
     def between_rounds(self) -> Steps[None]:
-        """Keep the state where a later process of the node goes on from it."""
+        """Keeps the node's state if a later process of the node continues from it."""
         self._keep()
         yield from ()
 
     def after_the_last(self) -> None:
-        """As `between_rounds`."""
+        """Does the same as `between_rounds`, after the last round."""
         self._keep()
 
     def _keep(self) -> None:
@@ -77,7 +77,8 @@ class ReplayedCheckpoints:
             self._state.kept[which] = capture(node, cut, {})
 
     def take_own(self, first_round: int) -> bool:  # noqa: ARG002
-        """Take what the run's node took, as the replay has it. Raises Difference."""
+        """Restores the checkpoint that the run's node restored, as the replay kept it; returns whether there was one.
+        Raises Difference."""
         if self._node.config.checkpoint is None:
             return False
         event = self._life.next
@@ -98,9 +99,9 @@ class ReplayedCheckpoints:
         return True
 
     def resume(self) -> Steps[None]:
-        """Go on from the file that the record names, as steps. Raises CheckpointError where it is damaged."""
+        """Continues from the file that the record names, as steps. Raises CheckpointError if it is damaged."""
         node, event = self._node, self._life.ahead("resumed")
-        if event is None:  # its generation ended, or its process, before the nodes had agreed
+        if event is None:  # the generation or the process ended before the nodes had agreed
             yield from self._transport.end()
             return
         cut, restored = str(event.fields.get("cut", "")), None
@@ -113,14 +114,14 @@ class ReplayedCheckpoints:
         yield from evaluate_if_due(node, where)
 
     def begin_generation(self) -> Steps[None]:
-        """Nothing is under way."""
+        """Does nothing: no checkpoint is in progress."""
         yield from ()
 
     def finish(self) -> None:
-        """Nothing is being written."""
+        """Does nothing: no checkpoint is being written."""
 
     def close(self, timeout_seconds: float) -> None:
-        """Likewise."""
+        """Does nothing: no checkpoint is being written."""
 
     def closing_figures(self) -> dict[str, float | int]:
         return {}

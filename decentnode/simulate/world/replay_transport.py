@@ -1,6 +1,7 @@
-"""A node's end of the network in a replay: its record says what comes of every wait, and when a generation is over.
+"""A node's transport in a replay: its record decides the result of every wait, and when a generation is over.
 
-What the record leaves open happens again over simulated connections: links, chunks, means, the promises of members.
+What the record does not decide is executed again over simulated connections: links, chunks, means, the promises of
+members.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from decentnode.wire.orders import Next
 
 
 class Hold(Wait):
-    """The wait of a process whose record is at its end."""
+    """The wait of a process whose record is at its end; it is never over."""
 
     deadline = math.inf
 
@@ -37,18 +38,19 @@ class Hold(Wait):
 
 
 class GuidedMembership(Membership):
-    """Agrees on a generation when, with whom and under which name it is told to; all else is the protocol's."""
+    """Agrees on a generation at the time, with the members and under the name that the replay tells it; all else is the
+    real protocol."""
 
     life: Life
 
     def give_up(self) -> None:
-        """The node left the generation in force, and waits for whoever leads the next one."""
+        """Ends the generation in force, because the run's node left it; waits for the leader of the next one."""
         if self.stage == "steady":
             self.end_generation("the run's node left its generation")
             self.yields_until = math.inf
 
     def propose_again(self, name: Name, members: frozenset[int], now: float) -> None:
-        """Lead as the run's leader did."""
+        """Proposes a generation as its leader, as the run's leader did."""
         self.give_up()
         if self.stage != "suspecting":
             self.change("new leader")
@@ -56,11 +58,11 @@ class GuidedMembership(Membership):
         self._leader.prepare(name, members, now)
 
     def enough(self, generation: object) -> bool:  # noqa: ARG002
-        """It was in the run."""
+        """Returns True: the generation had enough members in the run."""
         return True
 
     def _request_join(self, now: float) -> None:
-        """The run's records say who comes back when."""
+        """Does nothing: the run's records decide who comes back when."""
 
     def _on_go(self, go: Go, now: float) -> None:
         if self._enters(name_of(go)):
@@ -75,11 +77,11 @@ class GuidedMembership(Membership):
 
 
 class ReplayedExchange(SimulatedExchange):
-    """Has the payloads that the run's node mixed, as far as it mixed them, and no others."""
+    """Receives the payloads that the run's node mixed, up to where it mixed them, and no others."""
 
     of: Replayed
     event: Event | None
-    """What the run's node recorded of it; None where it left the generation, or ended, before."""
+    """The record that the run's node made of this exchange; None if it left the generation, or ended, before."""
 
     def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
         event = self.event
@@ -95,7 +97,7 @@ class ReplayedExchange(SimulatedExchange):
                 yield from self.of.end()
 
     def _cut(self, arrival: Arrival, event: Event) -> Iterator[Arrival]:
-        """Yields the arrival in parts, where a source was missing from an element on."""
+        """Yields the arrival in parts, cut at the elements from which on a source was missing."""
         last = event.fields["stop"] if event.kind == "broken_off" else arrival.stop
         inside = {stop for stop in (*event.partly.values(), last) if arrival.start < stop < arrival.stop}
         cuts = [arrival.start, *sorted(inside), arrival.stop]
@@ -128,14 +130,14 @@ class ReplayedExchange(SimulatedExchange):
 
 
 class Replayed(Simulated):
-    """One process's end of the simulated network, where its record says what comes of every wait."""
+    """A simulated transport in which the process's record decides the result of every wait."""
 
     life: Life
     taken: set[tuple[Name, tuple[int, int], int, int]]
-    """(generation, channel, source, uid) of every payload that was mixed in the run: no other is sent."""
+    """(generation, channel, source, uid) of every payload that was mixed in the run; no other payload is sent."""
 
     def __init__(self, *parts: Any, life: Life, taken: set[Any]) -> None:
-        """parts: of `Simulated`."""
+        """parts: the arguments of `Simulated`."""
         self.life, self.taken = life, taken
         self._stopped = False
         super().__init__(*parts)
@@ -148,14 +150,15 @@ class Replayed(Simulated):
 
     @property
     def membership(self) -> GuidedMembership:
-        """Of a run with generations."""
+        """The membership protocol of a run with generations."""
         assert self.reconfiguration is not None
         found = self.reconfiguration.membership
         assert isinstance(found, GuidedMembership)
         return found
 
     def end(self) -> Iterator[Wait]:
-        """What the record has no more of: the node leaves its generation, or its process was killed and waits."""
+        """Ends what the record has no more of: the node leaves its generation (raises Regrouping), or waits for ever,
+        because its process was killed."""
         if self.life.ahead("left") is not None:
             self._leave()
         yield Hold()
@@ -196,7 +199,7 @@ class Replayed(Simulated):
     def mean_steps(
         self, key: str, closing: bool, shape: torch.Size, device: torch.device, timeout_seconds: float
     ) -> Steps[tuple[Tensor, int]]:
-        """Comes to its end where the run's did."""
+        """As `Simulated.mean_steps`, but returns only if the run's mean was finished."""
         if self.life.ahead("averaged", key=key) is None:
             if not closing and self.life.ahead("stopping") is not None:
                 raise Interrupted("the run was asked to stop")
@@ -209,20 +212,20 @@ class Replayed(Simulated):
     # -- what the record decides ------------------------------------------------------------------------------
 
     def suspect(self, uids: Any, reason: str) -> None:
-        """The record says when the generation is over."""
+        """Does nothing: the record decides when the generation is over."""
 
     def fail(self, uid: int, reason: str) -> None:
-        """Likewise."""
+        """Does nothing: the record decides when the generation is over."""
 
     def depart(self, rounds: int, neighbors: Any) -> None:
-        """Nobody waits for more than the run's nodes got."""
+        """Does nothing: no node waits for more than the run's nodes received."""
 
     def next_step(self, round: int) -> Next:
-        """The record says what people ordered; that the run stood still changes nothing."""
+        """Returns "evaluate" where the record has that order. A pause of the run makes no difference to a replay."""
         return "evaluate" if self.life.follows("ordered") else super().next_step(round)
 
     def announce_stop(self) -> None:
-        """The record says when."""
+        """Does nothing: the record decides when the run is asked to stop."""
 
     @property
     def leaving(self) -> bool:
@@ -233,7 +236,7 @@ class Replayed(Simulated):
         return self._stopped or self.life.follows("stopping")
 
     def told_to_stop(self) -> None:
-        """The record says that the run is asked to stop."""
+        """Is called when the node records that the run was asked to stop."""
         self._stopped = True
         if self.reconfiguration is not None:
             self.membership.stopping = True

@@ -1,4 +1,4 @@
-"""From an experiment and the records of its run to the replay."""
+"""Builds the replay of a run from its experiment and its records, and executes it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PLAIN = ZeroMQConfig.model_validate({"name": "zeromq"})
 
 
 def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest]:
-    """Returns the checkpoints of an earlier run that nodes went on from, by uid and the cut's folder: from the run's
-    folder, or from those of other runs beside it. Raises UsageError where one is gone, CheckpointError where it is
-    damaged."""
+    """Returns the checkpoints of an earlier run from which nodes continued, by uid and the cut's folder; they are
+    looked for in the run's folder and in those of other runs beside it. Raises UsageError if one is missing,
+    CheckpointError if it is damaged."""
     found: dict[tuple[int, str], Manifest] = {}
     beside = [other for other in sorted(folder.parent.iterdir()) if not other.is_symlink()]
     for life, event in every_event(lives):
@@ -44,8 +44,8 @@ def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest
 def run_again(
     experiment: Experiment, lives: Lives, files: Files | None = None
 ) -> tuple[ReplayWorld, Outcome]:
-    """Repeat a run on the CPU from what its nodes recorded. files: as `checkpoints_of` returns them. Blocking. Raises
-    Difference, and what building nodes raises."""
+    """Replays a run on the CPU from what its nodes recorded. files: as `checkpoints_of` returns them. Blocking. Raises
+    Difference, and errors of building nodes."""
     config = experiment.communication
     limits = limits_of(experiment) if experiment.node.missing == "regroup" else None
 

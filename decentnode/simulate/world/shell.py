@@ -1,6 +1,6 @@
-"""The I/O of one simulated process: bytes in, events and the next deadline out.
+"""The I/O of one simulated process: receives bytes, passes them to the protocol, and runs what is due at its deadlines.
 
-It stands where the daemon has an I/O thread, a socket owner and a link driver: one thread, no sockets, no locks.
+It takes the place of the daemon's I/O thread, socket owner and link driver: one thread, no sockets, no locks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from decentnode.wire.session import Session
 
 
 class Shell:
-    """Drives the links and the protocol of one process by what comes and by the deadlines that they name, and by
-    nothing else. The links' port, and the sender's."""
+    """Drives the links and the protocol of one process by arriving messages and by deadlines, and by nothing else. It
+    implements the ports of the links and of the sender."""
 
     def __init__(self, session: Session, counters: Counters, network: VirtualNetwork, sizes: LinkSizes) -> None:
         self.uid, self.heap, self.network = session.uid, network.heap, network
@@ -33,40 +33,40 @@ class Shell:
         self.links = ReliableLinks(session, self, counters, self.credits, BulkAccess(False, False))
         self.links.sender.control_kind = framing.XXH3
         self.closed = False
-        """The process has ended: nothing comes, and nothing is due any more."""
+        """Whether the process has ended: it receives nothing, and has no deadlines."""
         self.settled: Callable[[], None] = lambda: None
-        """Called after everything that happens to the process."""
+        """Called after every event of the process."""
         self.leased_resends = 0
-        """Messages that were sent again from memory that the model may not move back to meanwhile; whoever counts them
-        takes them away."""
+        """Number of messages that were sent again from memory that is under lease; the reader resets it."""
         self._calls: deque[Callable[[], None]] = deque()
         self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
         self._socket = network.attach(self.uid, self._receive, self._writable)
 
     def serve(self, protocol: NodeProtocol, has_room: Callable[[int], None]) -> None:
-        """Before anything happens: who hears what the links bring."""
+        """Sets the receiver of the links' messages. Must be called before anything happens."""
         self._protocol, self.has_room = protocol, has_room
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` once what happens now is over."""
+        """Runs `function` at the end of the current event."""
         self._calls.append(function)
 
     def settle(self) -> None:
-        """The end of everything that happens to the process: do what was put off, and ask when something is due."""
+        """Ends the current event of the process: runs the functions that `call` deferred, and schedules the next
+        deadline."""
         while self._calls:
             self._calls.popleft()()
         self._alarm.set()
         self.settled()
 
-    # -- what happens -----------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------
 
     def freeze(self, until: float) -> None:
-        """The process is suspended."""
+        """Suspends the process until this time."""
         self._socket.thaws_at = max(until, self.thaws_at)
 
     @property
     def thaws_at(self) -> float:
-        """Until when the process is suspended."""
+        """The time until which the process is suspended."""
         return self._socket.thaws_at
 
     def _receive(self, plane: int, frames: list[memoryview], uid: int | None) -> None:
@@ -83,7 +83,7 @@ class Shell:
 
     @property
     def next_deadline(self) -> float:
-        """When something is due at the latest."""
+        """The earliest deadline of the process."""
         return math.inf if self.closed else min(self.links.next_deadline, self._protocol.next_deadline)
 
     def _tick(self) -> None:
@@ -135,24 +135,24 @@ class Shell:
         self.links.sender.hurry(self.heap.now)
 
     def owing(self) -> list[int]:
-        """As `LinkSender.owing`."""
+        """Returns the same as `LinkSender.owing`."""
         return self.links.sender.owing()
 
 
 class Held:
-    """The body of a message where it lies (`HeldBody`): as a socket that takes it without a copy, the network reads it
-    late."""
+    """The body of a message that is sent without a copy (`HeldBody`): like a zero-copy socket, the network reads the
+    memory only when the message arrives."""
 
     def __init__(self, buffer: memoryview) -> None:
         self.buffer = buffer
         self.sent_to: set[int] = set()
-        """Uids."""
+        """uids to which it was sent."""
 
     def __len__(self) -> int:
         return self.buffer.nbytes
 
 
 def held(body: memoryview, shared: bool) -> Body:
-    """As `link_state.Hold`."""
+    """Returns the body of a message, as `link_state.Hold` does."""
     kept: HeldBody = Held(body)
     return kept if shared else bytes(body)

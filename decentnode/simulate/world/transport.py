@@ -1,7 +1,7 @@
-"""The networked transport in a simulation: its real parts, put together for one thread and virtual time.
+"""The networked transport in a simulation: its real parts, assembled for one thread and virtual time.
 
-What blocks elsewhere is handed out as waits here (waits.py); calls that could only block are refused. Payloads
-travel by a path of its own: chunks over simulated connections, to every neighbor.
+Calls that block elsewhere are generators of waits here (waits.py); calls that can only block are refused. Payloads are
+sent as chunks over simulated connections, to every neighbor.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from decentnode.wire.orders import Action, Next
 from decentnode.wire.session import Session
 
 LOOK_SECONDS = 0.02
-"""How often a process that closes looks whether everything has left."""
+"""Interval at which a closing process checks whether all its messages have left."""
 
 
 class Simulated(Communication[ZeroMQConfig]):
@@ -140,7 +140,7 @@ class Simulated(Communication[ZeroMQConfig]):
         raise NotImplementedError(STEPPED)
 
     def start_steps(self, timeout_seconds: float) -> Steps[None]:
-        """As `start`."""
+        """Does what `start` does, as steps."""
         limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
         yield JoinWait(
             self.facts, lambda: self.protocol.joined,
@@ -226,7 +226,7 @@ class Simulated(Communication[ZeroMQConfig]):
     def mean_steps(
         self, key: str, closing: bool, shape: torch.Size, device: torch.device, timeout_seconds: float
     ) -> Steps[tuple[Tensor, int]]:
-        """As `Pending.wait` of the mean `key`, which is to have this shape and lie on this device."""
+        """Returns the mean `key`, as `Pending.wait` does, as steps; with this shape, on this device."""
         wait = MeanWait(self.collectives, key, closing, timeout_seconds, clock.now())
         yield wait
         assert wait.result is not None
@@ -302,7 +302,7 @@ class Simulated(Communication[ZeroMQConfig]):
         return SteppedGeneration(self.next_generation)
 
     def next_generation(self) -> Steps[Generation]:
-        """What `PendingGeneration.steps` are."""
+        """Returns the next generation, as steps (`PendingGeneration.steps`)."""
         of, alone = self.reconfiguration, self.config.start_timeout_seconds
         assert of is not None
         wait = GenerationWait(of, alone, alone + self.config.timeout_seconds, self._put_away, clock.now())
@@ -311,7 +311,7 @@ class Simulated(Communication[ZeroMQConfig]):
         return of.generation
 
     def _put_away(self, generation: Generation) -> None:
-        """Everything of the old generation, for `generation`."""
+        """Replaces everything of the old generation by that of `generation`."""
         self.protocol.install(generation, self._restart, self._begin_generation, clock.now())
         self.place.witness.installed(self, generation)
 
@@ -392,11 +392,11 @@ class Simulated(Communication[ZeroMQConfig]):
             self.facts.fail(PeerLost(f"node {uid} failed: {reason}", [uid]))
 
     def close(self) -> None:
-        """The process ends at once."""
+        """Ends the process at once."""
         self.shell.closed = True
 
     def close_steps(self) -> Steps[None]:
-        """Let what was said leave, within seconds, then end."""
+        """Waits, for a few seconds at most, until all messages have left, then ends the process."""
         in_vain = self.facts.failure is not None or bool(self.facts.regrouping)
         left = RunningTime(0.5 if in_vain else CLOSE_SECONDS, clock.now())
         while not self.links.finished(clock.now()) and not left.over(clock.now()):

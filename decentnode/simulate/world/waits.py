@@ -1,4 +1,4 @@
-"""What a simulated node waits for: each wait is taken step by step, as no call of a simulated node blocks."""
+"""Waits of a simulated node: each is taken step by step, because no call of a simulated node may block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from decentnode.communication.run_state import RunFacts, Steps, Wait
 from decentnode.wire.generation import Generation
 
 STEPPED = "a simulated node's waits are steps"
-"""Why a call that could only block is refused."""
+"""The error of calls that can only block."""
 
 
 class Until(Wait):
-    """The wait for a moment."""
+    """Waits for a point in time."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -27,19 +27,19 @@ class Until(Wait):
 
 
 class SteppedFacts(RunFacts):
-    """Facts whose waits are stepped by the simulation."""
+    """Facts of a run whose waits are stepped by the simulation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notified: Callable[[], None] = lambda: None
-        """A wait of this node may be over."""
+        """Called when a wait of this node may be over."""
 
     def notify(self) -> None:
         self.notified()
 
 
 class SimulatedExchange(InboxExchange):
-    """Tells the witness what is mixed."""
+    """An exchange that reports what is mixed to the witness."""
 
     witness: Callable[[Arrival], None]
 
@@ -53,7 +53,7 @@ class SimulatedExchange(InboxExchange):
 
 
 class SteppedMean(Pending):
-    """A mean on its way."""
+    """A pending mean over the members, taken by steps."""
 
     def __init__(self, steps: Callable[[float], Steps[tuple[Tensor, int]]], arrived: Callable[[], bool]) -> None:
         """steps(timeout_seconds): as `Pending.steps`. arrived(): as `Pending.arrived`."""
@@ -71,7 +71,7 @@ class SteppedMean(Pending):
 
 
 class SteppedGeneration(PendingGeneration):
-    """The next generation of members, on its way."""
+    """A pending next generation, taken by steps."""
 
     def __init__(self, steps: Callable[[], Steps[Generation]]) -> None:
         self._steps = steps

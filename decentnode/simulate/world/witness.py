@@ -1,4 +1,4 @@
-"""Who hears what the nodes of a simulation do with models, and may check it."""
+"""An observer of what the nodes of a simulation do with models, which may check it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from decentnode.wire.session import Session
 
 
 class Witnessed(Protocol):
-    """A simulated node's transport, as far as a witness looks at it."""
+    """The part of a simulated node's transport that a witness uses."""
 
     uid: int
     schemas: tuple[Schema, ...]
@@ -23,28 +23,28 @@ class Witnessed(Protocol):
 
 
 class Witness:
-    """Hears what a transport does, and checks it. Here it hears of everything, and of nothing that is wrong."""
+    """Is called for what a transport does with models, and may check it; this base class does nothing."""
 
     def published(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
-        """A node hands its payloads of a (round, phase) over, by neighbor."""
+        """A node sends its payloads of a (round, phase), by neighbor."""
 
     def withheld(self, of: Witnessed, key: ExchangeKey, uids: Collection[int]) -> None:
-        """What was published of a (round, phase) is not sent to these, which took nothing."""
+        """The payloads published for a (round, phase) are not sent to these nodes, which accepted nothing of them."""
 
     def arrived(self, of: Witnessed, key: ExchangeKey, arrival: Arrival) -> None:
-        """A slice is about to be mixed; called a second time once it was."""
+        """A slice is about to be mixed; called again after it was mixed."""
 
     def posted(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
-        """A node publishes payloads in a mailbox, by node."""
+        """A node publishes payloads for mailboxes, by receiver."""
 
     def collected(self, of: Witnessed, channel: int, found: Collected) -> None:
         """A node takes a payload out of a mailbox."""
 
     def contributed(self, of: Witnessed, key: str, tensor: Tensor) -> None:
-        """A node gives its part to a mean over all members."""
+        """A node contributes to a mean over all members."""
 
     def averaged(self, of: Witnessed, key: str, mean: Tensor, contributors: int) -> None:
-        """That mean is there."""
+        """A node receives the result of a mean."""
 
     def installed(self, of: Witnessed, generation: Generation) -> None:
-        """A process has put everything of its old generation away for this one."""
+        """A process has replaced its old generation by this one."""

@@ -1,4 +1,4 @@
-"""All processes of a simulated run: stepped as what they wait for comes about, and struck by faults."""
+"""All processes of a simulated run: advances them when their waits are over, and injects faults."""
 
 from __future__ import annotations
 
@@ -40,52 +40,52 @@ from decentnode.wire.generation import Caller, Limits
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Described, Granted, Knock, Turned
 
 ASK_AGAIN_SECONDS = 0.5
-"""After which a node that was told so asks once more to be admitted."""
+"""Time after which a node that was told to ask again asks once more to be admitted."""
 MANY_ROUNDS = 10_000
-"""Of a world that does not say how many there are: those in which faults may come about by chance."""
+"""Rounds in which random faults may occur, in a world that does not state the number of its rounds."""
 MakeNode = Callable[[int, Callable[[tuple[Schema, ...]], Simulated]], Node]
-"""make(uid, make_communication) builds a node, such as `build.build` does."""
+"""make(uid, make_communication) builds a node, as `build.build` does."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a world is made of, beside its nodes."""
+    """The parameters of a world, apart from its nodes."""
 
     num_nodes: int
     config: ZeroMQConfig
     limits: Limits | None = None
-    """Of generations of members; None where there is but one."""
+    """Limits of the membership protocol; None if the membership never changes."""
     faults: Faults = Faults()
     seed: int = 0
-    """Of what connections draw, and of ids."""
+    """Seed of the connections' random draws, and of ids."""
     compute_seconds: Callable[[int, int], float] = lambda _uid, _round: 0.0
-    """(uid, round): how long the local steps take."""
+    """Returns the duration of the local steps for (uid, round)."""
     newcomers: int = 0
-    """How many nodes beyond `num_nodes` may be admitted."""
+    """Largest number of nodes beyond `num_nodes` that may be admitted."""
     starts_within_seconds: float = 0.0
-    """Processes begin at moments that are spread over so long."""
+    """The starts of the processes are spread over this time."""
 
 
 class Process:
-    """One life of a node: its parts, and how far it has come."""
+    """One process of a node: its parts and its progress."""
 
     def __init__(self, world: World, uid: int, life: int, granted: Granted | None = None) -> None:
-        """life: 0, or how often it was started again. granted: of a node that is not in the mapping, what a member told
-        it."""
+        """life: number of earlier processes of this uid. granted: for a node that is not in the mapping, the answer
+        with which a member admitted it."""
         self.world, self.uid, self.life, self.granted = world, uid, life, granted
         self.heap = world.heap
         self.node = world.make_node(uid, self._transport)
         self.shell, self.facts = self.transport.shell, self.transport.facts
         self.facts.notified = self._notified
-        self.facts.waiting_began = lambda _since: None  # the alarm is set anew after everything that happens
+        self.facts.waiting_began = lambda _since: None  # not needed: the alarm is set anew after every event
         self.shell.settled = self._settled
         self.error: Exception | None = None
-        """Why it failed."""
+        """The error with which it failed."""
         self.over = False
-        """Whether it came to its end."""
+        """Whether it reached its end."""
         self.dead = False
         self.wait: Wait | None = None
-        """What it waits for."""
+        """The wait that must be over before it continues."""
         self._due = self._stepping = False
         self._steps = self._life()
 
@@ -114,14 +114,15 @@ class Process:
         yield from self.transport.close_steps()
 
     def _failing(self, error: Exception) -> Steps[None]:
-        """As a daemon's process ends: the others hear of it unless it only follows from a failure elsewhere."""
+        """Ends the process as a daemon's process ends: reports the failure to the others, unless it only follows from a
+        failure elsewhere."""
         if not isinstance(error, PeerLost):
             self.transport.fail(self.uid, str(error))
         yield from self.transport.close_steps()
 
     @property
     def alive(self) -> bool:
-        """Whether it still has something to do."""
+        """Whether it has not ended and was not killed."""
         return not (self.over or self.dead)
 
     def begin(self) -> None:
@@ -133,12 +134,12 @@ class Process:
             self.heap.at(self.heap.now, self._go_on)
 
     def _settled(self) -> None:
-        if isinstance(self.wait, PlaceWait) and not self._stepping:  # nobody says when the last lease is dropped
+        if isinstance(self.wait, PlaceWait) and not self._stepping:  # there is no notification of the last lease's end
             self._notified()
         self.world.settled(self)
 
     def _go_on(self) -> None:
-        """Step the node until it has to wait."""
+        """Steps the node until it has to wait."""
         self._due = False
         if not self.alive:
             return
@@ -154,7 +155,7 @@ class Process:
         self._stepping = False
 
     def _step(self) -> bool:
-        """One step of the node, if its wait is over; whether there may be more."""
+        """Advances the node by one step if its wait is over; returns whether there may be another step."""
         raised: Exception | None = None
         if self.wait is not None:
             try:
@@ -187,7 +188,7 @@ class Process:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
-        """It ends without a word."""
+        """Ends the process without notice."""
         self.dead = True
         self.transport.close()
         self.world.network.end(self.uid)
@@ -202,17 +203,17 @@ class World:
         self.heap = EventHeap()
         self.network = VirtualNetwork(self.heap, setting.faults.links, setting.seed)
         self.slowness: dict[int, list[float]] = {}
-        """By uid: how many times as long local steps take, as each of the faults in effect says."""
+        """By uid: the factors by which local steps take longer, one for each fault in effect."""
         self.lives: list[Process] = []
         """All processes, in the order in which they began."""
         self.processes: dict[int, Process] = {}
-        """By uid: the one that began last."""
+        """By uid: the latest process."""
         self.happened: Counter[str] = Counter()
-        """Faults of the plan that came about."""
+        """Number of faults of the plan that occurred, by kind."""
         self.turned_away: list[str] = []
-        """Why nodes that are not in the mapping were not admitted."""
+        """Reasons why nodes that are not in the mapping were refused."""
         self.settled: Callable[[Process], None] = lambda _process: None
-        """Called after everything that happens to a process."""
+        """Called after every event of a process."""
         self.began: Callable[[Process], None] = lambda _process: None
         """Called with every process before anything happens to it."""
         rounds = setting.limits.rounds if setting.limits is not None else MANY_ROUNDS
@@ -225,8 +226,8 @@ class World:
             yield
 
     def run(self, until_seconds: float) -> bool:
-        """Whether all processes came to an end by then. Blocking; raises what a check of the witness raises, and errors
-        of the code."""
+        """Runs the world; returns whether all processes ended by the time `until_seconds`. Blocking; raises errors of
+        the witness's checks, and of the code under test."""
         setting = self.setting
         with self._virtual():
             for uid in range(setting.num_nodes):
@@ -240,10 +241,11 @@ class World:
             return self.heap.run(lambda: not any(each.alive for each in self.processes.values()), until_seconds)
 
     def admit(self, ask: int, at: str) -> None:
-        """A node that is not in the mapping asks member `ask`, and whom it names, and begins once it has a uid; it asks
-        again every ASK_AGAIN_SECONDS. at: its host, an address by which members would know it again.
+        """A node that is not in the mapping asks member `ask`, and then the members that it names, to be admitted; it
+        begins once it has a uid. It asks again every ASK_AGAIN_SECONDS. at: its host, an address by which members would
+        recognize it.
 
-        Questions and answers are instantaneous here, and never lost: over sockets they have a connection of their own.
+        Questions and answers are instantaneous here, and never lost; over sockets they have a connection of their own.
         """
         process = self.processes[ask]
         reconfiguration = process.transport.reconfiguration
@@ -281,15 +283,15 @@ class World:
         self.network.faulty = False
 
     def entered(self, process: Process) -> None:
-        """A node begins another round."""
+        """Is called when a node begins another round."""
         for index, fault in [each for each in self._by_round if each[1].concerns(process.uid)]:
             if process.node.round >= (fault.at_round or 0):
                 self._by_round.remove((index, fault))
                 self.heap.after(0.0, lambda i=index, fault=fault: self.strike(i, fault))  # type: ignore[misc]
 
     def strike(self, index: int, fault: AnyFault) -> None:
-        """A fault comes about. index: its place in the plan. Raises ValueError for one that no simulated world knows.
-        """
+        """Injects a fault. index: its index in the plan. Raises ValueError for a fault that no simulated world
+        supports."""
         self.happened[fault.do] += 1
         now, network = self.heap.now, self.network
         if isinstance(fault, Cut):
