@@ -1,1 +1,2 @@
-"""Engines that compute all nodes of a run in one process."""
+"""Simulation of a whole run on one machine: engines that compute all nodes, virtual time, simulated worlds, and the
+planner."""

@@ -1,1 +1,1 @@
-"""Engines that compute the local steps of all nodes in one process."""
+"""Engines that compute the local steps, exchanges and evaluations of all nodes in one process."""

@@ -1,4 +1,4 @@
-"""The rounds of all nodes at once: their models are rows of one tensor."""
+"""The engine `batched`: computes the rounds of all nodes at once, with their models as the rows of one tensor."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.orders import Action
 
 HOLD_SECONDS = 0.2
-"""How often a paused run looks whether it is to go on, beside when it is told so."""
+"""Interval at which a paused run calls its sink and checks for orders; orders also wake it up at once."""
 
 
 @dataclass(frozen=True)
 class RoundOfAll:
-    """What the round records of all nodes hold. Seconds of a node are its part of those of all."""
+    """The round records of all nodes. The seconds of a node are its share of the time of all nodes together."""
 
     round: int
     time: float
@@ -39,37 +39,36 @@ class RoundOfAll:
     mix_seconds: float
     local: Local
     edges: list[str]
-    """Per node, as JSON."""
+    """JSON per node."""
     data: np.ndarray  # [N] int64, bytes sent since the start
     metadata: np.ndarray  # [N] int64
     evaluation: np.ndarray  # [N] int64
 
 
 class Sink(abc.ABC):
-    """Takes what a run tells of itself while it goes on."""
+    """Receives what a run reports while it runs."""
 
     @abc.abstractmethod
     def take_round(self, found: RoundOfAll) -> None:
-        """A round of all nodes is over. The arrays belong to the sink."""
+        """Is called after each round, with the round of all nodes. The sink owns the arrays."""
 
     @abc.abstractmethod
     def take_record(self, uid: int, record: dict[str, Any]) -> None:
-        """A node has a record of another kind: an evaluation, an early stop."""
+        """Is called with a node's record of another kind: an evaluation, an early stop, an order."""
 
     def hold(self) -> None:  # noqa: B027
-        """The run stands still from now on, as people ordered."""
+        """Is called when the run pauses because of an order."""
 
     @abc.abstractmethod
     def tick(self) -> None:
-        """Called after every round."""
+        """Is called after every round, and repeatedly while the run is paused."""
 
 
 class Batched:
-    """A run whose nodes are computed together. Only `ask_stop` and `order` may be called from another
-    thread."""
+    """A run whose nodes are computed together. Only `ask_stop` and `order` may be called from other threads."""
 
     def __init__(self, population: Population, steps: Steps) -> None:
-        """Raises Unsuitable, and what the parts of nodes raise."""
+        """Raises Unsuitable if this engine cannot compute the run, and what the parts of nodes raise."""
         experiment = population.experiment
         if reason := refused(experiment):
             raise Unsuitable(reason)
@@ -83,7 +82,7 @@ class Batched:
         self._evaluator = Evaluator(population, forward)
         self.course = Course(self.config, population.trainings[0])
         self.round = 0
-        """How many rounds are finished."""
+        """Number of finished rounds."""
         self.found: Found | None = None
         """The last evaluation."""
         self.evaluated = -1
@@ -97,16 +96,16 @@ class Batched:
 
     @property
     def over(self) -> bool:
-        """Whether this was the last round."""
+        """Whether all rounds are finished, or the run stopped early."""
         return self.round >= self.config.rounds or self.course.over
 
     def ask_stop(self) -> None:
-        """Ask for an end after the round under way. Any thread or signal handler may call it."""
+        """Ends the run after the current round. Any thread or signal handler may call it."""
         self._stop_asked = True
         self._news.set()
 
     def order(self, action: Action) -> None:
-        """Pause, also before a stop, go on or evaluate before the next round. Any thread may call it."""
+        """Pauses or resumes the run, or has it evaluate before the next round. Any thread may call it."""
         if action == "evaluate":
             self._evaluate_asked = True
         else:
@@ -114,7 +113,7 @@ class Batched:
         self._news.set()
 
     def _obey_orders(self, sink: Sink) -> None:
-        """Before a round. Blocking while the run is paused."""
+        """Executes orders, before a round. Blocking while the run is paused."""
         held = False
         while not self._stop_asked and (self._paused or self._evaluate_asked):
             self._news.clear()
@@ -139,7 +138,7 @@ class Batched:
             sink.take_record(uid, dict(record))
 
     def run(self, sink: Sink) -> None:
-        """Run all rounds and evaluations. Blocking. Raises Diverged, with the node's uid as an attribute, and what
+        """Runs all rounds and evaluations. Blocking. Raises Diverged, with the node's uid as an attribute, and what
         training and sharing raise."""
         every = self.config.evaluate_every
         if self.config.rounds and every and not self._stop_asked:
@@ -155,7 +154,7 @@ class Batched:
         self._evaluate(sink, closing=True)
 
     def step(self) -> RoundOfAll:
-        """Make one round of all nodes. Blocking."""
+        """Computes one round of all nodes. Blocking."""
         population, exchange, started = self.population, self.exchange, clock.now()
         with torch.no_grad():
             exchange.begin(self.round, self.steps.learning_rate)
@@ -225,7 +224,7 @@ class Batched:
 
 
 def refused(experiment: Any) -> str:
-    """Returns what of a run only the engine `stepped` can do; "" where nothing is."""
+    """Returns a feature of the experiment that only the engine `stepped` supports; "" if there is none."""
     if SCHEDULES[experiment.node.schedule].asynchronous:
         return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"
     if getattr(experiment.training, "local_seconds", None) is not None:

@@ -1,4 +1,4 @@
-"""Which engine computes a simulated run, and by which way: what is asked for, or what a few timed steps say."""
+"""Chooses the engine of a simulated run and its method for the local steps: as requested, or by timing a few steps."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from decentnode.simulate.engines.stacked_steps import StackedSteps
 from decentnode.simulate.engines.steps import RowSteps, Steps
 
 PROBED_NODES = 100
-"""How many nodes are timed at most."""
+"""Largest number of nodes that are timed."""
 TIMED_ROUNDS = 3
 TIMED_SECONDS = 2.0
-"""A way that has taken so long is not timed again."""
+"""A method that has taken this long is not timed again."""
 CLEARLY = 0.95
-"""The part of the steps' time of `stepped` that another way must stay below to be taken instead."""
+"""Another method is chosen instead of `stepped` only if its steps take less than this share of the time."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The engine of a run."""
+    """The chosen engine of a run."""
 
     name: str
     reason: str
     batched: Batched | None = None
-    """None where every node is stepped by its own code."""
+    """None if every node is stepped by its own code."""
     threads: int = 1
-    """Of torch's operations."""
+    """Number of threads for torch's operations."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the local steps are made, and on how many threads each of torch's operations runs."""
+    """A method for the local steps, and the number of threads on which each of torch's operations runs."""
 
     name: str
     threads: int
@@ -53,13 +53,13 @@ class Way:
 
 
 def cores() -> int:
-    """Returns how many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def workers_for(experiment: Experiment) -> int:
-    """Returns how many nodes may make steps by their own code at the same time: one where they draw from torch's one
-    generator, and where samples are made by code of others."""
+    """Returns how many nodes may make steps by their own code at the same time: one if they draw from torch's global
+    generator, or if samples are made by user code."""
     data = experiment.open_data()
     draws = random_part(make_model(experiment, data.spec)) or getattr(experiment.training, "compile", False)
     if draws or isinstance(data.of(0).train, LazySamples):
@@ -68,8 +68,8 @@ def workers_for(experiment: Experiment) -> int:
 
 
 def choose(experiment: Experiment, resume: bool = False) -> Choice:
-    """Returns the engine for a run, as `simulate` of the experiment says. Blocking for some seconds where ways are
-    timed. Torch's threads are afterwards those of the choice."""
+    """Returns the engine for a run, as section `simulate` of the experiment says. Blocking for some seconds if methods
+    are timed. Sets the number of torch's threads to that of the choice."""
     wanted = experiment.simulate.engine
     if wanted == "stepped":
         return Choice("stepped", "as requested")
@@ -90,7 +90,7 @@ def choose(experiment: Experiment, resume: bool = False) -> Choice:
 
 
 def _way(experiment: Experiment) -> tuple[Way | None, str]:
-    """Returns the way of the local steps (None: stepped) and why it is taken. Raises Unsuitable."""
+    """Returns (the method for the local steps, or None for the engine `stepped`; the reason). Raises Unsuitable."""
     engine, steps = experiment.simulate.engine, experiment.simulate.steps
     times: dict[Way, float] = {}
     why: dict[str, str] = {}
@@ -114,8 +114,8 @@ def _way(experiment: Experiment) -> tuple[Way | None, str]:
 
 
 def timed(experiment: Experiment, name: str) -> dict[Way, float]:
-    """Returns the seconds that the local steps of one node and round take by a way, with one thread and, where whole
-    operations are shared among cores, with all. Raises Unsuitable. Blocking."""
+    """Returns the seconds per node and round that the local steps take by a method, with one thread and, for methods
+    that parallelize single operations, also with as many threads as cores. Raises Unsuitable. Blocking."""
     workers = workers_for(experiment) if name == "rows" else 1
     found: dict[Way, float] = {}
     population = Population(experiment, workers, nodes=PROBED_NODES)
@@ -131,11 +131,11 @@ def timed(experiment: Experiment, name: str) -> dict[Way, float]:
 
 
 def _seconds(steps: Steps) -> float:
-    """Returns the shortest time of a few rounds, per node, after one that does not count."""
+    """Returns the shortest time of a few rounds, per node, after a warm-up round."""
     taken, began = [], clock.now()
     for round in range(1 + TIMED_ROUNDS):
         started = clock.now()
-        with contextlib.suppress(Diverged):  # the run itself will say so
+        with contextlib.suppress(Diverged):  # the run itself will report it
             steps.run(round)
         taken.append((clock.now() - started) / steps.population.num_nodes)
         if clock.now() - began > TIMED_SECONDS:
@@ -150,4 +150,4 @@ def _stacked(kind: type[Forward]) -> Callable[[Population], Steps]:
 WAYS: dict[str, Callable[[Population], Steps]] = {
     "layers": _stacked(Layers), "vmap": _stacked(Vmap), "rows": RowSteps,
 }  # fmt: skip
-"""By name, what makes the local steps of a population."""
+"""By name of the method, a function that makes the `Steps` of a population."""

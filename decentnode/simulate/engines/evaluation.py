@@ -1,4 +1,4 @@
-"""Evaluation of all nodes and of the merged model, with the figures that each node of a run tells."""
+"""Evaluates all nodes and the merged model, and computes the figures that each node of a run reports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from decentnode.training.losses import Loss
 from decentnode.training.supervised import evaluation_batch
 
 CHUNK_ELEMENTS = 1 << 17
-"""Input elements of the test samples that are evaluated at once."""
+"""Number of input elements of the test samples that are evaluated at once."""
 CPU_BYTES = 64 << 20
-"""Activations of the nodes that are evaluated at once."""
+"""Memory for the activations of the nodes that are evaluated at once."""
 GPU_BYTES = 2 << 30
 
 
@@ -34,9 +34,9 @@ class Found:
     merged: Tensor
     """[P + B] mean of all models: parameters, then float buffers."""
     figures: list[dict[str, float]]
-    """Per node, by the names of metrics/figures.py."""
+    """Per node, by the names in metrics/figures.py."""
     sent: int
-    """Bytes that one link of the control tree carries for it in one direction."""
+    """Bytes that the evaluation sends over one link of the control tree in one direction."""
 
 
 class Evaluator:
@@ -45,7 +45,7 @@ class Evaluator:
     def __init__(self, population: Population, forward: Forward | None) -> None:
         """forward: computes the outputs of many nodes at once; None: each node evaluates itself.
 
-        Raises Unsuitable where the run measures what this class does not.
+        Raises Unsuitable if the run needs an evaluation that this class does not support.
         """
         config = population.experiment
         if config.node.buffers == "recompute" and population.buffers.numel():
@@ -58,10 +58,10 @@ class Evaluator:
         fragments = population.shared[0].fragments
         self._shared = fragments[-1].stop if fragments else population.num_parameters
         self._act = 0
-        """Bytes of activations per node and sample."""
+        """Bytes of activations per node and sample; 0 until measured."""
 
     def evaluate(self) -> Found:
-        """Evaluate every node's model and the mean of all. Blocking."""
+        """Evaluates every node's model and the mean of all models. Blocking."""
         population = self._population
         count, size, shared = population.num_nodes, population.num_parameters, self._shared
         parameters, buffers = population.parameters, population.buffers
@@ -140,13 +140,14 @@ class Evaluator:
 
         try:
             return torch.func.vmap(one)(outputs)
-        except RuntimeError:  # what a task measures may wait for values, which vmap has none of
+        except RuntimeError:  # a task's measures may depend on values, which vmap does not support
             return torch.stack([one(each) for each in outputs])
 
     # -- the merged model
 
     def _of_merged(self, merged: Tensor, splits: Sequence[EvaluatedSplit]) -> list[list[Evaluation]]:
-        """Returns per node its evaluations of the merged model, in which parameters that are not shared are its own."""
+        """Returns for each node its evaluations of the merged model, in which parameters that are not shared are the
+        node's own."""
         population, count = self._population, self._population.num_nodes
         if self._shared < population.num_parameters or (population.forks and not all(each.shared for each in splits)):
             named = [(each.name, each.shared) for each in splits]
@@ -155,7 +156,7 @@ class Evaluator:
         with population.holding(merged):
             parts: list[list[Evaluation]] = []
             for split in splits:
-                if split.shared:  # the sums of all nodes' parts are those of the whole
+                if split.shared:  # the sums over all nodes' parts are the sums of the whole split
                     whole = population.trainings[0].evaluate(split.name)
                     each = Evaluation(whole.samples, {key: v / count for key, v in whole.sums.items()}, whole.metrics)
                     parts.append([each] * count)

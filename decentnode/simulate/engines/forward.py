@@ -1,4 +1,4 @@
-"""One module applied with the parameters of many nodes at once."""
+"""Applies one module with the parameters of many nodes at once."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from decentnode.tensors import FlatModel
 
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.ELU, nn.SiLU, nn.LeakyReLU, nn.Softplus, nn.Identity)
-"""Layers without parameters that treat every number alone."""
+"""Layers without parameters that work elementwise, and Identity."""
 
 
 KNOWN = ("torch.nn.", "decentnode.", "torchvision.ops.misc", *(f"torchvision.models.{each}" for each in (
     "alexnet", "convnext", "efficientnet", "googlenet", "inception", "mnasnet", "mobilenet", "regnet", "resnet",
     "shufflenet", "squeezenet", "vgg", "vision_transformer",
 )))  # fmt: skip
-"""How the names of modules begin whose classes draw at random in classes of torch.nn alone, or say so. DenseNet and
-Swin call functions of torch that may."""
+"""Prefixes of modules whose classes draw random numbers only in classes of torch.nn, or declare that they draw.
+DenseNet and Swin are left out: they call functions of torch that may draw."""
 
 
 class Unsuitable(Exception):
-    """This way does not compute the model at hand; the text says why."""
+    """A method or engine cannot compute the given model or run; the text says why."""
 
 
 class Forward(abc.ABC):
-    """Computes the outputs of N nodes, each from its own row of the parameters alone."""
+    """Computes the outputs of N nodes, each from its own row of parameters."""
 
     name: ClassVar[str]
 
     def __init__(self, model: FlatModel) -> None:
-        """Raises Unsuitable."""
+        """Raises Unsuitable if the model has float buffers or draws random numbers."""
         if model.buffers.numel():
             raise Unsuitable("the model has float buffers, as batch normalization has")
         if draws := random_part(model.module):
@@ -44,11 +44,11 @@ class Forward(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
-        """Returns outputs [N, B, ...]. parameters: [N, *shape] each, in the order of the flat model. inputs:
-        [N, B, ...], or [1, B, ...] where all nodes have the same."""
+        """Returns outputs [N, B, ...]. parameters: [N, *shape] each, in the order of the flat model. inputs: [N, B,
+        ...], or [1, B, ...] if all nodes have the same."""
 
     def check(self, inputs: Tensor) -> None:
-        """Raises Unsuitable where the outputs are not those of the module. inputs: some samples [B, ...]."""
+        """Raises Unsuitable if the outputs differ from those of the module. inputs: some samples [B, ...]."""
         module, stacked = self.model.module, [p.detach()[None].expand(2, *p.shape) for p in self.model.trainable]
         try:
             with torch.no_grad(), _unrounded():
@@ -63,11 +63,11 @@ class Forward(abc.ABC):
 
 @contextlib.contextmanager
 def _unrounded() -> Iterator[None]:
-    """A block in which a GPU computes convolutions from all bits of their inputs: by default it takes ten of each
-    (TF32), but not in each of its kernels, and those for the convolutions of all nodes at once are others."""
+    """A block in which GPU convolutions use all bits of their inputs. By default some kernels round inputs to ten bits
+    of mantissa (TF32) and others do not, and convolutions of all nodes at once use different kernels."""
     try:
         before = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # it was set by torch's newer names, which do not go together with this one
+    except RuntimeError:  # it was set through torch's newer API, which cannot be mixed with this one
         yield
         return
     torch.backends.cudnn.allow_tf32 = False
@@ -78,7 +78,7 @@ def _unrounded() -> Iterator[None]:
 
 
 class Layers(Forward):
-    """Linear layers as batched matrix products, and what treats numbers one by one between them."""
+    """Computes linear layers as batched matrix products, with elementwise layers between them."""
 
     name = "layers"
 
@@ -88,7 +88,7 @@ class Layers(Forward):
         module = model.module
         self._layers: list[nn.Module] = [*module] if isinstance(module, nn.Sequential) else [module]
         self._places: list[tuple[int, ...]] = []
-        """By layer, where its weight and bias are among the parameters."""
+        """For each layer, the indices of its weight and bias among the parameters."""
         for layer in self._layers:
             kind = type(layer)
             if isinstance(layer, nn.Linear) and kind is nn.Linear:
@@ -116,7 +116,7 @@ class Layers(Forward):
 
 
 class Vmap(Forward):
-    """Any module by torch.func.vmap; its convolutions become grouped ones."""
+    """Computes any module by torch.func.vmap; convolutions become grouped convolutions."""
 
     name = "vmap"
 
@@ -140,8 +140,9 @@ class Vmap(Forward):
 
 
 def random_part(module: nn.Module) -> str:
-    """Returns the class of a part of the module that may draw at random in training; "" where none does, as far as
-    the classes of torch.nn, of torchvision and of this project tell (`draws` of those that call torch's functions)."""
+    """Returns the class name of a part of the module that may draw random numbers in training; "" if none does, as far
+    as is known for the classes of torch.nn, torchvision and this project (those that call torch's functions declare
+    `draws`)."""
     for part in module.modules():
         kind = type(part)
         draws = isinstance(part, nn.modules.dropout._DropoutNd | nn.RReLU) and getattr(part, "p", True)

@@ -1,5 +1,5 @@
-"""What nodes that are computed one by one are asked to do: functions of a node, whose arguments and results are plain
-data, as another process may be the one that computes."""
+"""Jobs of nodes that are computed one by one: functions of a node whose arguments and results are plain data, because
+another process may execute them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 from decentnode.training.base import Evaluation, Training, Update
 
 Job = Callable[[int, Training, Tensor, Any], Any]
-"""(uid, its training, whose model is bound to the node's row; a model [P + B] that the population holds beside the
-rows; the argument) -> the result."""
+"""job(uid, training, whole, argument) -> result. The training's model is bound to the node's row; whole: a model [P +
+B] that the population holds besides the rows."""
 
 
 def local_steps(_uid: int, training: Training, _whole: Tensor, round: int) -> Any:
-    """Make the local steps of a round. Returns loss, steps, samples and what else there is to report."""
+    """Makes the local steps of a round. Returns loss, steps, samples and the further figures to report."""
     return plain_update(training.local_update(round))
 
 
 def evaluate(_uid: int, training: Training, _whole: Tensor, split: str) -> Any:
-    """Evaluate the node's model. Returns the parts of an Evaluation."""
+    """Evaluates the node's model. Returns the parts of an Evaluation."""
     return _plain(training.evaluate(split))
 
 
 def evaluate_merged(uid: int, training: Training, whole: Tensor, argument: Any) -> Any:
-    """Evaluate the model `whole` with the node's own parameters from the `shared`-th on, by splits: of those that all
-    nodes have, every `count`-th sample. Returns the parts of an Evaluation per split. argument: (shared, count, splits:
-    names, and whether all nodes have them)."""
+    """Evaluates the model `whole` with the node's own parameters from index `shared` on, for each split; of a split
+    that all nodes have, on every `count`-th sample. Returns the parts of an Evaluation per split. argument: (shared,
+    count, splits), where each split is its name and whether all nodes have it."""
     shared, count, splits = argument
     model = training.model
     own = model.parameters.clone(), model.buffers.clone()
@@ -41,7 +41,7 @@ def evaluate_merged(uid: int, training: Training, whole: Tensor, argument: Any) 
 
 
 def plain_update(update: Update) -> tuple[float, int, int, dict[str, float]]:
-    """Returns loss, steps, samples and what else there is to report, without the learning rate."""
+    """Returns loss, steps, samples and the further figures to report, without the learning rate."""
     return update.loss, update.steps, update.samples, {k: v for k, v in update.report.items() if k != "lr"}
 
 
@@ -50,7 +50,7 @@ def _plain(found: Evaluation) -> tuple[int, dict[str, float], dict[str, float]]:
 
 
 def evaluation_of(plain: Sequence[Any]) -> Evaluation:
-    """Returns the evaluation that a job gave the parts of."""
+    """Returns the evaluation whose parts a job returned."""
     samples, sums, metrics = plain
     return Evaluation(samples, sums, metrics)
 

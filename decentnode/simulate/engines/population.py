@@ -1,5 +1,5 @@
-"""The nodes of a run without their loops: one row of parameters each, their training, and a few modules to compute
-with."""
+"""The nodes of a run without their loops: a row of parameters for each, their training, and a few modules for
+computing."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from decentnode.training.base import Training
 T = TypeVar("T")
 
 ALIGNED_BYTES = 64
-"""Where rows begin: the last bits of a matrix product depend on the alignment of its operands."""
+"""Alignment of rows: the last bits of a matrix product depend on the alignment of its operands."""
 
 
 class Population:
-    """The models of all nodes as rows of one tensor, and what computes on them.
+    """The models of all nodes as rows of one tensor, and the workers that compute on them.
 
-    Node i trains on the module of worker i % W, whose parameters are views of its row while the node is bound. Modules,
-    unlike models, are as many as workers: their forward passes need memory of their own. Workers are forks of this
-    process where that can be (`can_fork`) and no rule looks at gradients, whose state is in this process; else threads.
+    Node i trains on the module of worker i % W, whose parameters are views of its row while the node is bound. There
+    are as many modules as workers, and not one per node, because forward passes need memory of their own. Workers are
+    forks of this process if that is possible (`can_fork`) and no rule uses gradients, because the rules' state is in
+    this process; otherwise they are threads.
     """
 
     def __init__(self, experiment: Experiment, workers: int = 1, nodes: int | None = None) -> None:
-        """nodes: at most so many, the first ones, to time them. Raises what the parts of nodes raise."""
+        """nodes: only the first so many nodes, for timing. Raises what the parts of nodes raise."""
         self.experiment = experiment
         self._pool: ThreadPoolExecutor | None = None
         self._processes: RowProcesses | None = None
@@ -63,22 +64,24 @@ class Population:
         unit = ALIGNED_BYTES // model.parameters.element_size()
         width = -(-self.num_parameters // unit) * unit
         self.rows = torch.zeros(self.num_nodes, width, dtype=model.dtype, device=self.device)
-        """[N, P rounded up]: the model of every node; zeros behind its end."""
+        """[N, P rounded up]: the model of every node, padded with zeros."""
         self.rows[:, : self.num_parameters] = model.parameters
         self._unbound = [tuple(shared.model.parameters.detach().clone() for _ in range(2)) for shared in self.shared]
-        """Where the modules' parameters lie while no node is bound; a flat model remembers its last two places."""
+        """Where the modules' parameters are while no node is bound: two places each, because a flat model remembers its
+        last two."""
         self.buffers = model.buffers.expand(self.num_nodes, -1).clone()
         """[N, B] the float buffers of every node."""
         self._counts = [b for b in model.module.buffers() if not b.dtype.is_floating_point]
         self.counts = [b.expand(self.num_nodes, *b.shape).clone() for b in self._counts]
-        """[N, ...] each: integer buffers of every node, such as how many batches its normalization has seen."""
+        """[N, ...] each: integer buffers of every node, such as the number of batches that its normalization has
+        seen."""
         self.forks = workers > 1 and can_fork(self.device) and not any(
             rule.requirements.gradient for rule in self.shared[0].make_rules()
         )
-        """Whether nodes are computed by several processes, so that trainings here are not up to date."""
+        """Whether nodes are computed by several processes, so that the trainings of this process are not up to date."""
         self._whole = torch.empty(self.num_parameters + model.buffers.numel(), dtype=model.dtype, device=self.device)
         self._everybodys: tuple[Tensor, ...] = ()
-        """Where forks see the rows, buffers, counts and `_whole`."""
+        """The shared memory of the rows, buffers, counts and `_whole`, which forks see."""
 
     @property
     def model(self) -> Any:
@@ -91,7 +94,7 @@ class Population:
         return self.rows[:, : self.num_parameters]
 
     def take(self, rows: Tensor) -> None:
-        """Let `rows` [N, P rounded up] be the models of all nodes; no module is bound."""
+        """Makes `rows` [N, P rounded up] the models of all nodes. No module may be bound."""
         self.rows = rows
 
     def views(self, rows: Tensor) -> list[Tensor]:
@@ -103,14 +106,14 @@ class Population:
         return found
 
     def release(self) -> None:
-        """Let no module hold the present rows: they can be replaced by others, and their memory is free then."""
+        """Unbinds all modules from the present rows, so that these can be replaced and their memory is freed."""
         for shared, (one, other) in zip(self.shared, self._unbound, strict=True):
             shared.model.rebind(one)
             shared.model.rebind(other)
 
     def ask(self, job: str, argument: Any = None, whole: Tensor | None = None) -> list[Any]:
-        """Returns what a job (`JOBS`) gives for every node, by uid, by all workers. Blocking. Raises as `each` does,
-        and NodeFailed where a process ended. whole: a model [P + B] for those jobs that take one."""
+        """Returns the results of a job (`JOBS`) for every node, by uid, executed by all workers. Blocking. Raises as
+        `each` does, and NodeFailed if a process ended. whole: a model [P + B], for jobs that take one."""
         if whole is not None:
             self._whole.copy_(whole)
         if not self.forks:
@@ -124,8 +127,8 @@ class Population:
         return found
 
     def _share(self) -> None:
-        """Let what forks change or look at lie where they see it. Rules give new tensors: a copy is 2 % of a round of
-        GN-LeNet, and rules may keep what they gave, which so nobody changes."""
+        """Moves what forks read or change into shared memory. The rows are copied there because rules return new
+        tensors, which they may keep and which must then not be changed: the copy is 2 % of a round of GN-LeNet."""
         if not self._everybodys:
             own = self.rows, self.buffers, self._whole, *self.counts
             self._everybodys = tuple(map(shared_like, own))
@@ -138,7 +141,7 @@ class Population:
         return self._part(worker, lambda uid, training: JOBS[job](uid, training, self._whole, argument))
 
     def _part(self, worker: int, work: Callable[[int, Training], T]) -> list[T]:
-        """Returns what `work` gives for the nodes of a worker, one after the other."""
+        """Returns the results of `work` for the nodes of one worker, computed one after the other."""
         found = []
         for uid in range(worker, self.num_nodes, len(self.shared)):
             with self.bound(uid) as training:
@@ -151,7 +154,7 @@ class Population:
 
     def each(self, work: Callable[[int, Training], T]) -> list[T]:
         """Calls `work` with every node's uid and training while the node is bound, on as many threads as there are
-        workers, and returns its results by uid. An exception gets the node's uid as an attribute."""
+        workers. Returns its results by uid. An exception gets the node's uid as an attribute."""
         workers = len(self.shared)
         if workers == 1:
             parts = [self._part(0, work)]
@@ -164,7 +167,7 @@ class Population:
         return parts_together(parts, self.num_nodes)
 
     def close(self) -> None:
-        """End the threads and processes. Idempotent."""
+        """Ends the threads and processes. Idempotent."""
         if self._pool is not None:
             self._pool.shutdown()
         if self._processes is not None:
@@ -181,8 +184,8 @@ class Population:
 
     @contextlib.contextmanager
     def bound(self, uid: int) -> Iterator[Training]:
-        """In this block the module of the node's worker holds the node's model, and what changes it changes the row.
-        One node per worker at a time."""
+        """In this block the module of the node's worker holds the node's model, and changes of it change the row. One
+        node per worker at a time."""
         training = self.trainings[uid]
         model = training.model
         model.rebind(self.rows[uid, : self.num_parameters])

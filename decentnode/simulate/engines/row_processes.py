@@ -1,8 +1,8 @@
-"""Forks of this process that compute a part of the nodes each, on a core of their own.
+"""Forks of this process that each compute a part of the nodes, on a core of their own.
 
-Threads do it too, but for small models they pass Python's lock to each other at every operation: two of them needed
-3.9 ms per step of GN-LeNet and 7.1 ms of CPU, one alone 6.6 ms. A fork has all that the nodes are
-made of, and shares the memory of what nobody writes; models lie in memory that all may write.
+Threads could do it too, but with small models they pass the GIL to each other at every operation: two threads needed
+3.9 ms per step of GN-LeNet and 7.1 ms of CPU time, a single one 6.6 ms. A fork has all objects of the nodes, and shares
+the memory that nobody writes to; models are in memory that all processes may write to.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from decentnode.errors import DecentnodeError, NodeFailed
 
 POLL_SECONDS = 1.0
 PATIENCE_SECONDS = 120.0
-"""How long others may take beyond ten times what this process took for its own part."""
+"""Time-out for the other processes, in addition to ten times the time that this process took for its own part."""
 END_SECONDS = 5.0
 
 Answer = dict[str, Any]
 
 
 def can_fork(device: torch.device) -> bool:
-    """Whether forks can compute. Not with GPUs, whose driver and whose autograd threads do not survive one."""
+    """Returns whether forks can compute. They cannot with GPUs, whose driver and autograd threads do not survive a
+    fork."""
     return sys.platform == "linux" and device.type == "cpu" and not torch.cuda.is_available()
 
 
 def shared_like(values: Tensor) -> Tensor:
-    """Returns a copy of a tensor in memory that forks share. Its rows begin where a page does."""
+    """Returns a copy of a tensor in memory that forks share; it begins at a page boundary."""
     if not values.numel():
         return values.clone()
     memory = mmap.mmap(-1, values.numel() * values.element_size())
@@ -45,22 +46,21 @@ def shared_like(values: Tensor) -> Tensor:
 
 
 class RowProcesses:
-    """The forks of one population; the process that made them has a part of the nodes itself. Not for several
-    threads."""
+    """The forks of one population. The process that makes them computes a part of the nodes itself. Not thread-safe."""
 
     def __init__(self, count: int, work: Callable[[int, str, Any], list[Any]]) -> None:
-        """work: (part, job, argument) -> the results of the part's nodes. It runs in the fork of that part, for part 0
-        here. It raises errors that have the node's `uid` as an attribute. count: of parts."""
+        """work: (part, job, argument) -> the results of the part's nodes. It runs in the fork of that part, and for
+        part 0 in this process. It raises errors that have the node's `uid` as an attribute. count: number of parts."""
         self._work = work
         self._pids: list[int] = []
         self._ends: list[Connection] = []
         self._number = 0
-        """Of the last job: an answer to one that was interrupted here may still come."""
+        """The number of the last job: an answer to an earlier one that was interrupted here may still arrive."""
         for part in range(1, count):
             here, there = Pipe()
             pid = os.fork()
             if pid == 0:
-                for end in (*self._ends, here):  # a fork that holds them would not see this process end
+                for end in (*self._ends, here):  # a fork that kept these open would not notice the end of this process
                     end.close()
                 _serve(there, lambda job, argument, part=part: work(part, job, argument))  # type: ignore[misc]
             there.close()
@@ -68,8 +68,8 @@ class RowProcesses:
             self._ends.append(here)
 
     def run(self, job: str, argument: Any) -> list[list[Any]]:
-        """Returns the results of all parts. Blocking. Raises what a node raised, the lowest first; NodeFailed where a
-        fork ended, or is far slower than this process."""
+        """Returns the results of all parts. Blocking. Raises what a node raised, the lowest uid first; NodeFailed if a
+        fork ended, or takes far longer than this process."""
         self._number += 1
         asked = json.dumps([self._number, job, argument]).encode()
         for part, end in enumerate(self._ends, 1):
@@ -113,8 +113,7 @@ class RowProcesses:
                 "stopped it, memory may have run out")  # fmt: skip
 
     def close(self) -> None:
-        """End the forks. Blocking for END_SECONDS at most; those that do not end by themselves are killed.
-        Idempotent."""
+        """Ends the forks; those that do not end by themselves within END_SECONDS are killed. Blocking. Idempotent."""
         for end in self._ends:
             end.close()
         pids, self._pids, self._ends = self._pids, [], []
@@ -130,12 +129,12 @@ class RowProcesses:
 
 
 def _serve(end: Connection, work: Callable[[str, Any], list[Any]]) -> NoReturn:
-    """What a fork does until its maker closes the other end, or is gone."""
+    """Executes jobs in a fork, until the parent closes the other end or is gone."""
     try:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the maker is asked to stop, and ends this process when it has
-        torch.set_num_threads(1)  # of a pool with several, a fork has the first thread alone
+            signal.signal(number, signal.SIG_IGN)  # the parent handles these, and ends this process
+        torch.set_num_threads(1)  # a fork has only the first thread of a thread pool
         while True:
             number, job, argument = json.loads(end.recv_bytes())
             try:
@@ -151,7 +150,7 @@ def _serve(end: Connection, work: Callable[[str, Any], list[Any]]) -> NoReturn:
 
 
 def _error_of(answer: Answer) -> DecentnodeError:
-    """Returns the error that a fork told of: of the same class where it is one of this project's."""
+    """Returns the error that a fork reported, of the same class if it is one of this project's."""
     kind: Any = getattr(errors, answer["failed"], None)
     if isinstance(kind, type) and issubclass(kind, DecentnodeError) and kind is not errors.ConfigError:
         error: DecentnodeError = kind(answer["text"])
@@ -163,7 +162,7 @@ def _error_of(answer: Answer) -> DecentnodeError:
 
 
 def parts_together(parts: Sequence[Sequence[Any]], count: int) -> list[Any]:
-    """Returns by uid what the parts gave, whose k-th has every `len(parts)`-th node from the k-th on."""
+    """Merges the results of the parts by uid; part k has every `len(parts)`-th node, from node k on."""
     found: list[Any] = [None] * count
     for first, results in enumerate(parts):
         found[first :: len(parts)] = results

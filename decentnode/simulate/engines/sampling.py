@@ -1,4 +1,4 @@
-"""The samples of the next steps of all nodes at once, as each node's own sampler would give them."""
+"""Draws the samples of the next step of all nodes at once, exactly as each node's own sampler would."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from decentnode.training.sampler import Sampler
 
 
 class StackedSampler:
-    """Takes the places of all samplers together. Orders are those of the samplers, which themselves stay as they are.
-    """
+    """Takes the place of the samplers of all nodes. It uses their orders, and leaves the samplers themselves
+    unchanged."""
 
     def __init__(self, samplers: Sequence[Sampler], members: Sequence[np.ndarray]) -> None:
-        """members: per node the numbers [M] of its training samples among those of all nodes."""
+        """members: for each node, the indices [M] of its training samples among those of all nodes."""
         self._samplers = samplers
         self._members = members
         self.batch = samplers[0].batch
@@ -23,7 +23,7 @@ class StackedSampler:
         self._stops = self._starts + np.array([each.usable for each in samplers])
         self._cursors = self._starts + np.array([each.cursor for each in samplers])
         self._order = np.empty(sum(each.num_samples for each in samplers), np.int64)
-        """Behind each other the orders of all nodes' present epochs, in numbers among all samples."""
+        """The orders of all nodes' present epochs, concatenated, as indices among all samples."""
         self._places = np.arange(self.batch)
         for node in range(len(samplers)):
             self._deal(node)
@@ -34,8 +34,8 @@ class StackedSampler:
         self._order[start : start + sampler.num_samples] = self._members[node][order]
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the samples of the next step: numbers [N, batch] int64, and how many of each row count [N]; behind
-        those, rows repeat a sample."""
+        """Returns the samples of the next step: indices [N, batch] int64, and the number of valid ones in each row [N];
+        after those, a row repeats a sample."""
         for node in np.flatnonzero(self._cursors >= self._stops).tolist():
             self._epochs[node] += 1
             self._cursors[node] = self._starts[node]

@@ -23,19 +23,19 @@ from decentnode.training.supervised import Supervised
 from decentnode.training.supervised_config import SupervisedConfig
 
 ELEMENTWISE = frozenset({"sgd", "adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "rprop"})
-"""Optimizers that treat every number alone, so that a stack of models is as good as one."""
+"""Optimizers that work elementwise, so that they treat a stack of models like single ones."""
 CPU_BLOCK_BYTES = 32 << 20
-"""Parameters, gradients and activations of the nodes that are computed at once: about what a core's share of the last
-cache holds."""
+"""Memory for parameters, gradients and activations of the nodes that are computed at once: about a core's share of the
+last-level cache."""
 GPU_BLOCK_BYTES = 4 << 30
 
 
 class StackedSteps(Steps):
-    """Steps of plain supervised training. A step of fewer samples than the others' is filled up with samples that do
-    not count."""
+    """Makes the steps of plain supervised training. Batches smaller than those of other nodes are padded with samples
+    that have no weight."""
 
     def __init__(self, population: Population, forward: Forward) -> None:
-        """Raises Unsuitable where the training is not such a one. The population's samples are joined."""
+        """Raises Unsuitable if the training is of another kind. The population's samples are joined."""
         super().__init__(population)
         self.name = forward.name
         self.forward = forward
@@ -56,13 +56,13 @@ class StackedSteps(Steps):
         self._block = block_rows(population, self._bytes_per_node(members[0]), limit)
         self._starts = range(0, population.num_nodes, self._block)
         self._leaves = [torch.nn.Parameter(population.rows[a : a + self._block]) for a in self._starts]
-        """The rows of each block as the optimizer sees them."""
+        """The rows of each block, as the optimizer's parameters."""
         self._optimizer = make_optimizer(config.optimizer, self._leaves)
         self._schedule = LearningRateSchedule(config.lr_schedule, self._optimizer)
         self._gradient = torch.zeros_like(population.rows[: self._block])
 
     def _check_parts(self, targets: Tensor) -> None:
-        """Raises Unsuitable where the task's mean loss is not one over `Task.parts`."""
+        """Raises Unsuitable if the task's mean loss is not a mean over `Task.parts`."""
         task = self.population.task
         units, parts = task.units(targets), task.parts(targets)
         if parts is None and isinstance(units, int):
@@ -73,7 +73,7 @@ class StackedSteps(Steps):
             raise Unsuitable("the loss does not weigh all parts of samples alike")
 
     def _bytes_per_node(self, members: np.ndarray) -> int:
-        """Returns what one node takes while it is computed: its row three times, and activations."""
+        """Returns the memory that one node needs while it is computed: its row three times, and activations."""
         rows = self.population.rows[:1].detach().clone().requires_grad_()
         some = np.resize(members, self._sampler.batch)
         return 3 * rows.numel() * rows.element_size() + saved_bytes(lambda: self._losses(rows, some, 1)[0].sum())
@@ -105,7 +105,7 @@ class StackedSteps(Steps):
         if config.lr_schedule.every == "round":
             self._schedule.tick()
         norms /= max(self._steps, 1)
-        found = torch.stack([totals, norms.double(), units]).cpu()  # the only point where the host waits for the device
+        found = torch.stack([totals, norms.double(), units]).cpu()  # the only synchronization with the device
         losses = found[0].numpy() / np.maximum(found[2].numpy(), 1)
         raise_if_diverged(losses, round)
         norm = found[1].tolist() if config.takes_norm else []
@@ -115,9 +115,9 @@ class StackedSteps(Steps):
         self, leaf: Tensor, chosen: np.ndarray, counts: np.ndarray, norms: Tensor,
         directions: list[Direction] | None, first: int,
     ) -> tuple[Tensor, Tensor]:
-        """Make one step of a block. Returns the summed losses [n] of its nodes, float64, and over how many units of the
-        task they are [n]."""
-        chosen = chosen[:, : counts.max()]  # where all are short, none is filled up, and the bits are those of a node
+        """Makes one step of a block. Returns the summed losses [n] of its nodes, float64, and the number of units of
+        the task that each sum is over [n]."""
+        chosen = chosen[:, : counts.max()]  # without needless padding the result is bit-identical to one node's
         rows = leaf.detach()
         parts = [view.detach().requires_grad_() for view in self.population.views(rows)]
         losses, units, means = self._losses_of(parts, chosen, counts)
@@ -144,9 +144,9 @@ class StackedSteps(Steps):
     def _losses_of(
         self, parts: Sequence[Tensor], chosen: np.ndarray, counts: np.ndarray
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the summed losses [n] of nodes with these parameters on their samples [n, B], of which the first
-        `counts` [n] count; over how many units of the task each is [n]; and the sum over the nodes of their mean
-        losses, whose gradient is that of each."""
+        """Returns, for nodes with these parameters on their samples [n, B], of which the first `counts` [n] are valid:
+        their summed losses [n]; the number of units of the task that each sum is over [n]; and the sum over the nodes
+        of their mean losses, whose gradient is each node's own."""
         nodes, batch = chosen.shape
         device, task = self.population.device, self.population.task
         inputs, targets = self._source.take(torch.from_numpy(chosen.reshape(-1)))
@@ -169,7 +169,7 @@ class StackedSteps(Steps):
 
 
 def plain_config(population: Population) -> SupervisedConfig:
-    """Returns the training's config. Raises Unsuitable where steps of all nodes cannot be made at once."""
+    """Returns the training's config. Raises Unsuitable if the steps of all nodes cannot be made at once."""
     trainings = population.trainings
     if any(type(each) is not Supervised for each in trainings):
         raise Unsuitable(f"training {population.experiment.training.name} is a custom one")
@@ -189,8 +189,8 @@ def plain_config(population: Population) -> SupervisedConfig:
 
 
 def joined_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
-    """Returns the training samples of all nodes as one source, and by node the numbers of its own. Raises Unsuitable
-    where they cannot be one."""
+    """Returns the training samples of all nodes as one source, and for each node the indices of its own. Raises
+    Unsuitable if they cannot be joined."""
     pairs = [each.samples_of("train") for each in trainings]
     joined = Source.joined([source for source, _ in pairs])
     if joined is None:

@@ -1,4 +1,4 @@
-"""Local steps of all nodes: each by its own code on a row (`RowSteps`), or of all at once (`StackedSteps`)."""
+"""Local steps of all nodes: each by its own code on its row (`RowSteps`), or all at once (`StackedSteps`)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from decentnode.training.base import Direction
 
 @dataclass
 class Local:
-    """What the local steps of one round came to, per node."""
+    """The results of the local steps of one round, per node."""
 
     losses: np.ndarray  # [N] float64
     steps: np.ndarray  # [N] int64
     samples: np.ndarray  # [N] int64
     lr: float
-    """Of the round's first step."""
+    """Learning rate of the round's first step."""
     reports: list[dict[str, float]] = field(default_factory=list)
-    """Further figures per node, beside the learning rate; empty where there are none."""
+    """Further figures of each node, besides the learning rate; empty if there are none."""
 
 
 class Steps(abc.ABC):
@@ -39,17 +39,18 @@ class Steps(abc.ABC):
 
     @abc.abstractmethod
     def run(self, round: int, directions: list[Direction] | None = None) -> Local:
-        """Make the steps of all nodes. directions: each node's hook into its gradients. Raises Diverged, with the
+        """Makes the steps of all nodes. directions: each node's hook into its gradients. Raises Diverged, with the
         node's uid as an attribute."""
 
     @property
     @abc.abstractmethod
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
 
 
 class RowSteps(Steps):
-    """Every node by its own training, on its row; as many at a time as there are workers, each on its own core."""
+    """Every node's own training makes its steps, on its row; as many nodes at a time as there are workers, each on its
+    own core."""
 
     name = "rows"
 
@@ -71,7 +72,7 @@ class RowSteps(Steps):
 
 
 def raise_if_diverged(losses: np.ndarray, round: int) -> None:
-    """Raises Diverged for the first node whose loss is no number."""
+    """Raises Diverged for the first node whose loss is not finite."""
     if np.isfinite(losses).all():
         return
     uid = int(np.flatnonzero(~np.isfinite(losses))[0])
@@ -84,12 +85,12 @@ def raise_if_diverged(losses: np.ndarray, round: int) -> None:
 
 
 def block_rows(population: Population, per_node: int, limit: int) -> int:
-    """Returns how many nodes are computed at once so that they take at most `limit` bytes, at least one."""
+    """Returns the number of nodes, at least one, that are computed at once so that they need at most `limit` bytes."""
     return max(1, min(population.num_nodes, limit // max(1, per_node)))
 
 
 def saved_bytes(compute: Any) -> int:
-    """Returns how many bytes autograd keeps for the backward pass of what `compute` returns."""
+    """Returns the number of bytes that autograd keeps for the backward pass of what `compute` returns."""
     total = 0
 
     def count(tensor: Tensor) -> Tensor:

@@ -1,1 +1,2 @@
-"""Plans: what graphs, rules, codecs, local steps and batches would cost on given links, before anything is trained."""
+"""The planner: predicts what graphs, rules, codecs, local steps and batch sizes would cost on given links, without
+training."""

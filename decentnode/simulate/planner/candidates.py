@@ -1,4 +1,4 @@
-"""The candidates of a plan: an experiment with other graphs, rules, codecs, local steps and batches."""
+"""Enumerates the candidates of a plan: an experiment with other graphs, rules, codecs, local steps and batch sizes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CHECKS = (
     graph_can_be_made, mapping_holds_the_graph, sharing_is_a_rule, sharing_suits_the_graph, groups_suit_the_graph,
     everybody_hears_of_everybody,
 )  # fmt: skip
-"""Those of an experiment's checks that a candidate may fail although the experiment does not."""
+"""The checks of an experiment that a candidate may fail although the experiment itself passes them."""
 OWN = "own"
-"""The config's own choice."""
+"""Stands for the config's own choice."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What is combined; each entry is `own`, a name, or a section such as "{name: regular, degree: 4}"."""
+    """The options to combine. Each entry is `own`, a name, or a section such as "{name: regular, degree: 4}"."""
 
     graphs: tuple[str, ...] = (OWN,)
     sharings: tuple[str, ...] = (OWN,)
@@ -54,7 +54,7 @@ class Skipped:
 
 
 def usual_graphs(experiment: Experiment) -> tuple[str, ...]:
-    """Returns the config's graph and the families that suit its number of nodes and machines."""
+    """Returns the config's graph and the graph families that suit its number of nodes and machines."""
     mapping = experiment.make_mapping()
     n, machines = mapping.num_nodes, mapping.num_machines
     found = [OWN, "ring", "complete", "{name: base_k_plus_1, peers: 1}"]
@@ -68,7 +68,7 @@ def usual_graphs(experiment: Experiment) -> tuple[str, ...]:
 
 
 def _section(text: str, more: str = "") -> str:
-    """Returns a name or a section as a section, with more keys. Raises UsageError."""
+    """Returns a name or a section as the text of a section, with the keys in `more` appended. Raises UsageError."""
     found = text.strip()
     if found.startswith("{") and not found.endswith("}"):
         raise UsageError(f"not valid YAML: a section ends with }}, got {found}")
@@ -88,8 +88,8 @@ class Plan:
         self, config: str | Path, overrides: Sequence[str] = (), *, links: LinksConfig | None = None,
         step_seconds: float | None = None, target: float = 1e-3,
     ) -> None:
-        """links: in place of the config's. step_seconds: of one local step of the config's batch size; None: as
-        simulate.compute says, or measured. Raises ConfigError, and UsageError where the file is no experiment."""
+        """links: replaces the config's. step_seconds: duration of one local step with the config's batch size; None: as
+        in simulate.compute, or measured. Raises ConfigError, and UsageError if the file is not an experiment."""
         if not 0 < target < 1:
             raise UsageError(f"the target must be more than 0 and less than 1, got {target:g}")
         if step_seconds is not None and not 0 < step_seconds < math.inf:
@@ -101,8 +101,9 @@ class Plan:
         self._seconds: dict[int, float | None] = {}
 
     def _step(self, experiment: Experiment) -> float | None:
-        """Returns the seconds of a step with the batch of a candidate: measured once for each size. What was given for
-        one size is taken to grow with it."""
+        """Returns the duration of a step with a candidate's batch size, measured once for each size; None if
+        simulate.compute gives it. A duration given for the config's batch size is scaled in proportion to the batch
+        size."""
         batch = int(getattr(experiment.training, "batch_size", 1))
         if self._step_seconds is not None:
             own = int(getattr(self.experiment.training, "batch_size", batch))
@@ -115,8 +116,9 @@ class Plan:
         return self._seconds[batch]
 
     def all_reduce(self) -> AllReduce | None:
-        """Returns the prediction of data-parallel training with all nodes and the config's batch; None where nodes are
-        servers and clients, or in rounds of their own, or where the data say how many steps a round has."""
+        """Returns the prediction of data-parallel training with all nodes and the config's batch size; None if there
+        are servers and clients, if the schedule is asynchronous, or if the number of steps per round depends on the
+        data."""
         own = self.experiment
         if own.servers() or SCHEDULES[own.node.schedule].asynchronous or getattr(own.training, "local_epochs", None):
             return None
@@ -136,7 +138,7 @@ class Plan:
             if graph != OWN:
                 found.append(f"graph={_section(graph, f', nodes: {nodes}')}")
                 if own.weights is not None and "exponential" in graph:
-                    found.append("weights=null")  # they average exactly, or send one way, with weights of their own
+                    found.append("weights=null")  # their own weights make them exact or directed
             if sharing != OWN:
                 found.append(f"sharing={_section(sharing)}")
             if codec not in (OWN, "none"):
@@ -155,7 +157,7 @@ class Plan:
             yield labels, found
 
     def predictions(self, choices: Choices) -> tuple[list[Prediction], list[Skipped]]:
-        """Returns (predictions of all that can run, what cannot)."""
+        """Returns (the predictions of all candidates that can run, the candidates that cannot)."""
         found, skipped = [], []
         known: set[tuple[str, ...]] = set()
         for labels, overrides in self.candidates(choices):
@@ -172,7 +174,7 @@ class Plan:
                     raise UsageError(f"rounds of {experiment.sharing.name}, whose clients train between two exchanges, "
                                      "are not predicted")  # fmt: skip
                 key = (str(experiment.graph), str(experiment.sharing), str(experiment.training))
-                if key in known:  # the config's own graph under its name, for example
+                if key in known:  # a duplicate, such as the config's own graph given by name
                     continue
                 known.add(key)
                 found.append(predict(experiment, links=self._links, step_seconds=self._step(experiment),
@@ -180,13 +182,13 @@ class Plan:
                                      labels=labels))  # fmt: skip
             except DecentnodeError as error:
                 said = [line for line in str(error).splitlines() if line.strip() and not line.startswith(" ")]
-                skipped.append(Skipped(name, said[-1].strip(": ")))  # without the hints below it
+                skipped.append(Skipped(name, said[-1].strip(": ")))  # without the hints that follow it
         return found, skipped
 
 
 def pareto(found: Sequence[Prediction]) -> list[bool]:
-    """Returns which predictions come to consensus and are beaten by no other one: in the samples trained in a second
-    and in the seconds to consensus, at least as good in both and better in one."""
+    """Returns for each prediction whether it reaches consensus and is not dominated: no other one is at least as good
+    both in samples trained per second and in seconds to consensus, and better in one of them."""
     def key(each: Prediction) -> tuple[float, float]:
         return -each.samples_per_second, each.consensus_seconds if each.consensus_seconds is not None else math.inf
 
@@ -195,8 +197,8 @@ def pareto(found: Sequence[Prediction]) -> list[bool]:
 
 
 def ranked(found: Sequence[Prediction], by: str = "balanced") -> list[Prediction]:
-    """Returns the predictions, best first. by: a figure of `Prediction`, or balanced: the product of seconds per sample
-    and seconds to consensus, so that twice the throughput is worth twice the time to agree."""
+    """Returns the predictions, best first. by: a figure of `Prediction`, or balanced: the product of the seconds per
+    sample and the seconds to consensus, so that twice the throughput makes up for twice the time to consensus."""
     def key(each: Prediction) -> tuple[bool, float]:
         if by == "balanced":
             slow = each.consensus_seconds

@@ -1,4 +1,5 @@
-"""How fast nodes agree: of a graph by its spectrum, of any rule by letting it mix random models."""
+"""Predicts how fast nodes reach consensus: for a graph from its spectrum, for a rule by letting it mix random
+models."""
 
 from __future__ import annotations
 
@@ -16,31 +17,33 @@ from decentnode.sharing.decoding import decode
 from decentnode.sharing.rounds import rule_view
 
 SIDE = 16
-"""Rules mix models of one SIDE x SIDE matrix."""
+"""Rules are measured on models of one SIDE x SIDE matrix."""
 MEASURED_ROUNDS = 60
 FLATTENING = 1 / 3
-"""A distance whose logarithm falls in the second half of the rounds by less than this share of what it fell in the
-first has come to what the codec leaves: int8 on a ring of 8 comes to .22, choco at a tenth of the entries to .53."""
+"""If the logarithm of the distance falls in the second half of the rounds by less than this share of its fall in the
+first half, the distance has reached the error that the codec leaves. int8 on a ring of 8 has a share of .22, choco at a
+tenth of the entries .53."""
 MEASURED_NODES = 32
-"""A rule is measured on graphs of so many nodes at most, for so many rounds: about a second."""
+"""A rule is measured on graphs of at most this many nodes; the measured rounds then take about a second."""
 
 
 @dataclass(frozen=True)
 class Consensus:
-    """How fast the distance to the mean shrinks when nothing is learned meanwhile."""
+    """How fast the distance to the mean shrinks while nothing is learned."""
 
     rate: float
-    """Factor per round, a round without an exchange included; 0 where a period averages exactly."""
+    """Factor per round, rounds without an exchange included; 0 if a period averages exactly."""
     rounds: int | None
-    """Rounds until the distance is `target` of what it was; None where it never is, or not in the rounds tried."""
+    """Number of rounds until the distance is `target` of its first value; None if it never is, or not within the rounds
+    tried."""
     measured: bool
-    """Whether the rule was let mix, on models of 256 entries; otherwise the figures are of the product of its mixing
-    matrices."""
+    """Whether the figures were measured by letting the rule mix models of 256 entries; else they follow from the
+    product of the mixing matrices."""
 
 
 def of_graph(graph: Graph, target: float) -> Consensus:
-    """Returns the consensus of x <- W(t) x; for time-varying graphs of the product of a period, or of the first rounds.
-    """
+    """Returns the consensus of x <- W(t) x. For a time-varying graph, it is that of the product of a period, or of the
+    first rounds."""
     if graph.period is None:
         return Consensus(*drawn(graph, target), False)
     rate = contraction(graph) if graph.num_nodes <= SPECTRAL_NODES else power_rate(graph)
@@ -52,7 +55,7 @@ def of_graph(graph: Graph, target: float) -> Consensus:
 
 
 class _Mixer:
-    """The rules of all nodes on models of one small matrix each, with nothing learned between their exchanges."""
+    """Runs the rules of all nodes on models of one small matrix each, with nothing learned between exchanges."""
 
     def __init__(self, sharing: object, machines: list[tuple[int, ...]], graph: Graph, seed: int) -> None:
         self._graph, self._seed = graph, seed
@@ -93,7 +96,8 @@ class _Mixer:
 
 
 def _snapshot(payloads: dict[int, Payload]) -> dict[int, Payload]:
-    """Copies payloads, which may be views of models that are about to be mixed. One object for all stays one."""
+    """Copies payloads, which may be views of models that are about to be mixed. A payload shared by several neighbors
+    stays shared."""
     copies: dict[int, Payload] = {}
     for payload in payloads.values():
         if id(payload) not in copies:
@@ -105,10 +109,10 @@ def _snapshot(payloads: dict[int, Payload]) -> dict[int, Payload]:
 def of_rule(
     sharing: object, machines: list[tuple[int, ...]], graph: Graph, target: float, seed: int
 ) -> Consensus | None:
-    """Returns the consensus of a rule with its codec, measured; None for graphs of more than MEASURED_NODES nodes.
+    """Returns the measured consensus of a rule with its codec; None for graphs of more than MEASURED_NODES nodes.
 
-    What was not reached within the rounds tried is extrapolated by the rate of their second half; a distance that stops
-    shrinking is never at the target: lossy codecs leave one. Raises what the rule raises.
+    If the target is not reached within the rounds tried, the rate of their second half is extrapolated. If the distance
+    stops shrinking, as it does with lossy codecs, the target is never reached. Raises what the rule raises.
     """
     if graph.num_nodes > MEASURED_NODES:
         return None

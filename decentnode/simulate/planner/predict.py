@@ -1,4 +1,4 @@
-"""The prediction of one candidate: what its rounds take, send and do for consensus."""
+"""Predicts one candidate: the duration, traffic and consensus of its rounds."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import Traffic
 from decentnode.simulate.virtual import local_steps, make_clock, make_compute, make_network
 
+# a candidate's figures are means over four periods of its graph, but at least and at most so many rounds
 LEAST_ROUNDS, MOST_ROUNDS = 16, 128
-"""Rounds of virtual time of which a candidate's are the mean: at least four periods of its graph, if that is not more
-than the latter."""
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "accum_adam": 3, "accum_adamw": 3}
-"""Copies of the parameters that optimizers keep; 1 for those with momentum, 0 for others."""
+"""Copies of the parameters that optimizers keep. Other optimizers keep 1 if they have momentum, else 0."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a candidate is expected to do."""
+    """The predicted figures of a candidate."""
 
     graph: str
     sharing: str
@@ -36,29 +35,30 @@ class Prediction:
     batch_size: int
     round_seconds: float
     compute_seconds: float
-    """Of a round's local steps, mean over the nodes."""
+    """Duration of a round's local steps, mean over the nodes."""
     bytes_per_node: float
-    """Sent per round, mean over the nodes."""
+    """Bytes sent per round, mean over the nodes."""
     busiest_link: str
-    """The connection that is busy for the largest share of the rounds; empty where none has a bound."""
+    """The connection that is busy for the largest share of the time; empty if no connection has a bandwidth limit."""
     busiest_seconds: float
-    """For which it is busy in a round, mean."""
+    """Seconds for which it is busy in a round, mean."""
     busiest_bytes: float
-    """That pass it in a round, mean."""
+    """Bytes that pass it in a round, mean."""
     busiest_share: float
-    """Share of the time for which it is busy, from the begin of the rounds until all transfers are over."""
+    """Share of the time for which it is busy, from the start of the rounds until all transfers are over."""
     consensus_rate: float
     """Factor per round by which the distance to the mean shrinks."""
     consensus_rounds: int | None
     consensus_seconds: float | None
-    """Until the distance is `target` of what it was; None for never."""
+    """Seconds until the distance to the mean is `target` of its first value; None for never."""
     consensus_measured: bool
     memory_bytes: float
-    """Of a node: parameters, gradients, optimizer, payloads under way. Activations and data come on top."""
+    """Memory of a node for parameters, gradients, optimizer and payloads in flight; activations and data are not
+    included."""
     samples_per_second: float
-    """That all nodes train on together."""
+    """Samples per second that all nodes together train on."""
     overrides: tuple[str, ...] = ()
-    """What makes the config this candidate, as for `--set`."""
+    """The changes to the config that make it this candidate, as arguments of `--set`."""
 
     @property
     def name(self) -> str:
@@ -70,10 +70,12 @@ class Prediction:
 
 
 def memory_of(experiment: Experiment, model: float, transfers: Iterable[Transfers]) -> float:
-    """Returns the bytes of a node's tensors: parameters, gradients and optimizer, two publish slots (one of them the
-    parameters themselves), the update that an overlapped schedule keeps, and what neighbors may have sent.
+    """Returns the bytes of a node's tensors: parameters, gradients and optimizer, two publish slots (one of which is
+    the parameters themselves), the update that the overlapped schedule keeps, and the payloads that neighbors may have
+    sent.
 
-    model: its bytes. transfers: of a round with an exchange."""
+    model: its bytes. transfers: those of a round with an exchange.
+    """
     optimizer = getattr(getattr(experiment.training, "optimizer", None), "name", "")
     momentum = getattr(getattr(experiment.training, "optimizer", None), "momentum", 0.0)
     copies = 3 + OPTIMIZER_STATES.get(optimizer, 1 if momentum else 0)
@@ -88,8 +90,8 @@ def memory_of(experiment: Experiment, model: float, transfers: Iterable[Transfer
 
 
 def consensus_of(experiment: Experiment, traffic: Traffic, target: float) -> Consensus:
-    """Returns how fast nodes agree: by the spectrum for linear rules that exchange every round, else measured, and for
-    graphs too large for that by the spectrum all the same."""
+    """Returns how fast nodes reach consensus: from the spectrum for linear rules that exchange in every round, else
+    measured, or from the spectrum if the graph is too large to measure."""
     rule = traffic.exchanged[0].rule
     graph = experiment.make_graph()
     needs = rule.requirements
@@ -103,9 +105,9 @@ def predict(
     experiment: Experiment, *, links: LinksConfig | None, step_seconds: float | None, target: float,
     module: torch.nn.Module | None = None, overrides: Sequence[str] = (), labels: Mapping[str, str] | None = None,
 ) -> Prediction:
-    """Returns the prediction of one experiment. step_seconds: of a local step with its batch; None: as the experiment
-    says. module: its model, on any device. labels: names of graph, sharing and compression. Raises what its parts
-    raise."""
+    """Returns the prediction of one experiment. step_seconds: duration of a local step with its batch size; None: as
+    the experiment says. module: its model, on any device. labels: names of graph, sharing and compression. Raises what
+    its parts raise."""
     traffic = Traffic(experiment, module)
     made = make_clock(experiment, links=links, step_seconds=step_seconds, traffic=traffic)
     period = experiment.make_graph().period or 4
@@ -141,23 +143,23 @@ def predict(
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What data-parallel training does with the same model, samples, batches and links: all nodes average their
-    gradients in every step, as PyTorch's DistributedDataParallel does."""
+    """The predicted figures of data-parallel training with the same model, samples, batches and links: in every step
+    all nodes average their gradients, as PyTorch's DistributedDataParallel does."""
 
     step_seconds: float
     compute_seconds: float
-    """Of a step, mean over the nodes."""
+    """Duration of a step's computation, mean over the nodes."""
     bytes_per_node: float
-    """Sent per step, mean over the nodes."""
+    """Bytes sent per step, mean over the nodes."""
     samples_per_second: float
-    """That all nodes train on together."""
+    """Samples per second that all nodes together train on."""
 
 
 def predict_all_reduce(
     experiment: Experiment, *, links: LinksConfig | None, step_seconds: float | None,
     module: torch.nn.Module | None = None,
 ) -> AllReduce:
-    """Returns the prediction for all nodes of an experiment. Parameters as for `predict`."""
+    """Returns the prediction of data-parallel training on all nodes of an experiment. Parameters as for `predict`."""
     section = experiment.simulate
     compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds, steps=1)
     network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)

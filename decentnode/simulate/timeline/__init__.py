@@ -1,1 +1,2 @@
-"""Virtual time: when every node begins and ends each round, in a world of given compute times and links. No torch."""
+"""Virtual time: computes when every node begins and ends each round, from given compute times and links. Does not use
+torch."""

@@ -1,6 +1,8 @@
-"""Rounds one after the other, as if transfers of one phase of one round shared connections with each other alone.
+"""Computes one round after the other, as if the transfers of one phase of one round shared connections only with each
+other.
 
-That is so where no two sets of them are under way on one connection at once: it is looked at here, round by round.
+This is exact while no connection carries transfers of two phases or rounds at the same time, which is checked for every
+round.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from decentnode.simulate.timeline.one_round import Row, Rules
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Where the nodes are between two rounds."""
+    """The state of the nodes between two rounds."""
 
     round: int
     begin: np.ndarray
     """[N] when each node begins the round."""
     free: np.ndarray
-    """When each edge has passed the payload before."""
+    """[E] when each edge has passed its previous payload."""
 
 
 class Overlap(Exception):
-    """Transfers of two phases or rounds are under way at once on one connection: all from here on must be computed
-    anew. `state`: before the first round that is not final."""
+    """A connection carries transfers of two phases or rounds at the same time: all rounds from `state` on, which is
+    before the first round that is not final, must be computed anew."""
 
     def __init__(self, state: State) -> None:
         super().__init__(state.round)
@@ -39,18 +41,19 @@ class Apart:
     """Computes whole rounds of all nodes at once."""
 
     def __init__(self, rules: Rules, network: Network, rounds: int | None) -> None:
-        """rounds: after which nodes stop; None: they go on."""
+        """rounds: number of rounds after which nodes stop; None: they never stop."""
         n = rules.compute.num_nodes
         self._rules, self._network, self.rounds = rules, network, rounds
         self._state = State(0, np.zeros(n), np.zeros(0))
         self._present = np.ones(n, bool)
         self._busy = np.zeros(0)
-        """Until when each connection, or machine's cores, have been in use."""
+        """Until when each connection, or each machine's cores, are in use."""
         self._not_final: deque[tuple[State, float, Row]] = deque()
-        """Rounds whose transfers may be slowed by later ones: (before it, when all of them are over, its times)."""
+        """Rounds whose transfers may be slowed down by later ones: (the state before it, when all its transfers are
+        over, its times)."""
 
     def next(self) -> Row:
-        """Returns the times of the next round. Raises Overlap where they would not be right."""
+        """Returns the times of the next round. Raises Overlap if they would be wrong."""
         while True:
             over = self.rounds is not None and self._state.round >= self.rounds
             if self._not_final and (over or self._not_final[0][1] <= self._state.begin.min()):
@@ -65,22 +68,22 @@ class Apart:
 
     @property
     def _judged(self) -> bool:
-        """Whether times that depend on transfers of other rounds can be computed: not where who takes part in a round
-        depends on when all others begin it, nor of transfers that begin within local steps, which data-parallel
-        training has: those are of all nodes and never overlap."""
+        """Whether overlaps are checked. They are not where rounds that depend on each other's transfers cannot be
+        computed at all: if who takes part in a round depends on when all others begin it, or if transfers begin within
+        the local steps, as in data-parallel training, whose transfers are among all nodes and never overlap."""
         compute = self._rules.compute
         skips = compute.availability is not None and compute.config.when_away == "skip"
         return not skips and self._rules.leaves_after in (0.0, 1.0)
 
     def take_part(self, begin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (when each node begins the next round, after those that are away have come back or been left out; who
-        takes part in it), each [N]."""
+        """Returns (when each node begins the next round, after waiting for or leaving out those that are away; which
+        nodes take part in it), each [N]."""
         availability = self._rules.compute.availability
         if availability is None:
             return begin, self._present
         if self._rules.compute.config.when_away == "wait":
             return self._rules.begins(begin), self._present
-        # Presence is judged at one time for all: that at which the typical node begins the round.
+        # Presence is determined at the same time for all nodes: when the median node begins the round.
         now = float(np.median(begin[self._present]))
         times = np.where(self._present, begin, np.maximum(begin, now))
         present = availability.present(times)
@@ -91,16 +94,16 @@ class Apart:
         self._present = present
         return times, present
 
-    # -- what a round asks
+    # -- called by a round
 
     def used(self, what: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> bool:
-        """Notes that things are in use between `begins` and `ends` [F]. what: [F, K] int, -1 for none. Returns whether
-        one of them was at that time."""
+        """Records that resources are in use between `begins` and `ends` [F]. what: [F, K] int, the resources, -1 for
+        none. Returns whether one of them was already in use at that time."""
         there = (ends > begins) & np.isfinite(begins)
         what, begins, ends = what[there], begins[there], ends[there]
         if what.size and what.max() >= self._busy.size:
             self._busy = np.append(self._busy, np.zeros(int(what.max()) + 1))
-        busy = np.append(self._busy, -np.inf)  # -1 is the last
+        busy = np.append(self._busy, -np.inf)  # index -1 stands for no resource
         found = bool((busy[what] > (begins + EQUAL * (1 + np.abs(begins)))[:, None]).any())
         for column in what.T:
             np.maximum.at(busy, column, ends)
@@ -109,7 +112,7 @@ class Apart:
 
 
 class _Round:
-    """The world of one round."""
+    """The `World` of one round."""
 
     def __init__(self, apart: Apart, before: State) -> None:
         self._apart, self._rules, self._network = apart, apart._rules, apart._network

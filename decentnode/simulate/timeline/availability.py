@@ -1,4 +1,4 @@
-"""When nodes are there: intervals that repeat, and work that goes on only within them."""
+"""When nodes are available: intervals that repeat, and the duration of work that is done only within them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from decentnode.errors import DataError
 from decentnode.experiment.virtual_time import ChurnConfig
 
 CYCLES = 64
-"""Times up and away that are drawn for a node before they repeat."""
+"""Number of times up and away that are drawn for a node before they repeat."""
 
 Intervals = Sequence[tuple[float, float]]
-"""Begin and end of each time for which a node is there, ascending and disjoint."""
+"""Begin and end of each interval in which a node is available, ascending and disjoint."""
 
 
 class Availability:
-    """The times at which each of N nodes is there; after its period each node's times repeat."""
+    """The times at which each of N nodes is available; each node's times repeat after its period."""
 
     def __init__(self, intervals: Sequence[Intervals], periods: Sequence[float]) -> None:
-        """Raises DataError for a node that is never there."""
+        """Raises DataError for a node that is never available."""
         self._periods = np.array(periods, float)
         begins, sums, ends, owner = [], [], [], []
         self._up = np.zeros(len(intervals))
-        """[N] seconds of a period for which the node is there."""
+        """[N] seconds of a period in which the node is available."""
         for uid, (found, period) in enumerate(zip(intervals, periods, strict=True)):
             spans = [(max(0.0, a), min(b, period)) for a, b in found if b > a and a < period]
             if not spans:
@@ -38,17 +38,17 @@ class Availability:
                 self._up[uid] += b - a
         self._begin, self._end = np.array(begins), np.array(ends)
         self._before = np.array(sums)
-        """Seconds of the period for which the node was there before each interval."""
+        """Seconds of the period in which the node was available before each interval."""
         owners = np.array(owner)
         self._first = np.searchsorted(owners, np.arange(len(intervals)))
-        # One sorted array for all nodes: a node's own entries lie in a range of their own.
+        # One sorted array for all nodes: an offset puts each node's entries into a range of their own.
         self._apart = float(self._periods.max()) + 1.0
         self._keys = self._begin + self._apart * owners
         self._sums = self._before + self._apart * owners
 
     def _at(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (the last interval that has begun, before the first the first; the time within the period; the number
-        of the period), each [N]."""
+        """Returns (index of the last interval that has begun, or of the first if none has; the time within the period;
+        the number of the period), each [N]."""
         nodes = np.arange(len(self._periods))
         cycle = np.floor(times / self._periods)
         within = times - cycle * self._periods
@@ -56,16 +56,16 @@ class Availability:
         return np.maximum(index, self._first), within, cycle
 
     def present(self, times: np.ndarray) -> np.ndarray:
-        """Returns whether each node is there at its time [N]."""
+        """Returns whether each node is available at its time [N]."""
         index, within, _ = self._at(times)
         return (within >= self._begin[index]) & (within < self._end[index])
 
     def worked(self, times: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Returns when each node has been there for `seconds` [N] since `times` [N]."""
+        """Returns when each node has been available for `seconds` [N] since `times` [N]."""
         index, within, cycle = self._at(times)
         there = np.clip(within - self._begin[index], 0.0, self._end[index] - self._begin[index])
         total = cycle * self._up + self._before[index] + there + seconds
-        # What ends with an interval ends in it, and not where the next one begins.
+        # Work that ends exactly with an interval ends then, and not when the next one begins.
         cycle = np.maximum(np.ceil(total / self._up - 1e-12) - 1, 0.0)
         rest = total - cycle * self._up
         nodes = np.arange(len(self._periods))
@@ -75,17 +75,18 @@ class Availability:
         return np.where(seconds > 0, np.maximum(ends, times), times)
 
     def returns(self, times: np.ndarray) -> np.ndarray:
-        """Returns when each node is there again: its time [N] where it is there already."""
+        """Returns when each node is next available: at its time [N] if it is available then."""
         index, within, cycle = self._at(times)
         later = index + (within >= self._end[index])
-        past = np.append(self._first[1:], len(self._begin))  # behind each node's last interval
+        past = np.append(self._first[1:], len(self._begin))  # the index after each node's last interval
         again = later >= past
         begin = self._begin[np.where(again, self._first, later)]
         return np.where(self.present(times), times, (cycle + again) * self._periods + begin)
 
 
 def drawn(config: ChurnConfig, nodes: int, seed: int) -> Availability:
-    """Availability with exponentially distributed times up and away. Every node begins somewhere in them."""
+    """Returns availability with exponentially distributed times up and away. Every node starts at a random point of
+    them."""
     intervals, periods = [], []
     for uid in range(nodes):
         draws = rng.stream(seed, uid, "churn")
@@ -94,7 +95,7 @@ def drawn(config: ChurnConfig, nodes: int, seed: int) -> Availability:
         period = float(ends[-1])
         begins = ends - up - away + draws.uniform(0, period)
         spans = sorted((float(a % period), float(a % period + u)) for a, u in zip(begins, up, strict=True))
-        if spans[-1][1] > period:  # the last one goes on at the beginning
+        if spans[-1][1] > period:  # the last interval wraps around to the beginning
             spans = [(0.0, spans[-1][1] - period), *spans[:-1], (spans[-1][0], period)]
         intervals.append(spans)
         periods.append(period)

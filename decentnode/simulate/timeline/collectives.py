@@ -1,8 +1,8 @@
-"""Operations of torch.distributed as transfers of virtual time: batches of sends and receives, averages of groups.
+"""Operations of torch.distributed as transfers of virtual time: batches of sends and receives, and averages of groups.
 
-What a call costs beside the bytes on the links is linear in the number of calls, steps and neighbors (the usual
-alpha-beta model; Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005,
-section 3). NCCL chooses among its algorithms by the same kind of sum (its src/graph/tuning.cc), and so does `average`.
+The cost of a call apart from its bytes is linear in the number of calls, steps and neighbors (the usual alpha-beta
+model; Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005, section 3).
+NCCL chooses among its algorithms by the same kind of sum (its src/graph/tuning.cc), and so does `average`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from decentnode.simulate.timeline.network import BATCH, MEETING, NOBODY, Joining, Network, Transfers
 
 TREE_BYTES = 2 / 0.92
-"""Bytes that pass the busiest machine for each byte of an all-reduce along trees of three machines or more, as NCCL
-reckons (half of .92 of the bandwidth)."""
+"""Bytes that pass the busiest machine for each byte of an all-reduce along trees of three machines or more, by NCCL's
+own estimate (half of .92 of the bandwidth)."""
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 
 @dataclass(frozen=True)
 class CallCosts:
-    """What operations cost beside the bytes on the links (`simulate.links.calls`)."""
+    """The costs of operations apart from their bytes on the links (`simulate.links.calls`)."""
 
     call_seconds: float
     peer_seconds: float
@@ -34,15 +34,15 @@ class CallCosts:
     network_hop_seconds: float
     busy_share: float = 0.0
     trees: bool = False
-    """Whether the backend has all-reduce along trees beside that in a ring; gloo has not."""
+    """Whether the backend has a tree all-reduce besides the ring all-reduce; gloo has not."""
 
 
 @dataclass(frozen=True)
 class Flows:
-    """One call as transfers that go on at once, and the seconds that it takes beside their bytes."""
+    """One call as concurrent transfers, and the seconds that it takes apart from their bytes."""
 
     edges: list[tuple[int, int, float]]
-    """(sender, receiver, bytes)."""
+    """(sender, receiver, bytes) of each transfer."""
     seconds: float
 
 
@@ -50,7 +50,7 @@ class Calls:
     """Makes the transfers of operations between nodes on given machines."""
 
     def __init__(self, costs: CallCosts, network: Network, chunk_bytes: float = math.inf) -> None:
-        """chunk_bytes: of a payload that one call takes at most."""
+        """chunk_bytes: the largest part of a payload that one call carries."""
         self.costs, self._network, self._chunk_bytes = costs, network, chunk_bytes
 
     def calls_for(self, size: float) -> int:
@@ -62,8 +62,8 @@ class Calls:
     def exchanged(
         self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], *, batched: bool
     ) -> tuple[list[int], list[float]]:
-        """Returns (joins, seconds beside the bytes) of payloads that nodes send each other. batched: whether all of a
-        node's are one operation per chunk (NCCL), instead of operations of their own."""
+        """Returns (joins, seconds apart from the bytes) of payloads that nodes send each other, one of each per edge.
+        batched: whether all payloads of a node are one operation per chunk (NCCL) instead of separate operations."""
         out, into = Counter(i for i, _ in edges), Counter(j for _, j in edges)
         degree = {uid: max(out[uid], into[uid]) for uid in out.keys() | into.keys()}
         found = []
@@ -80,9 +80,10 @@ class Calls:
     # -- groups
 
     def average(self, group: Sequence[int], size: float, kind: Kind = "all_reduce") -> Flows:
-        """Returns the call of a whole group, by the algorithm that is faster when nothing else is under way.
+        """Returns the transfers of a collective call of the whole group, with the algorithm that is fastest on idle
+        links.
 
-        size: bytes of one payload; of reduce_scatter and all_gather it is one of n parts.
+        size: bytes of one payload; for reduce_scatter and all_gather, a payload is one of n parts.
         """
         found = [self._ring(group, size, kind)]
         if self.costs.trees and kind == "all_reduce" and len(self._machines(group)) > 1:
@@ -102,8 +103,8 @@ class Calls:
         return found
 
     def _ring(self, group: Sequence[int], size: float, kind: Kind) -> Flows:
-        """Every node passes n - 1 parts on, for each of the two halves of an all-reduce; a step waits for the one
-        before."""
+        """Returns the ring algorithm: every node passes on n - 1 parts, in each of the two halves of an all-reduce, and
+        each step waits for the one before."""
         order = [uid for members in self._machines(group).values() for uid in members]
         pairs = list(zip(order, order[1:] + order[:1], strict=True))
         turns = (2 if kind == "all_reduce" else 1) * (len(order) - 1) / len(order)
@@ -113,8 +114,8 @@ class Calls:
         return Flows([(i, j, passed) for i, j in pairs], seconds)
 
     def _tree(self, group: Sequence[int], size: float) -> Flows:
-        """Sums go along a chain to one node of each machine, from there up two trees of machines with half of the bytes
-        each, and the same way back (NCCL's double binary trees)."""
+        """Returns the tree algorithm: sums go along a chain to one node of each machine, from there up two trees of
+        machines with half of the bytes each, and the same way back (NCCL's double binary trees)."""
         machines = self._machines(group)
         edges: list[tuple[int, int, float]] = []
         inside = 0.0
@@ -148,7 +149,7 @@ class Phase:
         self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], joins: Sequence[int], seconds: Sequence[float],
         busy_share: float = 0.0,
     ) -> None:
-        """Payloads that are mixed as they come."""
+        """Adds payloads that are mixed as they arrive."""
         self._edges += edges
         self._sizes += sizes
         self._mixed += sizes
@@ -157,7 +158,7 @@ class Phase:
         self._busy += [busy_share] * len(edges)
 
     def add_call(self, flows: Flows, mixed: float, busy_share: float = 0.0) -> None:
-        """mixed: bytes that each member mixes in the end."""
+        """Adds a collective call. mixed: bytes that each member mixes at the end."""
         receivers = [j for _, j, _ in flows.edges]
         ways = Counter(receivers)
         self._edges += [(i, j) for i, j, _ in flows.edges]
@@ -178,7 +179,7 @@ class Phase:
 
 
 def averages(calls: Calls, groups: Sequence[Sequence[int]], size: float) -> Transfers:
-    """Returns the transfers of disjoint groups that average at once, `size` bytes of each node."""
+    """Returns the transfers of disjoint groups that average at the same time, `size` bytes per node."""
     phase = Phase()
     for group in groups:
         if len(group) > 1:

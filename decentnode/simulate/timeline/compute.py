@@ -16,11 +16,12 @@ from decentnode.simulate.timeline.availability import Availability
 from decentnode.simulate.timeline.fluid import FairSharing
 
 TRAINING_BY_INFERENCE = 3.0
-"""A training step by an inference on the same samples, where a trace of devices tells only the latter (FedScale)."""
+"""Duration of a training step relative to an inference on the same samples, for traces of devices that have only the
+latter (FedScale)."""
 
 
 def lognormal(draws: np.random.Generator, spread: float, count: int) -> np.ndarray:
-    """Returns lognormal factors [count] of mean 1 and this deviation."""
+    """Returns lognormal factors [count] with mean 1 and standard deviation `spread`."""
     if not spread:
         return np.ones(count)
     variance = math.log1p(spread * spread)
@@ -28,7 +29,7 @@ def lognormal(draws: np.random.Generator, spread: float, count: int) -> np.ndarr
 
 
 class Compute:
-    """The local work of N nodes. A pure function of (config, seed, round): rounds may be asked in any order."""
+    """The compute times of N nodes. A pure function of (config, seed, round): rounds may be queried in any order."""
 
     availability: Availability | None = None
 
@@ -36,14 +37,14 @@ class Compute:
         self, config: ComputeConfig, machine_of: Sequence[int], *, step_seconds: float, local_steps: int = 1,
         batch_size: int = 1, seed: int = 1, base_dir: Path = Path(),
     ) -> None:
-        """machine_of: the machine of each node. step_seconds: of one local step, where no trace says otherwise.
-        batch_size: samples of a step, for traces. base_dir: of relative paths. Raises UsageError, and DataError for
+        """machine_of: the machine of each node. step_seconds: duration of one local step, if no trace gives it.
+        batch_size: samples of a step, for traces. base_dir: for relative paths. Raises UsageError, and DataError for
         trace files that cannot be read."""
         self.config = config
         self.num_nodes = len(machine_of)
         self._seed = seed
         self.bytes_per_second: np.ndarray | None = None
-        """[N] what each node sends and receives, where a trace says so."""
+        """[N] bandwidth of each node for sending and for receiving, if a trace gives it."""
         base = np.full(self.num_nodes, step_seconds * local_steps)
         if config.trace is not None:
             found = traces.devices(base_dir / config.trace, self.num_nodes, seed)
@@ -51,7 +52,7 @@ class Compute:
             base = base * local_steps
             self.bytes_per_second = np.array([each.bytes_per_second for each in found])
         self.base = base * self._fixed_factors()
-        """[N] seconds of a round's steps, without what changes from round to round."""
+        """[N] seconds of a round's steps, without what varies from round to round."""
         if config.availability is not None:
             self.availability = traces.availability(base_dir / config.availability, self.num_nodes, seed)
         elif config.churn is not None:
@@ -62,7 +63,7 @@ class Compute:
 
     @property
     def varies(self) -> bool:
-        """Whether rounds differ by chance."""
+        """Whether rounds vary randomly."""
         return self.config.spread > 0 or any(each.chance < 1 for each in self.config.stragglers)
 
     def _fixed_factors(self) -> np.ndarray:
@@ -90,7 +91,8 @@ class Compute:
         return draws.choice(self.num_nodes, max(1, round(each.fraction * self.num_nodes)), replace=False)
 
     def seconds(self, round: int) -> np.ndarray:
-        """Returns how long each node's steps of a round take [N] when it has a core to itself and is not away."""
+        """Returns the duration [N] of each node's steps of a round if it has a core to itself and is available
+        throughout."""
         found = self.base
         if self.config.spread:
             draws = rng.stream(self._seed, rng.GLOBAL, "spread of compute", round)
@@ -104,8 +106,8 @@ class Compute:
         return found
 
     def ends(self, begins: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """Returns when steps that begin at `begins` [N] and take `seconds` [N] end: where cores are shared, or the node
-        is away meanwhile, later than both added."""
+        """Returns when steps that begin at `begins` [N] and take `seconds` [N] end, which is later than their sum if
+        cores are shared or the node is away meanwhile."""
         if self.config.cores is not None:
             capacity = np.full(self.num_machines, self.config.cores)
             sharing = FairSharing(self.machine_of[:, None], capacity, seconds, np.ones(self.num_nodes))
@@ -113,5 +115,5 @@ class Compute:
         return self.worked(begins, seconds)
 
     def worked(self, begins: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-        """The same, where `seconds` are those with the cores that the node gets."""
+        """Returns the same as `ends`, if `seconds` already takes the sharing of cores into account."""
         return begins + seconds if self.availability is None else self.availability.worked(begins, seconds)

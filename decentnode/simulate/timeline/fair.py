@@ -1,7 +1,7 @@
-"""Max-min fair rates of transfers, or computations, that share resources.
+"""Max-min fair rates of flows (transfers or computations) that share resources.
 
-A flow is so much work (bytes, CPU seconds) that passes all its resources at once. Rates are those of progressive
-filling (Bertsekas and Gallager, Data Networks, 6.5.2).
+A flow is an amount of work (bytes, CPU seconds) that passes all its resources at the same time. The rates are those of
+progressive filling (Bertsekas and Gallager, Data Networks, 6.5.2).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 EQUAL = 1e-9
-"""Relative difference below which two rates or two times are one."""
+"""Relative difference below which two rates or two times are treated as equal."""
 def fair_rates(uses: np.ndarray, capacity: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Returns the max-min fair rate of each flow [F].
 
@@ -18,7 +18,7 @@ def fair_rates(uses: np.ndarray, capacity: np.ndarray, most: np.ndarray) -> np.n
     """
     flows, resources = uses.shape[0], capacity.size
     rates = np.full(flows, np.inf)
-    left = np.append(capacity.astype(float), np.inf)  # -1 is the last: no resource
+    left = np.append(capacity.astype(float), np.inf)  # index -1 stands for no resource
     open_flows = np.arange(flows)
     while open_flows.size:
         taken = uses[open_flows]
@@ -26,8 +26,8 @@ def fair_rates(uses: np.ndarray, capacity: np.ndarray, most: np.ndarray) -> np.n
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.append(np.where(count > 0, left[:-1] / count, np.inf), np.inf)
         limit = np.minimum(most[open_flows], share[taken].min(axis=1, initial=np.inf))
-        # A resource that gives each of its flows less than all else would: their rates are final, wherever it is in
-        # the order of progressive filling. So are those of flows that no resource slows down.
+        # If a resource is the bottleneck of all its flows, their rates are final, wherever it is in
+        # the order of progressive filling. So are the rates of flows that no resource slows down.
         least = np.full(resources + 1, np.inf)
         for column in range(taken.shape[1]):
             np.minimum.at(least, taken[:, column], limit)

@@ -1,5 +1,6 @@
-/* Flows on shared resources, followed from event to event: operation by operation what fair.py and fluid.py do in
-   NumPy, with the same bits. A flow with fewer resources than others has the last one, whose capacity is infinite. */
+/* Simulates flows on shared resources from event to event, with the same operations as fair.py and fluid.py in NumPy,
+   so that the results are bit-identical. A flow with fewer resources than others is given the last resource, whose
+   capacity is infinite. */
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -18,7 +19,7 @@ struct problem {
     double *left;           /* [flows] */
     double *ends;           /* [flows] infinite */
     double *clock;          /* [sets] */
-    double bound;           /* until when flows have been followed */
+    double bound;           /* the time up to which flows were simulated */
 };
 
 struct scratch {
@@ -29,7 +30,7 @@ struct scratch {
 
 #define EACH(r, flow) for (const int64_t *r = p->uses + (flow) * p->each, *r##_end = r + p->each; r < r##_end; r++)
 
-/* fair_rates of the flows under way. */
+/* Computes the max-min fair rates of the flows in flight (fair.fair_rates). */
 static void fair_rates(const struct problem *p, const struct scratch *s, size_t count) {
     size_t used = 0, open = count;
     for (size_t i = 0; i < count; i++) {
@@ -68,7 +69,7 @@ static void fair_rates(const struct problem *p, const struct scratch *s, size_t 
             else s->open[rest++] = flow;
         }
         open = rest;
-        /* What a column takes is subtracted at once: in another order the last digits would be others. */
+        /* Column by column, as NumPy does: in another order the last digits would differ. */
         for (size_t column = 0; column < p->each; column++) {
             for (size_t k = 0; k < used; k++) s->passing[s->used[k]] = 0;
             for (size_t k = 0; k < fixed; k++) {
@@ -88,7 +89,8 @@ static int ascending(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Returns until when the rates of a set stay, and its flows under way in `count`, their rates and seconds in scratch. */
+/* Returns until when the rates of a set stay constant. Sets `count` to the number of its flows in flight, and their
+   rates and remaining seconds in scratch. */
 static double next(const struct problem *p, const struct scratch *s, size_t set, size_t alive, size_t *count) {
     double now = p->clock[set], begins = INFINITY, soonest = INFINITY;
     *count = 0;
@@ -114,7 +116,7 @@ static double next(const struct problem *p, const struct scratch *s, size_t set,
     return target;
 }
 
-/* Lets the flows under way pass until `target`. Returns how many of the set's flows have not ended. */
+/* Advances the flows in flight to `target`. Returns the number of the set's flows that have not ended. */
 static size_t pass(const struct problem *p, const struct scratch *s, size_t set, size_t alive, size_t count,
                    double target) {
     double now = p->clock[set], step = target - now;
@@ -136,7 +138,7 @@ static size_t pass(const struct problem *p, const struct scratch *s, size_t set,
     return rest;
 }
 
-/* Returns whether there was memory. */
+/* Allocates the scratch memory. Returns whether there was enough. */
 static int prepared(const struct problem *p, struct scratch *s) {
     size_t f = p->flows, r = p->resources;
     double *d = malloc((4 * r + 3 * f) * sizeof(double));
@@ -153,7 +155,7 @@ static void done(struct scratch *s) {
     free(s->seen);
 }
 
-/* fair_rates of all flows, to `ends`. Returns 0, or 1 without memory. */
+/* Writes the max-min fair rates of all flows to `ends`. Returns 0, or 1 if memory is exhausted. */
 int rates(struct problem *p) {
     struct scratch s;
     int failed = !prepared(p, &s);
@@ -166,7 +168,7 @@ int rates(struct problem *p) {
     return failed;
 }
 
-/* _follow. Returns 0, or 1 without memory. */
+/* Simulates flows (_follow of fluid.py). Returns 0, or 1 if memory is exhausted. */
 int follow(struct problem *p) {
     struct scratch s;
     int failed = !prepared(p, &s);
@@ -190,7 +192,7 @@ int follow(struct problem *p) {
     return failed;
 }
 
-/* Gives each of `count` vertices the lowest one that edges a - b join it to, directly or over others. */
+/* Sets `lowest` to the lowest vertex of the connected component of each of `count` vertices, with edges a - b. */
 void join(size_t count, size_t edges, const int64_t *a, const int64_t *b, int64_t *lowest) {
     for (size_t i = 0; i < count; i++) lowest[i] = (int64_t)i;
     for (size_t k = 0; k < edges; k++) {
@@ -200,5 +202,5 @@ void join(size_t count, size_t edges, const int64_t *a, const int64_t *b, int64_
         if (x < y) lowest[y] = x;
         else lowest[x] = y;
     }
-    for (size_t i = 0; i < count; i++) lowest[i] = lowest[lowest[i]]; /* of lower ones it is final */
+    for (size_t i = 0; i < count; i++) lowest[i] = lowest[lowest[i]]; /* that of lower vertices is final already */
 }

@@ -1,7 +1,8 @@
-"""Flows on shared resources, followed from event to event: what begins, and what ends, changes the rates of others.
+"""A fluid simulation of flows on shared resources, from event to event: each begin or end of a flow changes others'
+rates.
 
-Flows that can have no resource in common at one time are followed side by side, each set of them by a clock of its own:
-thousands of short flows of many nodes then take as many steps as the longest chain of events among them.
+Flows that can never share a resource are simulated side by side, in independent sets that each have a clock of their
+own: thousands of short flows of many nodes then take only as many steps as the longest chain of events among them.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ from decentnode.simulate.timeline import kernel
 from decentnode.simulate.timeline.fair import EQUAL, fair_rates
 
 EXACT_FLOWS = 1024
-"""Most flows under way at once, joined by common resources, whose rates follow every begin and end. Of more of them
-rates are computed anew when COARSE of them have ended, or COARSE of the time is over that half of them take; one that
-begins gets its share then, or COARSE of that time later."""
+"""Largest set of concurrent flows, connected by common resources, whose rates are computed anew at every begin and end.
+For a larger set they are computed anew when COARSE of its flows have ended, or after COARSE of the time within which
+half of them end; a flow that begins gets its rate then, or COARSE of that time later."""
 COARSE = 1 / 32
 AT_LEAST = 1 / 32
-"""Where more than EXACT_FLOWS are under way in all, they are followed at least until this share of them has ended, or
-for this share of the time that a flow takes. What would begin in the meantime, as others have ended, begins then."""
+"""If more than EXACT_FLOWS are in flight in all, they are advanced at least until this share of them has ended, or for
+this share of the time that a flow takes. Flows that would begin in the meantime, because others have ended, begin at
+its end."""
 FEW = 24
-"""So many flows are followed by one clock: to look which of them meet would take longer."""
+"""Up to this many flows are simulated as one set: finding out which of them share resources would take longer."""
 REMEMBERED = 64
-"""Patterns of begins whose durations are kept: without chance, rounds repeat."""
+"""Number of begin patterns whose durations are cached: without randomness, rounds repeat."""
 
 
 class Fluid:
-    """Flows of given work that pass all their resources at one rate, at every moment a max-min fair one."""
+    """Flows of given work that pass all their resources at one rate, which is max-min fair at every moment."""
 
     def __init__(self, resources_each: int) -> None:
-        """resources_each: how many resources a flow has at most."""
+        """resources_each: the largest number of resources of a flow."""
         self.now = 0.0
-        """Until when flows have been followed."""
+        """The time up to which flows have been simulated."""
         self._uses = np.empty((0, resources_each), int)
         self._most, self._work, self._left, self._begin = np.empty(0), np.empty(0), np.empty(0), np.empty(0)
         self._keys = np.empty(0, int)
@@ -41,8 +43,8 @@ class Fluid:
     def add(
         self, uses: np.ndarray, work: np.ndarray, most: np.ndarray, begins: np.ndarray, keys: np.ndarray
     ) -> None:  # fmt: skip
-        """Takes flows that begin at `begins` [F], or now where that is past. uses: [F, K] int, -1 for none. most: [F],
-        the rate that a flow cannot exceed by itself. keys: [F] int, the caller's names of the flows."""
+        """Adds flows that begin at `begins` [F], or now if that is past. uses: [F, K] int, the resources, -1 for none.
+        most: [F], the largest rate of each flow by itself. keys: [F] int, the caller's identifiers of the flows."""
         wide = np.full((len(uses), self._uses.shape[1]), -1)
         wide[:, : uses.shape[1]] = uses
         self._uses = np.concatenate([self._uses, wide])
@@ -52,8 +54,8 @@ class Fluid:
         self._keys = np.append(self._keys, keys)
 
     def advance(self, until: float, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Follows the flows to `until`, or to the first begin or end after it if none is before; many of them further
-        (AT_LEAST). capacity: [R]. Returns (keys, when they ended) of those that have ended."""
+        """Simulates the flows until `until`, or until the first begin or end after it if there is none before; if there
+        are many, further (AT_LEAST). capacity: [R]. Returns (keys, end times) of the flows that ended."""
         until = max(until, self.now)
         active = self._begin <= self.now
         if np.isfinite(until) and np.count_nonzero(active) > EXACT_FLOWS:
@@ -78,8 +80,8 @@ class Fluid:
     def _followed(
         self, at: np.ndarray, until: float, later: float, capacity: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, float]:
-        """Returns (when each of some flows ends, infinite where that is later; its work that is left then; until when
-        flows have been followed). later: when the first of the others begins."""
+        """Simulates the flows `at`. Returns (when each of them ends, infinite if that is later; the work that is left
+        then; the time up to which they were simulated). later: when the first of the other flows begins."""
         uses, most, left, begin = self._uses[at], self._most[at], self._left[at].copy(), self._begin[at]
         uses = uses[:, (uses >= 0).any(axis=0)]
         label = np.zeros(at.size, int)
@@ -96,8 +98,8 @@ def _follow(
     uses: np.ndarray, capacity: np.ndarray, most: np.ndarray, begin: np.ndarray, label: np.ndarray, left: np.ndarray,
     clock: np.ndarray, *, until: float, later: float, rules: kernel.Rules,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
-    """`kernel.follow` where no C compiler is found."""
-    # Each set has its resources to itself: another one uses them at another time of its own clock.
+    """Does what `kernel.follow` does, where there is no C compiler."""
+    # Each set gets its own copy of the resources: other sets use them at other times.
     names, own = np.unique(np.append(np.where(uses < 0, -1, uses + label[:, None] * capacity.size), -1),
                            return_inverse=True)  # fmt: skip
     uses, capacity = own[:-1].reshape(uses.shape) - 1, capacity[names[1:] % max(capacity.size, 1)]
@@ -117,7 +119,7 @@ def _follow(
             bound = max(until, min(float(target.min()), later))
         target = np.minimum(target, bound)
         step = target[of] - clock[of]
-        # A clock has no place for a moment that is shorter than its last digit: what ends within it has ended.
+        # A clock cannot represent times below its floating-point resolution: flows that end within one have ended.
         over = (last <= step * (1 + EQUAL) + 1e-15) | (clock[of] + last <= target[of])
         ends[under_way[over]] = (clock[of] + last)[over]
         rest = ~over  # whose rates are finite, as is the step
@@ -131,8 +133,8 @@ def _follow(
 def _next(
     begins: np.ndarray, clock: np.ndarray, of: np.ndarray, last: np.ndarray, rules: kernel.Rules
 ) -> np.ndarray:  # fmt: skip
-    """Returns until when the rates of each set of flows stay [sets]. begins: [sets] of the next that begins. of: [F],
-    the set of each flow under way. last: [F] seconds until it ends."""
+    """Returns until when the rates of each set of flows stay constant [sets]. begins: [sets] when the next flow of each
+    begins. of: [F], the set of each flow in flight. last: [F] seconds until it ends at its present rate."""
     first, count = np.full(clock.size, np.inf), np.bincount(of, minlength=clock.size)
     np.minimum.at(first, of, last)
     target = np.minimum(clock + first, begins)
@@ -149,17 +151,17 @@ def _next(
 def meeting(
     uses: np.ndarray, begin: np.ndarray, work: np.ndarray, most: np.ndarray, capacity: np.ndarray
 ) -> np.ndarray:  # fmt: skip
-    """Returns a number for each flow [F], equal where flows may have a resource in common at one time, directly or over
+    """Returns a label for each flow [F], equal for flows that may share a resource at some time, directly or through
     others."""
     count = np.bincount(uses[uses >= 0], minlength=capacity.size)
     share = np.append(capacity / np.maximum(count, 1), np.inf)
-    # No flow ever has less than its share among all that use the resource at any time.
+    # A flow never gets less than its share among all flows that use the resource at any time.
     with np.errstate(divide="ignore", invalid="ignore"):
         longest = np.where(work > 0, work / np.minimum(most, share[uses].min(axis=1, initial=np.inf)), 0.0)
     end = begin + longest * (1 + 1e-6)
     while True:
         label = _linked(uses, begin, end)
-        # Rates of many flows are not computed anew at every event, so that theirs may take longer than that.
+        # The rates of a large set are not exact, so that its flows may take longer than this bound.
         large = (np.bincount(label) > EXACT_FLOWS)[label] & np.isfinite(end)
         if not large.any():
             return label
@@ -167,17 +169,17 @@ def meeting(
 
 
 def _linked(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The same, where each flow is under way between `begin` and `end`, [F] each."""
+    """Returns the labels as `meeting` does, for flows that are in flight between `begin` and `end`, [F] each."""
     flow, by_end = np.argsort(begin, kind="stable"), np.argsort(end, kind="stable")
     resource = uses[flow].ravel()
     flow = np.repeat(flow, uses.shape[1])[resource >= 0]
     resource = resource[resource >= 0]
-    few = resource.size and resource.max() < 1 << 16  # NumPy sorts them in one pass
+    few = resource.size and resource.max() < 1 << 16  # 16-bit numbers are sorted by radix sort
     order = np.argsort(resource.astype(np.uint16) if few else resource, kind="stable")
     flow, resource = flow[order], resource[order]
     rank = np.empty(by_end.size, int)
     rank[by_end] = np.arange(by_end.size)
-    # The last end on a resource of those that began before: a running maximum that begins anew with each resource.
+    # The last end of the flows that began earlier on a resource: a running maximum that restarts with each resource.
     latest = np.maximum.accumulate(resource * by_end.size + rank[flow]) - resource * by_end.size
     linked = (resource[1:] == resource[:-1]) & (begin[flow[1:]] <= end[by_end[latest[:-1]]])
     return connected(len(uses), flow[:-1][linked], flow[1:][linked])
@@ -193,7 +195,7 @@ def connected(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _join(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`kernel.join` where no C compiler is found."""
+    """Does what `kernel.join` does, where there is no C compiler."""
     label = np.arange(count)
     while True:
         of_a, of_b = label[a], label[b]
@@ -208,18 +210,18 @@ def _join(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @dataclass
 class FairSharing:
-    """A fixed set of flows that is asked again and again when each ends, with nothing else under way."""
+    """A fixed set of flows for which the end times are computed repeatedly, with no other flows in flight."""
 
     uses: np.ndarray
-    """[F, K] int, resources of each flow; -1 for none."""
+    """[F, K] int, the resources of each flow; -1 for none."""
     capacity: np.ndarray
-    """[R] work per second."""
+    """[R] work per second of each resource."""
     work: np.ndarray
-    """[F] of each flow."""
+    """[F] work of each flow."""
     most: np.ndarray
-    """[F] largest rate of each flow; infinite where nothing but resources bounds it."""
+    """[F] largest rate of each flow; infinite if only its resources limit it."""
     alone: np.ndarray = field(init=False)
-    """[F] seconds that a flow takes when nothing else is under way."""
+    """[F] seconds that a flow takes on idle resources."""
     _known: dict[bytes, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -229,11 +231,11 @@ class FairSharing:
             self.alone = np.where(self.work > 0, self.work / alone, 0.0)
         count = np.append(np.bincount(self.uses[self.uses >= 0], minlength=self.capacity.size), 0)
         self._sharing = np.flatnonzero((count[self.uses] > 1).any(axis=1))
-        """Flows with a resource that another one has, too."""
+        """Flows that share a resource with another flow."""
 
     def ends(self, begins: np.ndarray, factors: np.ndarray | None = None) -> np.ndarray:
-        """Returns when each flow ends [F], for these begins [F]; infinity is the begin and the end of one that is left
-        out. factors: [F], by which the work of each is multiplied."""
+        """Returns when each flow ends [F], for these begin times [F]; both are infinite for a flow that does not take
+        place. factors: [F], which multiply the work of each flow."""
         found = begins + (self.alone if factors is None else self.alone * factors)
         own = begins[self._sharing]
         first = own.min(initial=np.inf)

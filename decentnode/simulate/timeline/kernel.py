@@ -1,4 +1,5 @@
-"""Flows followed by a loop in C, compiled at first use where a compiler is found: with the bits of NumPy's loop."""
+"""Calls the C implementation of the fluid simulation, compiled at first use if there is a compiler. Its results are
+bit-identical to those of the NumPy implementation."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from decentnode.simulate.timeline.fair import EQUAL
 
 
 class Rules(NamedTuple):
-    """How exact rates of many flows are: EXACT_FLOWS and COARSE of `fluid`."""
+    """When rates are computed anew: EXACT_FLOWS and COARSE of `fluid`."""
 
     exact_flows: int
     coarse: float
 
 
 class _Problem(ctypes.Structure):
-    """`struct problem` of fluid.c."""
+    """Mirrors `struct problem` of fluid.c."""
 
     _fields_ = (
         *((name, ctypes.c_size_t) for name in ("flows", "each", "resources", "sets", "exact_flows")),
@@ -34,7 +35,7 @@ class _Problem(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loop; None where there is no compiler, or it fails. Blocking, once in a process."""
+    """Returns the compiled library; None if there is no compiler, or it fails. Blocking, once in a process."""
     loaded = native.compiled(Path(__file__).with_name("fluid.c"))
     if loaded is not None:
         for function in (loaded.follow, loaded.rates):
@@ -44,7 +45,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def fair_rates(uses: np.ndarray, capacity: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """As `fair.fair_rates`."""
+    """Returns the same as `fair.fair_rates`."""
     found = np.empty(most.size)
     _call("rates", uses, capacity, {"most": most, "ends": found}, equal=EQUAL)
     return found
@@ -54,10 +55,12 @@ def follow(
     uses: np.ndarray, capacity: np.ndarray, most: np.ndarray, begin: np.ndarray, label: np.ndarray, left: np.ndarray,
     clock: np.ndarray, *, until: float, later: float, rules: Rules,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
-    """Returns (when each flow ends [F], infinite where that is later; until when they have been followed).
+    """Simulates flows. Returns (when each ends [F], infinite if that is later; the time up to which they were
+    simulated).
 
     uses: [F, K] int, -1 for none. capacity: [R]. most, begin, left: [F] float64. label: [F] int, the set of each flow.
-    clock: [sets] float64. `left` and `clock` are changed in place."""
+    clock: [sets] float64. `left` and `clock` are changed in place.
+    """
     ends = np.full(label.size, np.inf)
     problem = _call(
         "follow", uses, capacity, {
@@ -70,7 +73,8 @@ def follow(
 
 
 def join(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the lowest of the vertices that each of `count` is joined with by edges between `a` and `b`."""
+    """Returns for each of `count` vertices the lowest vertex of its connected component, with edges between `a` and
+    `b`."""
     loaded = library()
     assert loaded is not None
     lowest = np.empty(count, np.int64)

@@ -1,4 +1,4 @@
-"""What the transfers of a round pass on their way, and when they arrive."""
+"""Which connections the transfers of a round use, and when they arrive."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from decentnode.simulate.timeline.compute import lognormal
 from decentnode.simulate.timeline.fluid import FairSharing
 
 MESSAGE, MEETING, BATCH = -3, -2, -1
-"""How a transfer depends on others (`Transfers.joins`)."""
+"""How a transfer depends on others (`Joining.joins`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Joining:
-    """How the transfers of one phase depend on each other, and what they cost beside the bytes on the links."""
+    """How the transfers of one phase depend on each other, and what they cost apart from their bytes on the links."""
 
     joins: np.ndarray
-    """[F] int. MESSAGE: a transfer begins when its sender has. MEETING: when both ends have. BATCH: when both have, and
-    it ends when all of them have that its receiver takes part in, as sender or receiver. A number from 0 on: that of a
-    collective call, whose transfers all begin when the last of its nodes has, and all end together."""
+    """[F] int. MESSAGE: a transfer begins when its sender is ready. MEETING: when both ends are ready. BATCH: likewise,
+    and it ends for its receiver when all transfers that the receiver takes part in, as sender or receiver, have ended.
+    A number from 0 on identifies a collective call, whose transfers all begin when the last of its nodes is ready, and
+    all end together."""
     seconds: np.ndarray
-    """[F] that a transfer takes beside those of its bytes; of a collective call with all latencies of its steps."""
+    """[F] seconds that a transfer takes apart from its bytes; for a collective call they include the latencies of its
+    steps."""
     mixed: np.ndarray
-    """[F] bytes that the receiver mixes of what comes."""
+    """[F] bytes of the transfer that the receiver mixes."""
     busy_share: np.ndarray
-    """[F] share of the compute of both ends that is not there for local steps while a transfer is under way."""
+    """[F] share of the compute of both ends that a transfer takes away from local steps while it is in flight."""
 
     @cached_property
     def calls(self) -> list[np.ndarray]:
-        """Of every collective call, which transfers are its own: bool [F]."""
+        """For every collective call, a mask of its transfers: bool [F]."""
         return [self.joins == call for call in np.unique(self.joins[self.joins >= 0])]
 
     def among(self, order: np.ndarray) -> Joining:
-        """Returns the same of the transfers in another order."""
+        """Returns the same with the transfers in another order."""
         return Joining(self.joins[order], self.seconds[order], self.mixed[order], self.busy_share[order])
 
 
@@ -56,13 +58,13 @@ class Transfers:
     sizes: np.ndarray
     """[F] bytes."""
     joining: Joining | None = None
-    """None where every transfer is a message that leaves when its sender has it."""
+    """None if every transfer is a message that leaves as soon as its sender has it."""
 
     @staticmethod
     def of(
         source: Sequence[int], target: Sequence[int], sizes: Sequence[float] | float, *, joining: Joining | None = None
     ) -> Transfers:
-        """Transfers in any order, in which those of `joining` are, too; one size stands for all."""
+        """Returns transfers given in any order, `joining` in the same order; a single size applies to all."""
         order = np.argsort(np.array(target, int), kind="stable")
         every = np.broadcast_to(np.array(sizes, float), (len(source),))
         return Transfers(np.array(source, int)[order], np.array(target, int)[order], every[order],
@@ -70,7 +72,7 @@ class Transfers:
 
     @property
     def mixed(self) -> np.ndarray:
-        """[F] bytes that the receiver mixes of what comes."""
+        """[F] bytes of each transfer that the receiver mixes."""
         return self.sizes if self.joining is None else self.joining.mixed
 
     def begins(self, ready: np.ndarray) -> np.ndarray:
@@ -85,8 +87,8 @@ class Transfers:
         return begins
 
     def ends(self, arrived: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """Returns when each transfer is over for its receiver [F]. arrived: [F] when its own bytes are there, infinite
-        where that is not known. there: bool [F], which transfers take place."""
+        """Returns when each transfer is over for its receiver [F]. arrived: [F] when its own bytes have arrived,
+        infinite if that is not known. there: bool [F], which transfers take place."""
         if self.joining is None:
             return arrived
         found = arrived.copy()
@@ -100,8 +102,8 @@ class Transfers:
         return found
 
     def held_up_by(self, ready: np.ndarray) -> np.ndarray:
-        """Returns for whom the receiver of each transfer waits [F]: the sender, or of a collective call the member that
-        was ready last, unless this is the receiver itself."""
+        """Returns for which node the receiver of each transfer waits [F]: the sender, or, in a collective call, the
+        member that was ready last, unless that is the receiver itself."""
         if self.joining is None:
             return self.source
         found = self.source.copy()
@@ -113,12 +115,12 @@ class Transfers:
 
     @cached_property
     def are_busy(self) -> bool:
-        """Whether some take of the compute of their ends."""
+        """Whether some transfers take compute from their ends."""
         return self.joining is not None and bool(self.joining.busy_share.any())
 
     def busy(self, arrived: np.ndarray, there: np.ndarray, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (until when transfers take of each node's compute, minus infinity where none does; which share of
-        it), each [N]. arrived: [F], as `ends` returned it. there: as for `ends`."""
+        """Returns (until when transfers take some of each node's compute, minus infinity if none does; the share that
+        they take), each [N]. arrived: [F], as `ends` returned it. there: as for `ends`."""
         until, share = np.full(num_nodes, -np.inf), np.zeros(num_nodes)
         if self.joining is not None:
             there = (self.joining.busy_share > 0) & there
@@ -129,7 +131,7 @@ class Transfers:
 
     @cached_property
     def receivers(self) -> tuple[np.ndarray, np.ndarray]:
-        """(uids [M] that receive, where the transfers of each begin [M])."""
+        """(uids that receive [M], index of the first transfer to each [M])."""
         uids, first = np.unique(self.target, return_index=True)
         return uids, first
 
@@ -139,22 +141,22 @@ NOBODY = Transfers.of([], [], [])
 
 @dataclass(frozen=True, eq=False)
 class Ways:
-    """What the transfers of one set pass."""
+    """The connections that a set of transfers uses."""
 
     transfers: Transfers
-    """Kept, so that their id stays theirs."""
+    """Kept, so that its id is not reused."""
     uses: np.ndarray
-    """[F, 5] int: connections of bounded bandwidth; -1 for none."""
+    """[F, 5] int: connections of limited bandwidth; -1 for none."""
     latency: np.ndarray
-    """[F] seconds from the end of the last byte to the arrival."""
+    """[F] seconds from when the last byte has been sent to its arrival."""
     edges: np.ndarray
-    """[F] int: the number of each pair of nodes, the same in all sets."""
+    """[F] int: the number of each transfer's pair of nodes, the same in all sets."""
     sharing: FairSharing
-    """Of connections that other pairs of nodes may use, too."""
+    """The flows on connections that other pairs of nodes may use, too."""
 
     @property
     def alone(self) -> np.ndarray:
-        """[F] seconds that the bytes take when nothing else is under way."""
+        """[F] seconds that the bytes take on idle connections."""
         return self.sharing.alone
 
 
@@ -165,9 +167,9 @@ class Network:
         self, config: LinksConfig, machine_of: Sequence[int], *, node_bytes_per_second: np.ndarray | None = None,
         seed: int = 1, base_dir: Path = Path(),
     ) -> None:
-        """machine_of: the machine of each node. node_bytes_per_second: [N] what each node sends and receives, beside
-        what the config says. Raises UsageError for uids or machines that are not there, DataError for a matrix that
-        cannot be read."""
+        """machine_of: the machine of each node. node_bytes_per_second: [N] limits of what each node sends and receives,
+        in addition to those of the config. Raises UsageError for uids or machines that do not exist, DataError for a
+        matrix that cannot be read."""
         self.config = config
         self.machine_of = np.array(machine_of)
         self.num_nodes, self._seed = len(machine_of), seed
@@ -180,7 +182,7 @@ class Network:
         self._edge_numbers: dict[tuple[int, int], int] = {}
         self._alone_on = np.bincount(self.machine_of) == 1
         self._check()
-        # An entry holds for both directions, unless another one names the pair the other way round.
+        # An entry applies to both directions, unless another entry names the pair in reverse order.
         self._machines = {pair: each for each in config.machines for pair in _both(each.machines)}
         self._machines |= {each.machines: each for each in config.machines}
         self._edges = {pair: each for each in config.edges for pair in _both(each.nodes)}
@@ -205,18 +207,19 @@ class Network:
 
     @property
     def varies(self) -> bool:
-        """Whether transfers differ by chance."""
+        """Whether transfers vary randomly."""
         return self.config.jitter > 0
 
     def arrivals(self, transfers: Transfers, begins: np.ndarray, round: int, phase: int = 0) -> np.ndarray:
-        """Returns when each transfer that begins at `begins` [F] has arrived [F]; of one that does not take place both
-        are infinite."""
+        """Returns when each transfer that begins at `begins` [F] has arrived [F]; both are infinite for one that does
+        not take place."""
         ways = self.ways(transfers)
         ends = ways.sharing.ends(begins, self.factors(round, phase, begins.size))
         return transfers.ends(ends + ways.latency, np.isfinite(begins))
 
     def factors(self, round: int, phase: int, count: int) -> np.ndarray | None:
-        """Returns by what chance multiplies the bytes of each transfer [count]; None where it has no part."""
+        """Returns the random factors by which the bytes of each transfer are multiplied [count]; None without
+        jitter."""
         if not self.config.jitter:
             return None
         draws = rng.stream(self._seed, rng.GLOBAL, f"jitter of phase {phase}", round)
@@ -224,29 +227,28 @@ class Network:
 
     @property
     def capacity(self) -> np.ndarray:
-        """[R] bytes per second of each connection that some `Ways` know."""
+        """[R] bytes per second of each connection that occurs in some `Ways`."""
         if self._capacities.size < len(self._capacity):
             self._capacities = np.array(self._capacity)
         return self._capacities
 
     @property
     def num_edges(self) -> int:
-        """Pairs of nodes that some `Ways` know."""
+        """Number of pairs of nodes that occur in some `Ways`."""
         return len(self._edge_numbers)
 
     def latency(self, source: int, target: int) -> float:
-        """Returns the seconds from the last byte's departure to its arrival between two nodes."""
+        """Returns the seconds between the departure and the arrival of the last byte between two nodes."""
         return self._way(source, target)[1]
 
     def quiet_seconds(self, transfers: Transfers) -> float:
-        """Returns how long the transfers take when they begin together, nothing else is under way, and chance has no
-        part."""
+        """Returns how long the transfers take if they begin together on idle connections, without jitter."""
         ways = self._prepare(transfers)
         return float((ways.sharing.ends(np.zeros(transfers.sizes.size)) + ways.latency).max(initial=0.0))
 
     def loads(self, transfers: Transfers) -> dict[str, tuple[float, float]]:
-        """Returns the bytes that the transfers bring over each connection of bounded bandwidth, and the seconds that
-        they keep it busy at least, by its name: "machine 0 -> machine 1"."""
+        """Returns the bytes that the transfers send over each connection of limited bandwidth, and the least number of
+        seconds for which they keep it busy, by its name: "machine 0 -> machine 1"."""
         if not transfers.source.size:
             return {}
         uses = self.ways(transfers).uses
@@ -262,7 +264,7 @@ class Network:
         return found
 
     def ways(self, transfers: Transfers) -> Ways:
-        """Returns what transfers pass; the same object for the same ones, if there are not too many others."""
+        """Returns the connections that transfers use; cached by the id of `transfers`."""
         known = self._prepared.get(id(transfers))
         if known is None:
             if len(self._prepared) >= 64:
@@ -279,20 +281,20 @@ class Network:
             most.append(rate)
             edges.append(self._edge_numbers.setdefault((i, j), len(self._edge_numbers)))
         found, capacity = np.array(uses, int).reshape(-1, 5), self.capacity
-        # The connection of two machines with one node each is as good as the edge's own.
+        # The connection of two machines with one node each belongs to their edge alone.
         own = (self._alone_on[self.machine_of[transfers.source]] & self._alone_on[self.machine_of[transfers.target]])
         shared, rates = found.copy(), np.array(most)
         rates[own] = np.minimum(rates[own], np.append(capacity, np.inf)[found[own, 2]])
         shared[own, 2] = -1
         every = np.array(latency)
-        if transfers.joining is not None:  # a collective call has those of its steps in its own seconds
+        if transfers.joining is not None:  # the seconds of a collective call include its latencies
             every = np.where(transfers.joining.joins < 0, every, 0.0) + transfers.joining.seconds
         sharing = FairSharing(shared, capacity, transfers.sizes, rates)
         return Ways(transfers, found, every, np.array(edges, int), sharing)
 
     def _way(self, source: int, target: int) -> tuple[list[int], float, float]:
-        """Returns what a payload between two nodes passes: its shared resources, its latency, and the largest rate of
-        its own connection."""
+        """Returns what a payload between two nodes uses: its shared resources, its latency, and the largest rate of its
+        own connection."""
         config = self.config
         own, latency = np.inf, 0.0
         way = [self._resource("node {} ->", source, -1, self._of_node[source]),
@@ -318,7 +320,7 @@ class Network:
         return [*way, *[-1] * (5 - len(way))], latency, own * config.efficiency
 
     def _resource(self, name: str, a: int, b: int, bytes_per_second: float) -> int:
-        """Returns the number of a resource, made when it is first asked for; -1 for one without a bound."""
+        """Returns the number of a resource, which is created at first use; -1 for one without a limit."""
         if not np.isfinite(bytes_per_second):
             return -1
         key = (name, a, b)

@@ -1,11 +1,11 @@
-"""What the nodes do in one round, and when: from when they begin it and when what they send arrives.
+"""The schedule of one round: computes its times from when nodes begin it and when their transfers arrive.
 
-Sequential: steps, then the payloads leave, and the round ends when those of all neighbors have been mixed. Overlapped:
-payloads leave with the round's begin, and the round ends when both the steps and the mixing are done
+Sequential: the local steps, then the payloads leave, and the round ends when those of all neighbors have been mixed.
+Overlapped: payloads leave at the begin of the round, and the round ends when both the steps and the mixing are done
 (docs/explanation/round.rst). With a server: the model goes down, clients that take part make their steps once they have
-it, and what changed comes up. Asynchronous: the round of a node ends when its own work is done, whoever else is where.
+it, and their changes go up. Asynchronous: the round of a node ends when its own work is done, wherever the others are.
 
-A time may be infinite, which says that it is not known yet; what follows from it is infinite, too, and all else final.
+A time is infinite if it is not known yet; all times that follow from it are then infinite, too, and all others final.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Transfers, Ways
 
 TransfersOf = Callable[[int], Sequence[Transfers]]
-"""The transfers of each phase of a round."""
+"""Returns the transfers of each phase of a round."""
 
 TAIL_BYTES = 4 << 20
-"""Payloads are mixed in chunks of so many bytes as they arrive: only the last one is mixed after the arrival."""
+"""Payloads are mixed in chunks of this size as they arrive: only the last chunk is mixed after the arrival."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +33,13 @@ class Plan:
     round: int
     phases: tuple[Transfers, ...]
     seconds: np.ndarray
-    """[N] of each node's local steps."""
+    """[N] duration of each node's local steps."""
     present: np.ndarray
-    """[N] bool, who takes part."""
+    """[N] bool, which nodes take part."""
     _there: dict[int, np.ndarray] = field(default_factory=dict)
 
     def there(self, transfers: Transfers) -> np.ndarray:
-        """Returns which transfers of its phases take place [F]."""
+        """Returns which transfers take place [F]. transfers: those of one of the round's phases."""
         found = self._there.get(id(transfers))
         if found is None:
             found = self._there[id(transfers)] = self.present[transfers.source] & self.present[transfers.target]
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The times of one round, [N] each, as `TimeLine` has them."""
+    """The times of one round, [N] each, as in `TimeLine`."""
 
     begin: np.ndarray
     steps_began: np.ndarray
@@ -58,20 +58,20 @@ class Row:
     waited: np.ndarray
     present: np.ndarray
     arrivals: tuple[tuple[Transfers, np.ndarray], ...]
-    """The transfers of each phase that has any, and when they had arrived [F]."""
+    """The transfers of each phase that has any, and when they arrived [F]."""
 
 
 class World(Protocol):
-    """What says how long the work and the transfers of one round take."""
+    """Determines how long the work and the transfers of one round take."""
 
     def steps(self, begins: np.ndarray) -> np.ndarray:
-        """Returns when the local steps that begin at `begins` [N] are done, as long as no exchange takes of their
-        compute [N]."""
+        """Returns when the local steps that begin at `begins` [N] are done [N], apart from the compute that exchanges
+        take."""
         ...
 
     def exchange(self, phase: int, ready: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (when the transfers of a phase have arrived, when they have at least), [F] each. ready: [N] when each
-        node has what it sends."""
+        """Returns (when the transfers of a phase arrive, a lower bound of it), [F] each. ready: [N] when each node has
+        what it sends."""
         ...
 
 
@@ -90,11 +90,12 @@ class Rules:
 
     @property
     def core_resources(self) -> int:
-        """How many resources are cores of machines: those before the connections."""
+        """Number of resources that are cores of machines; they are numbered before the connections."""
         return self.compute.num_machines if self.compute.config.cores is not None else 0
 
     def resources(self, ways: Ways) -> np.ndarray:
-        """Returns what transfers share with others [F, 5], numbered after the machines' cores; -1 for none."""
+        """Returns the resources that transfers share with others [F, 5], numbered after the machines' cores; -1 for
+        none."""
         uses = ways.sharing.uses
         return np.where(uses >= 0, uses + self.core_resources, -1)
 
@@ -104,15 +105,15 @@ class Rules:
         return Plan(round, tuple(self.transfers(round)), seconds, present)
 
     def begins(self, end: np.ndarray) -> np.ndarray:
-        """Returns when nodes begin the next round [N] that have ended one at `end`, and wait for whoever is away."""
+        """Returns when nodes that ended a round at `end` begin the next one [N], with `when_away: wait`."""
         known = np.isfinite(end)
         if self.compute.availability is None or not known.any():
             return end
         return np.where(known, self.compute.availability.returns(np.where(known, end, 0.0)), np.inf)
 
     def least_gap(self, round: int) -> np.ndarray:
-        """Returns how long after the begin of a round the first of its transfers, or computations that share cores,
-        begin at least [N]."""
+        """Returns a lower bound [N] of the time from the begin of a round to the first of its transfers, or of its
+        computations that share cores."""
         if self.leaves_after < 1 or self.steps_before or self.core_resources:
             return np.zeros(self.compute.num_nodes)
         return self.plan(round, np.ones(self.compute.num_nodes, bool)).seconds
@@ -129,7 +130,7 @@ class Rules:
                 waited += wait
                 waits_for = np.where(wait > 0, late, waits_for)
         end = computed = world.steps(first)
-        # A product would have no value where the steps' end is not known.
+        # No arithmetic for 0 and 1: with infinite times it would give NaN.
         ready = {0.0: begin, 1.0: computed}.get(self.leaves_after)
         if ready is None:
             ready = begin + self.leaves_after * (computed - begin)
@@ -166,15 +167,15 @@ class Rules:
         for each in (arrived, least):
             until, share = transfers.busy(each, there, computed.size)
             taken.append(share * np.minimum(np.maximum(until - np.where(known, ready, 0.0), 0.0), left / (1 - share)))
-        # Steps that are done before the exchange is over do not depend on when that is.
+        # Steps that are done before the exchange is over do not depend on its end.
         sure = np.isclose(taken[0], taken[1], rtol=1e-9, atol=0.0)
         return np.where(sure, computed + taken[0], np.inf)
 
     def _mixed(
         self, plan: Plan, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray, sent: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (when each node has mixed what came, for whom it waited, seconds waited), each [N]. computed: [N]
-        from when on nodes have nothing else to do. sent: [N] when each had what it sent."""
+        """Returns (when each node has mixed what arrived, for which node it waited, seconds waited), each [N].
+        computed: [N] when nodes have nothing else left to do. sent: [N] when each node had what it sent."""
         uids, first = transfers.receivers
         takes_place = plan.there(transfers)
         last = np.maximum.reduceat(np.where(takes_place, arrived, -np.inf), first)

@@ -1,7 +1,7 @@
-"""Virtual time: begin and end of every round on every node.
+"""Virtual time: when every round begins and ends on every node.
 
-Rounds are computed one after the other (apart.py) as long as transfers of one never meet those of another; from the
-first that do, all that is under way at once is followed together (together.py).
+Rounds are computed one after the other (apart.py) as long as the transfers of one never overlap with those of another;
+from the first that do, all rounds in progress are simulated together (together.py).
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from decentnode.simulate.timeline.together import Together
 
 @dataclass(frozen=True)
 class TimeLine:
-    """Every node's rounds, in virtual seconds from the begin of the first. Arrays are [rounds, N]."""
+    """Every node's rounds, in virtual seconds since the begin of the first one. Arrays are [rounds, N]."""
 
     begin: np.ndarray
     steps_began: np.ndarray
-    """When the local steps began: with the round, or where a server serves, once its model was there."""
+    """When the local steps began: at the begin of the round, or, with a server, once its model had arrived."""
     computed: np.ndarray
     """When the local steps were done."""
     end: np.ndarray
     waits_for: np.ndarray
-    """int32: the neighbor whose payload the round's end waited for; -1 where the node's own work was what took so
-    long."""
+    """int32: the neighbor for whose payload the end of the round waited; -1 if the node's own work took longest."""
     waited: np.ndarray
-    """Seconds that the node waited for payloads, with nothing else to do."""
+    """Seconds for which the node waited for payloads and had nothing else to do."""
     present: np.ndarray
     """bool: whether the node took part in the round."""
     asynchronous: bool = False
-    """Whether nodes are in rounds of their own; the first that has made all ends the run."""
+    """Whether nodes may be in different rounds; the first node that has made all rounds then ends the run."""
 
     @property
     def rounds(self) -> int:
         return len(self.end)
 
     def finished(self) -> np.ndarray:
-        """Returns when all nodes had finished each round [rounds]; where they are in rounds of their own, when the
-        furthest had, and for the last round when all had finished the one that they were in then."""
+        """Returns when all nodes had finished each round [rounds]. If they may be in different rounds: when the
+        furthest had, and for the last round, when all had finished the round in which they were then."""
         if not self.asynchronous:
             return np.maximum.accumulate(self.end.max(axis=1))
         furthest = self.end.min(axis=1)
@@ -52,18 +51,17 @@ class TimeLine:
         return furthest
 
     def round_seconds(self) -> np.ndarray:
-        """Returns the seconds that each round took, mean over the nodes [rounds]."""
+        """Returns the duration of each round, mean over the nodes [rounds]."""
         return np.diff(self.end.mean(axis=1), prepend=0.0)
 
     def steady_seconds(self) -> float:
-        """Returns the mean seconds of a round, without the first fifth of the rounds: the beginning is no typical
-        time."""
+        """Returns the mean duration of a round, without the first fifth of the rounds, which are not typical."""
         first = self.rounds // 5
         begin = self.end[first - 1].mean() if first else 0.0
         return float((self.end[-1].mean() - begin) / (self.rounds - first))
 
     def waits(self, most: int = 10) -> list[tuple[int, int, int, float]]:
-        """Returns (node, the neighbor that it waited for, in how many rounds, seconds in all), by seconds."""
+        """Returns (node, the neighbor that it waited for, number of rounds, total seconds), sorted by seconds."""
         there = np.argwhere(self.waits_for >= 0)
         uids = there[:, 1]
         key = uids * self.end.shape[1] + self.waits_for[there[:, 0], uids]
@@ -75,21 +73,22 @@ class TimeLine:
 
 
 class Clock:
-    """Steps a time line round by round, so that a simulation can ask for it as it goes on."""
+    """Computes a time line round by round, so that a running simulation can use it."""
 
     def __init__(
         self, compute: Compute, network: Network, transfers: TransfersOf, *, overlapped: bool = False,
         mixes_in_background: bool = True, leaves_after: float | None = None, asynchronous: bool = False,
         steps_before: int = 0, trains: Callable[[int], np.ndarray] | None = None, rounds: int | None = None,
     ) -> None:
-        """transfers: the same objects for the same transfers make it fast. mixes_in_background: with `overlapped`,
-        whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which the first
-        payloads leave, where it is not that of the schedule: 1, with `overlapped` 0. In between they leave piece by
-        piece and their last byte with the last step: gradients that are reduced while the backward pass goes on begin
-        to leave after 1/3; such transfers must be those of all nodes together. asynchronous: nobody waits for what
-        comes; a round has the local steps and the mixing of as much as comes in a synchronous one. steps_before: the
-        phase before which the local steps are made; those before it begin with the round. trains: returns who makes
-        local steps in a round, bool [N]; everybody when None. rounds: after which nodes stop; None: they go on."""
+        """transfers: returning the same objects for the same transfers makes it fast. mixes_in_background: with
+        `overlapped`, whether arrivals are mixed beside the steps. leaves_after: share of the local steps after which
+        the first payloads leave; None: that of the schedule, which is 1, or 0 with `overlapped`. In between, they leave
+        piece by piece, and their last byte with the last step, as gradients that are reduced during the backward pass
+        do from 1/3 on; such transfers must be among all nodes together. asynchronous: no node waits for arrivals; a
+        round consists of the local steps and the mixing of as much as arrives in a synchronous one. steps_before: the
+        phase before which the local steps are made; earlier phases start with the round. trains: returns which nodes
+        make local steps in a round, bool [N]; None: all. rounds: number of rounds after which nodes stop; None: they
+        never stop."""
         self.compute, self.network, self.transfers = compute, network, transfers
         self.asynchronous = asynchronous
         self._rules = Rules(
@@ -98,19 +97,19 @@ class Clock:
         )  # fmt: skip
         self._rounds: Apart | Together = Apart(self._rules, network, rounds)
         self.round = 0
-        """The next one."""
+        """The number of the next round."""
         self.arrivals: tuple[tuple[Transfers, np.ndarray], ...] = ()
-        """Of the last step: the transfers of each phase, and when they had arrived [F]."""
+        """The transfers of each phase of the last round, and when they arrived [F]."""
         self.over = 0.0
-        """When the last transfer of all steps had arrived."""
+        """When the last transfer of all rounds so far arrived."""
 
     def stop_after(self, rounds: int) -> None:
-        """Lets nodes make so many rounds. Only before the first step."""
+        """Makes nodes stop after this many rounds. Must be called before the first step."""
         assert self.round == 0 and isinstance(self._rounds, Apart)
         self._rounds.rounds = rounds
 
     def step(self) -> tuple[np.ndarray, ...]:
-        """Advances one round. Returns what `TimeLine` has of it, in its order, each [N]."""
+        """Advances by one round. Returns its times in the order of `TimeLine`'s fields, each [N]."""
         try:
             row = self._rounds.next()
         except Overlap as found:
@@ -125,7 +124,7 @@ class Clock:
 
 
 def time_line(clock: Clock, rounds: int) -> TimeLine:
-    """Steps a clock that has made no step and returns what it told. rounds: at least 1, after which nodes stop."""
+    """Returns the time line of a clock that has not made a step. rounds: at least 1, after which nodes stop."""
     clock.stop_after(rounds)
     n = clock.compute.num_nodes
     begin, began, computed, end, waited = (np.empty((rounds, n)) for _ in range(5))

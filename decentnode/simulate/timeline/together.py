@@ -1,7 +1,7 @@
-"""All rounds that are under way at once: transfers share connections with whatever else passes them at that time.
+"""Simulates all rounds in progress at once: transfers share connections with all others that use them at that time.
 
-Time goes forward in steps. All that is known to begin is given to `Fluid`, which may then be followed for as long as
-nothing else can begin: until the first node that waits for something could send again, or else to the next event.
+Time advances in steps. All flows whose begin is known are given to `Fluid`, which may then advance as far as nothing
+else can begin: until the first node that waits for something could send again, or else to the next event.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from decentnode.simulate.timeline.network import Network, Transfers, Ways
 from decentnode.simulate.timeline.one_round import Plan, Row, Rules
 
 AHEAD = 64
-"""Most rounds that are open at once where nodes go on for ever: some may wait for nobody."""
+"""Largest number of open rounds if nodes never stop, because some nodes may not wait for any other."""
 
 
 class _Sent:
@@ -29,15 +29,15 @@ class _Sent:
         self.transfers, self.ways, self.resources = transfers, ways, resources
         self.factors = np.ones(count) if factors is None else factors
         self.turn = np.zeros(count, int)
-        """How many payloads pass the edge before."""
+        """Number of payloads that pass the edge before."""
         self.begins, self.passed = np.full(count, np.inf), np.full(count, np.inf)
-        """[F] when the bytes begin to pass, and when all have; infinite where that is not known."""
+        """[F] when the first byte, and the last byte, passes the edge; infinite if not known."""
         self.to_begin = self.to_end = np.arange(count)
-        """Those that have not begun, and those whose edge is not free again."""
+        """Indices of the transfers that have not begun, and of those whose edge is not free again."""
         self.least = ways.alone * self.factors
-        """[F] seconds from the begin to the last byte's end."""
+        """[F] seconds from the first byte to the last on idle connections."""
         self.alone: np.ndarray = resources.max(axis=1, initial=-1) < 0
-        """[F] whether they share nothing with others."""
+        """[F] whether they share no connection with other edges."""
 
     def arrived(self, passed: np.ndarray) -> np.ndarray:
         return self.transfers.ends(passed + self.ways.latency, np.ones(passed.size, bool))
@@ -45,33 +45,34 @@ class _Sent:
 
 @dataclass(eq=False)
 class _Open:
-    """A round in which some node is, or will be next."""
+    """A round that some node is in, or will be in next."""
 
     plan: Plan
     sent: dict[int, _Sent]
-    """By phase, where there are transfers."""
+    """By phase that has transfers."""
     begin: np.ndarray
-    """[N] infinite for nodes that have not begun it, as far as known; so are all others."""
+    """[N] infinite for nodes that are not known to have begun it; likewise in the other arrays."""
     steps: np.ndarray
-    """[N] when the local steps have had their seconds of the cores."""
+    """[N] when the local steps have had the core seconds that they need."""
     steps_began: np.ndarray
     keys: dict[int, int] = field(default_factory=dict)
     """By phase, and -1 for local steps: the key of the first flow in `Fluid`."""
     row: Row | None = None
-    """As far as known."""
+    """The times, as far as known."""
     changed: bool = True
     """Whether more is known than when `row` was computed."""
     held: float = np.inf
-    """When the first begins of the transfers that wait for an edge that passes those of earlier rounds, if the edge is
-    free by then; infinite where none waits."""
+    """When the first transfer begins of those that wait for an edge that is used by earlier rounds, provided that the
+    edge is free by then; infinite if none waits."""
     earliest: float = -np.inf
-    """Before then no transfer begins of nodes that are in this round, beside those that are known."""
+    """A lower bound for the begin of further transfers, besides those that are known, of nodes that are in this
+    round."""
     fresh: bool = False
-    """Whether `earliest` takes into account all that is known."""
+    """Whether `earliest` takes into account everything that is known."""
 
     @cached_property
     def is_busy(self) -> bool:
-        """Whether its transfers take of the compute of their ends for as long as they are under way."""
+        """Whether its transfers take compute from their ends while they are in flight."""
         return any(each.transfers.are_busy for each in self.sent.values())
 
     @property
@@ -81,25 +82,26 @@ class _Open:
 
 
 class Together:
-    """Computes rounds whose nodes are not in step."""
+    """Computes rounds whose nodes are not in step with each other."""
 
     def __init__(self, rules: Rules, network: Network, state: State, rounds: int | None) -> None:
-        """state: where all begin. rounds: after which nodes stop; None: they go on."""
+        """state: the state from which to start. rounds: number of rounds after which nodes stop; None: they never
+        stop."""
         self._rules, self._network, self._rounds = rules, network, rounds
         self.n = rules.compute.num_nodes
         self._everybody = np.ones(self.n, bool)
         self.fluid = Fluid(5)
         self.free = state.free.copy()
         self.passed = np.zeros(self.free.size, int)
-        """[E] how many payloads each edge has passed."""
+        """[E] number of payloads that each edge has passed."""
         self.lines: list[deque[_Open]] = [deque() for _ in self.free]
-        """Of each edge: in which round it passes each payload that it has not passed."""
+        """For each edge, the rounds of the payloads that it has not passed yet, in order."""
         self._queued = np.zeros(self.free.size, int)
         self._named = 0
-        """Flows that have a key."""
+        """Number of keys of flows that have been given out."""
         self._keys: list[int] = []
         self._owners: list[tuple[_Open, int]] = []
-        """From which key on flows are those of which round and phase; -1: local steps."""
+        """The round and phase (-1: local steps) to which the flows from each key in `_keys` on belong."""
         self._open: list[_Open] = []
         self._opened(state.round, rules.begins(state.begin))
 
@@ -111,7 +113,7 @@ class Together:
             if first.is_over:
                 assert first.row is not None
                 del self._open[0]
-                if self._open:  # which may now be followed by another one
+                if self._open:  # there is room for another round after it
                     self._open[-1].changed = True
                 while self._owners and self._owners[0][0] is first:
                     del self._owners[0], self._keys[0]
@@ -151,7 +153,7 @@ class Together:
             self._named += self.n if phase < 0 else sent[phase].begins.size
 
     def _settle(self) -> None:
-        """Computes all that follows from what is known."""
+        """Computes everything that follows from what is known."""
         index = 0
         while index < len(self._open):
             each = self._open[index]
@@ -176,7 +178,7 @@ class Together:
         elif (begin != self._open[index + 1].begin).any():
             self._open[index + 1].begin, self._open[index + 1].changed = begin, True
 
-    # -- time goes on
+    # -- time advances
 
     def _advance(self) -> None:
         until = self._until()
@@ -195,7 +197,7 @@ class Together:
             each.changed |= each.is_busy
 
     def _until(self) -> float:
-        """Returns the time before which nothing begins beside what is known."""
+        """Returns the time before which nothing begins that is not known yet."""
         now = self.fluid.now
         if any(each.held <= now for each in self._open):
             return now
@@ -214,13 +216,13 @@ class Together:
         last = self._is_last(each.plan.round)
         if within.any() and not last:
             found = min(found, float((end + self._rules.least_gap(each.plan.round + 1))[within].min()))
-        if each is self._open[-1] and not last:  # a round that is not opened yet
+        if each is self._open[-1] and not last:  # the round after it is not opened yet
             found = min(found, float(each.row.end.min()))
         return found
 
 
 class _Known:
-    """The world of an open round: what is known of it. Begins what can begin."""
+    """The `World` of an open round with what is known. Starts the transfers and steps that can begin."""
 
     def __init__(self, together: Together, round: _Open) -> None:
         self._all, self._round = together, round
@@ -275,12 +277,12 @@ class _Known:
 
 
 class _Least:
-    """The world of an open round in which all that is not known is as early as it can be."""
+    """The `World` of an open round in which everything that is not known happens as early as possible."""
 
     def __init__(self, together: Together, round: _Open) -> None:
         self._all, self._round = together, round
         self.earliest = np.inf
-        """Of what has not begun: the first that could."""
+        """The earliest begin of what has not begun."""
 
     def steps(self, begins: np.ndarray) -> np.ndarray:
         all_, round = self._all, self._round
@@ -307,6 +309,6 @@ class _Least:
 
 
 def _least_passed(sent: _Sent, now: float) -> np.ndarray:
-    """Returns when transfers can have passed at the earliest [F]."""
+    """Returns a lower bound of when transfers have passed [F]."""
     known = np.isfinite(sent.passed)
     return np.where(known, sent.passed, np.maximum(sent.begins + sent.least, now))

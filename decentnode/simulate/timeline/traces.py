@@ -2,13 +2,13 @@
 places).
 
 FedScale's files are dicts by the client's id, in Python's pickle format, which is read here without an unpickler
-(data/pickled.py), or as JSON:
+(data/pickled.py), or in JSON:
 
     {1: {"computation": 162.0, "communication": 5648.1}, ...}    milliseconds of an inference per sample, kbit/s
     {1: {"active": [0, 7200], "inactive": [3600, 9000], "finish_time": 86400, ...}, ...}     seconds
 
-A device is there from each entry of "active" to the next one of "inactive", and its times repeat after "finish_time".
-Diablo's matrix is text: a line per sending place, Mbit/s separated by commas.
+A device is available from each time in "active" to the next one in "inactive", and its times repeat after
+"finish_time". Diablo's matrix is text: a line per sending place, with numbers in Mbit/s separated by commas.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from decentnode.errors import DataError
 from decentnode.simulate.timeline.availability import Availability, Intervals
 
 MAX_PLACES = 4096
-"""Most lines of a matrix of bandwidths."""
+"""Largest number of lines of a bandwidth matrix."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Device:
     """A device of a trace."""
 
     inference_seconds: float
-    """Of one sample."""
+    """Duration of an inference on one sample."""
     bytes_per_second: float
-    """What it sends, and what it receives."""
+    """Bandwidth for sending, and for receiving."""
 
 
 def devices(path: Path, nodes: int, seed: int) -> list[Device]:
-    """Returns the device of each node, drawn from a file of devices, without repetition where there are enough. Raises
+    """Returns the device of each node, drawn from a file of devices, without repetition if there are enough. Raises
     DataError."""
     found = []
     for key, each in _records(path):
@@ -54,7 +54,7 @@ def devices(path: Path, nodes: int, seed: int) -> list[Device]:
 
 
 def availability(path: Path, nodes: int, seed: int) -> Availability:
-    """Returns when each node is there, by devices drawn from a file of availability. Raises DataError."""
+    """Returns the availability of each node, that of a device drawn from a file. Raises DataError."""
     found = []
     for key, each in _records(path):
         period = _positive(each.get("finish_time"))
@@ -63,7 +63,7 @@ def availability(path: Path, nodes: int, seed: int) -> Availability:
         if period is None or not right:
             raise DataError(f"{path}: device {key} must have lists active and inactive and finish_time above 0")
         spans = _spans(times[0], times[1], period)
-        if spans:  # a device that is never there takes no part
+        if spans:  # a device that is never available is left out
             found.append((spans, period))
     if not found:
         raise DataError(f"{path}: no device is ever available")
@@ -72,8 +72,7 @@ def availability(path: Path, nodes: int, seed: int) -> Availability:
 
 
 def _spans(active: Any, inactive: Any, period: float) -> Intervals:
-    """Returns the intervals of one device. What is before the first "active" counts as there when an "inactive" ends
-    it."""
+    """Returns the intervals of one device. If the first change is an "inactive", the device was available before it."""
     changes = sorted([(float(t), 1) for t in active] + [(float(t), 0) for t in inactive])
     there: float | None = 0.0 if changes and changes[0][1] == 0 else None
     spans = []
@@ -89,7 +88,7 @@ def _spans(active: Any, inactive: Any, period: float) -> Intervals:
 
 
 def matrix(path: Path) -> np.ndarray:
-    """Returns Mbit/s from each place to each place, [P, P] float. Raises DataError."""
+    """Returns the bandwidths in Mbit/s from each place to each place, [P, P] float. Raises DataError."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         rows = [[float(number) for number in line.split(",")] for line in lines[: MAX_PLACES + 1]]
@@ -101,7 +100,7 @@ def matrix(path: Path) -> np.ndarray:
     apart = ~np.eye(len(rows), dtype=bool)
     if not np.isfinite(found[apart]).all() or (found[apart] <= 0).any():
         raise DataError(f"{path}: bandwidths between two places must be above 0")
-    found[~apart & ~(found > 0)] = np.inf  # a place's own, where the file leaves it out
+    found[~apart & ~(found > 0)] = np.inf  # bandwidth within a place, if the file omits it
     return found
 
 
@@ -124,7 +123,7 @@ def _drawn(count: int, nodes: int, seed: int, what: str) -> np.ndarray:
 
 
 def _number(value: object) -> bool:
-    """Whether a value is a number that fits a float."""
+    """Returns whether a value is a number that fits a float."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer of hundreds of digits

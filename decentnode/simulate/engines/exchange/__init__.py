@@ -1,4 +1,4 @@
-"""The exchange and mixing of all nodes: by one sparse product, or each node by its own rule."""
+"""The exchange and mixing of all nodes: by one sparse matrix product, or by each node's own rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["Exchange", "RowExchange", "Sent", "StackedExchange", "make_exchange"
 
 
 def make_exchange(population: Population) -> tuple[Exchange, str]:
-    """Returns the exchange for a run, and why it is not the stacked one; "" where it is. Raises Unsuitable."""
+    """Returns the exchange of a run, and the reason why it is not the stacked one, or "" if it is. Raises
+    Unsuitable."""
     node = population.experiment.node
     options = {"overlapped": node.schedule == "overlapped", "buffers": node.buffers == "average"}
     try:

@@ -1,4 +1,4 @@
-"""What an exchange of all nodes is to the engine that steps them, and what it says of the bytes it moved."""
+"""The interface of an exchange of all nodes, and its record of the bytes sent."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from decentnode.training.base import Direction
 
 @dataclass(frozen=True)
 class Sent:
-    """What went over the edges in one round."""
+    """The traffic of one round."""
 
     data: np.ndarray  # [N] int64, bytes sent by each node
     metadata: np.ndarray  # [N] int64
     edges: list[str]
-    """Per node the JSON of a round record's `edges`."""
+    """For each node, the JSON of its round record's `edges`."""
 
 
 class Exchange(abc.ABC):
-    """Around the local steps of a round: what rules do before and after them, and the mixing."""
+    """What rules do before and after the local steps of a round, and the mixing."""
 
     name: str
 
@@ -32,22 +32,22 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, round: int, lr: float) -> None:
-        """A round begins; local steps follow. lr: their learning rate."""
+        """Begins a round, before its local steps. lr: their learning rate."""
 
     def directions(self) -> list[Direction] | None:
-        """Returns each node's hook into its gradients; None where the rule has none."""
+        """Returns each node's hook into its gradients; None if the rule has none."""
         return None
 
     @abc.abstractmethod
     def adjust(self, losses: np.ndarray) -> None:
-        """After the local steps: the rules may change the models. losses: [N]."""
+        """Lets the rules change the models after the local steps. losses: [N]."""
 
     @abc.abstractmethod
     def mix(self) -> Sent:
-        """Exchange and mix, in all phases of the round."""
+        """Exchanges and mixes the models, in all phases of the round."""
 
 
 def edges_as_json(edges: dict[int, list[int]]) -> str:
-    """Returns [bytes sent, bytes received] of one node per edge as its record has them."""
+    """Returns one node's edges, [bytes sent, bytes received] by uid, as JSON in the form of its round record."""
     found = {str(uid): [*both, 0, 0, 0.0] for uid, both in edges.items() if any(both)}
     return json.dumps(found, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The exchange of all nodes one by one: each by its own rule, on its row, over the in-process transport."""
+"""The exchange of all nodes one by one: by each node's own rule, on its row, over the in-process transport."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from decentnode.wire.generation import Generation
 
 
 class RowExchange(Exchange):
-    """Every node by its own rule, on its row, over the in-process transport."""
+    """Runs every node's own rule on its row, over the in-process transport."""
 
     name = "rows"
 
     def __init__(self, population: Population, *, overlapped: bool, buffers: bool) -> None:
-        """Raises Unsuitable for an overlapped schedule."""
+        """Raises Unsuitable for the overlapped schedule, and for rules whose weights depend on the samples trained
+        on."""
         super().__init__(population)
         if overlapped:
             raise Unsuitable("schedule: overlapped needs a rule that has a form for all nodes at once")
@@ -125,14 +126,14 @@ class _Node:
             fragment.settle(self._times)
 
     def count_buffers(self, size: int) -> None:
-        """Count the float buffers, of so many bytes, that went to the neighbors and came from the sources."""
+        """Counts float buffers of `size` bytes as sent to every neighbor and received from every source."""
         for uid in self.buffer_view.neighbors:
             self._communication.counters.edge(uid).data_bytes_sent += size
         for uid in self.buffer_view.sources:
             self._communication.counters.edge(uid).received(size)
 
     def sent(self) -> tuple[int, int, str]:
-        """Returns data and metadata bytes of the round, and the JSON of its edges."""
+        """Returns the data bytes and metadata bytes sent in the round, and the JSON of its edges."""
         known = self._communication.counters.known()
         edges = {}
         for uid, edge in known:

@@ -1,4 +1,4 @@
-"""The exchange of all nodes at once: one rule holds their states, and mixing is one sparse product."""
+"""The exchange of all nodes at once: one rule holds their states, and mixing is one sparse matrix product."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from decentnode.simulate.engines.population import Population
 from decentnode.wire.generation import Generation
 
 KEPT_PLANS = 64
-"""Rounds of a graph's period whose matrices are kept."""
+"""Number of rounds of a graph's period whose matrices are cached."""
 
 
 class _Mixing:
-    """A plan as rules get it."""
+    """A plan in the form in which rules get it."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -36,13 +36,13 @@ class _Mixing:
 
 
 class StackedExchange(Exchange):
-    """One rule holds the state of all nodes, and mixing is W X."""
+    """Exchanges the models of all nodes at once: one rule holds the state of all nodes, and mixing is W X."""
 
     name = "stacked"
 
     def __init__(self, population: Population, *, overlapped: bool, buffers: bool) -> None:
-        """overlapped: the schedule. buffers: whether float buffers are averaged. Raises Unsuitable where the rule has
-        no stacked form."""
+        """overlapped: the schedule. buffers: whether float buffers are averaged. Raises Unsuitable if the rule has no
+        stacked form."""
         super().__init__(population)
         shared = population.shared[0]
         self._rule = rule = shared.make_rules()[0]
@@ -99,7 +99,7 @@ class StackedExchange(Exchange):
         return sent
 
     def _planned(self) -> tuple[list[Plan], Sent]:
-        """Returns the plans of the round's phases and that of the buffers, and what they send."""
+        """Returns (the plans of the round's phases, then that of the buffers; the traffic of the round)."""
         number = self._rule.exchange_number(self._round)
         key = number if number is None or self._period is None else number % self._period
         if self._period is None and number is not None:
@@ -120,7 +120,7 @@ class StackedExchange(Exchange):
         return self._plans[key]
 
     def _of_table(self, plan: TablePlan) -> Sent:
-        """What goes over the edges of a round in which all phases, and the float buffers, have the same."""
+        """Returns the traffic of a round whose phases and float buffers all use the same table of edges."""
         buffers = self.population.buffers.shape[1] * 4 if self._buffers else 0
         data, metadata = self._phases * self._data_bytes + buffers, self._phases * self._metadata_bytes
         return Sent(plan.degrees * data, plan.degrees * metadata, plan.edges(data, metadata))
