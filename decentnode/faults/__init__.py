@@ -1,4 +1,5 @@
-"""What goes wrong, as data: the vocabulary of faults, the plan that a list of them comes to, the fate of a message."""
+"""Fault injection as data: the kinds of faults, the plan that a list of them resolves to, and what happens to a
+message."""
 
 from decentnode.faults.course import Course, InEffect, Plan, lasts, resolve
 from decentnode.faults.fates import Fate, Fates, damaged

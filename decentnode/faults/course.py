@@ -1,8 +1,8 @@
-"""From the faults of an experiment to those in effect: a list of faults is resolved before the run begins, and
-each process follows the plan by the time and its own rounds.
+"""Resolves the faults of an experiment to a plan before the run begins, and tracks which faults of the plan are in
+effect.
 
-Whom and when is drawn from the seed alone, so that every process of a run, and everybody who repeats it, comes to the
-same plan.
+Which nodes are hit and when is drawn from the seed alone, so that every process of a run, and everybody who repeats it,
+computes the same plan.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from decentnode.faults.vocabulary import AnyFault, Fault
 from decentnode.rng import GLOBAL, stream
 
 MAX_STRIKES = 100_000
-"""Most faults of a resolved plan."""
+"""Largest number of faults in a resolved plan."""
 Plan = tuple[AnyFault, ...]
-"""Resolved faults; a fault is named by its place in it."""
+"""Resolved faults; a fault is identified by its index in the plan."""
 
 
 def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, newcomers: int = 0) -> Plan:
-    """Returns when and whom each of these faults strikes: always the same for the same arguments. Raises UsageError
-    for nodes that there are not, and for more than MAX_STRIKES.
+    """Returns when and where each of these faults occurs: always the same for the same arguments. Raises UsageError for
+    unknown nodes, and for more than MAX_STRIKES faults.
 
-    newcomers: how many nodes may come beyond these. Faults may name them; `nodes: all` are those of the mapping, as
-    nobody knows beforehand who comes."""
+    newcomers: how many nodes may join beyond `num_nodes`. Faults may name them. `nodes: all` means the nodes of the
+    mapping only, because it is not known beforehand which newcomers join.
+    """
     found: list[AnyFault] = []
     for index, fault in enumerate(faults):
         unknown = sorted({uid for uid in fault.uids if not 0 <= uid < num_nodes + newcomers})
@@ -42,33 +43,33 @@ def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, 
 
 @dataclass(frozen=True)
 class InEffect:
-    """A fault of a plan that came about."""
+    """A fault of a plan that has occurred."""
 
     index: int
-    """Its place in the plan."""
+    """Its index in the plan."""
     fault: AnyFault
     since: float
     until: float
-    """Seconds of the caller's clock: infinite where it lasts to the end of the run, `since` where it is but a
-    moment."""
+    """Seconds of the caller's clock: infinite if it lasts to the end of the run, equal to `since` if it is
+    instantaneous."""
 
 
 def lasts(fault: AnyFault) -> float:
-    """Returns for how many seconds a fault is in effect: 0 for one that is but a moment, infinite for one that lasts to
-    the end of the run."""
+    """Returns for how many seconds a fault is in effect: 0 if it is instantaneous, infinite if it lasts to the end of
+    the run."""
     seconds: float | None = getattr(fault, "seconds", 0.0)
     return math.inf if seconds is None else seconds
 
 
 class Course:
-    """Which faults of a plan are in effect for one node, by the time and the round. Not for several threads. now:
-    seconds of any monotonic clock."""
+    """Tracks which faults of a plan are in effect for one node, by the time and the round. Not thread-safe. All times
+    are seconds of one monotonic clock."""
 
     def __init__(
         self, plan: Plan, uid: int, kinds: tuple[type[Fault], ...], began: Callable[[InEffect], None] = lambda _: None
     ) -> None:
-        """kinds: the faults of the plan that count. began: is told once of each that comes about, by the call that
-        finds it out."""
+        """kinds: the kinds of faults to track. began: is called once for each fault that occurs, by the call that
+        detects it."""
         mine = [(i, each) for i, each in enumerate(plan) if isinstance(each, kinds) and each.concerns(uid)]
         self._by_time = [(each.at_seconds, i, each) for i, each in mine if each.at_seconds is not None]
         self._by_round = [(each.at_round, i, each) for i, each in mine if each.at_round is not None]
@@ -79,11 +80,12 @@ class Course:
         self._zero = math.inf
         self._again = False
         self._next = math.inf
-        """When the set of those in effect changes by itself."""
+        """When the set of faults in effect changes next because of the time."""
 
     def begin(self, zero: float, now: float, again: bool = False) -> None:
-        """The run began at `zero`; nothing comes about before this call. again: whether an earlier process of this node
-        went through the faults so far: of these, only what lasts is in effect in this one."""
+        """Starts the tracking; no fault occurs before this call. zero: when the run began. again: whether an earlier
+        process of this node went through the faults so far, so that only those that last are in effect in this
+        process."""
         self._zero, self._again = zero, again
         while again and self._by_time and zero + self._by_time[0][0] <= now:
             at, index, fault = heapq.heappop(self._by_time)
@@ -92,7 +94,7 @@ class Course:
         self._schedule()
 
     def enter(self, round: int, now: float) -> None:
-        """The node begins a round."""
+        """Is to be called when the node begins a round."""
         while self._by_round and self._by_round[0][0] <= round:
             _, index, fault = heapq.heappop(self._by_round)
             if not self._again or lasts(fault) == math.inf:

@@ -1,5 +1,5 @@
-"""What becomes of a message while faults are in effect: a pure function of the seed, the connection, and how many
-messages went over it before."""
+"""Draws what happens to a message while faults are in effect: a pure function of the seed, the connection, and the
+number of messages that were sent over it before."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from decentnode.rng import stream
 
 @dataclass
 class Fate:
-    """Of one message."""
+    """What happens to one message."""
 
     fault: int = -1
-    """The place in the plan of the first fault that touches it; -1 where none does."""
+    """Index in the plan of the first fault that affects it; -1 if none does."""
     lost: bool = False
     twice: bool = False
     flipped: float | None = None
-    """Where in the message a bit is flipped, as a share of its length; None where none is."""
+    """Position in the message at which a bit is flipped, as a fraction of its length; None if none is."""
     later: float = 0.0
-    """How much later it arrives, in seconds, as do those behind it."""
+    """Delay in seconds of this message and of those behind it."""
     overtaken: float = 0.0
-    """How much later it arrives, in seconds, while those behind it do not wait."""
+    """Delay in seconds of this message alone: those behind it do not wait."""
 
 
 class Fates:
-    """Draws the fates of the messages of one process. Not for several threads."""
+    """Draws the fates of the messages of one process. Not thread-safe."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._streams: dict[tuple[int, int, int, int], np.random.Generator] = {}
 
     def of(self, faults: Iterable[tuple[int, AnyFault]], source: int, to: int, plane: int) -> Fate:
-        """Returns what becomes of the next message of a connection. faults: those in effect, with their place in the
+        """Returns what happens to the next message of a connection. faults: those in effect, with their index in the
         plan. plane: 0 for control, 1 for models."""
         fate = Fate()
         for index, fault in faults:
@@ -50,7 +50,7 @@ class Fates:
             if not fault.is_about(source, to, plane):
                 continue
             draw = self._stream(index, source, to, plane)
-            # always as many draws: what becomes of the next message does not depend on what became of this one
+            # always two draws, so that the next message's fate does not depend on this one's
             hit, where = draw.random(2)
             if hit >= fault.share:
                 continue
@@ -76,7 +76,7 @@ class Fates:
 
 
 def damaged(frames: Sequence[bytes], where: float) -> list[bytes]:
-    """Returns copies of a message's frames with a bit flipped. where: in [0, 1), a share of the length of all."""
+    """Returns copies of a message's frames with one bit flipped. where: in [0, 1), a fraction of their total length."""
     bit = math.floor(where * 8 * sum(map(len, frames)))
     found = []
     for frame in frames:

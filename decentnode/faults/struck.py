@@ -1,4 +1,4 @@
-"""Between which nodes faults strike messages with models."""
+"""Determines which pairs of nodes have faults of messages with models."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from decentnode.faults.vocabulary import PLANES, AnyFault, Break, Cut, HalfOpen,
 
 
 class StruckModels:
-    """The same answer on every node of a run, without a message."""
+    """Tells for a pair of nodes whether any fault affects models sent between them. The answer is the same on every
+    node of a run, without communication."""
 
     def __init__(self, faults: Iterable[AnyFault]) -> None:
-        """faults: of any kind, also before they are resolved."""
+        """faults: of any kind; they need not be resolved."""
         alike: dict[object, OnLinks] = {}
         for fault in faults:
             if isinstance(fault, Cut):
@@ -21,7 +22,7 @@ class StruckModels:
         self._faults = tuple(alike.values())
 
     def __call__(self, a: int, b: int) -> bool:
-        """Whether any fault strikes models between these two, in either direction."""
+        """Returns whether any fault affects models sent between these two nodes, in either direction."""
         return any(_strikes(fault, a, b) or _strikes(fault, b, a) for fault in self._faults)
 
 

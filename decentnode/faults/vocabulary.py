@@ -1,5 +1,5 @@
-"""The vocabulary of faults: what goes wrong with nodes, connections and messages, where and when. One for simulated
-runs and for runs on machines (the section `faults` of an experiment)."""
+"""The kinds of faults: what may go wrong with nodes, connections and messages, where and when. They are used by
+simulated runs and by runs on machines (the section `faults` of an experiment)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Fault(Settings):
     """Probability that the fault strikes in a round, for each node that it may strike by itself."""
 
     _always: ClassVar[bool] = False
-    """Whether a fault that says no time comes about at the start."""
+    """Whether a fault without a time is in effect from the start."""
 
     @model_validator(mode="after")
     def _has_one_time(self) -> Self:
@@ -91,15 +91,15 @@ class Fault(Settings):
 
     @property
     def told(self) -> str:
-        """The fault as JSON, without what is left out."""
+        """The fault as JSON, without fields that are None."""
         return self.model_dump_json(exclude_none=True)
 
     def concerns(self, uid: int) -> bool:
-        """Whether it is about this node."""
+        """Returns whether the fault affects this node."""
         return uid in self.uids
 
     def times(self, draw: np.random.Generator, rounds: int) -> Iterator[dict[str, Any]]:
-        """Yields when it comes about, as fields of a resolved fault."""
+        """Yields when the fault occurs, as fields of resolved faults."""
         none = {"every_seconds": None, "until_seconds": None, "probability": None}
         if self.every_seconds is not None and self.until_seconds is not None:
             for i in range(math.floor(self.until_seconds / self.every_seconds)):
@@ -113,7 +113,7 @@ class Fault(Settings):
             yield {}
 
     def resolved(self, draw: np.random.Generator, num_nodes: int, rounds: int) -> Iterator[Self]:
-        """Yields what this fault comes to: faults with at_seconds or at_round, and uids."""
+        """Yields the single faults that this fault resolves to: with at_seconds or at_round, and with uids."""
         del num_nodes
         for each in self.times(draw, rounds):
             yield self.model_copy(update=each)
@@ -227,7 +227,7 @@ class Cut(Fault):
         return (*self.sides[0], *self.sides[1])
 
     def severs(self, source: int, to: int) -> bool:
-        """Whether these two are on different sides."""
+        """Returns whether these two nodes are on different sides."""
         one, other = self.sides
         return (source in one and to in other) or (source in other and to in one)
 
@@ -267,7 +267,7 @@ class HalfOpen(_OfConnection):
 
 
 class _OfMessages(Fault):
-    """Without a time it is so from the start on."""
+    """A fault of messages; without a time it is in effect from the start."""
 
     _always: ClassVar[bool] = True
 
@@ -299,7 +299,7 @@ class _OfMessages(Fault):
         return self.source == "all" or uid in self.source
 
     def is_about(self, source: int, to: int, plane: int) -> bool:
-        """Whether it concerns messages of this connection. plane: 0 for control, 1 for models."""
+        """Returns whether it affects messages of this connection. plane: 0 for control, 1 for models."""
         return (
             (self.source == "all" or source in self.source) and (self.to == "all" or to in self.to)
             and (self.plane == "all" or plane == PLANES.index(self.plane))
@@ -348,13 +348,13 @@ class Reorder(_OfMessages):
 
 
 OfMessages: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder
-"""Faults that concern each message by itself."""
+"""Faults that affect each message separately."""
 OnLinks: TypeAlias = OfMessages | Cut | Break | HalfOpen
-"""Faults of what lies between nodes."""
+"""Faults of connections and messages between nodes."""
 OnProcesses: TypeAlias = Kill | Restart | Pause
-"""Faults that another process brings about."""
+"""Faults that another process injects."""
 InNode: TypeAlias = Slow | FullDisk | ClockJump
-"""Faults that a node brings about itself."""
+"""Faults that a node injects into itself."""
 
 
 FAULTS: dict[str, str] = {
@@ -365,7 +365,7 @@ FAULTS: dict[str, str] = {
         "duplicate": Duplicate, "reorder": Reorder,
     }.items()
 }  # fmt: skip
-"""By the word for it (`do`): the class of each fault."""
+"""The class of each fault, by its name (`do`)."""
 
 AnyFault = Annotated[
     Annotated[Kill, Tag("kill")] | Annotated[Restart, Tag("restart")] | Annotated[Pause, Tag("pause")]

@@ -1,4 +1,5 @@
-"""Hosts of machines, read from a list, a mapping, a YAML file or decentralizepy's JSON; and this host's own names."""
+"""Reads the hosts of machines from a list, a mapping, a YAML file or decentralizepy's JSON; finds this host's own
+names."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from decentnode.errors import MappingError
 from decentnode.mapping.hosts import address
 
 Addresses = Path | list[str] | dict[int, str]
-"""A file, hosts in order, or machine number -> host."""
+"""A file, the hosts in order, or machine number -> host."""
 
 
 def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[str]:
-    """Returns one host per machine; where no addresses are given, as to a simulation, names that stand for several
-    machines. Raises MappingError that names the machine without an address."""
+    """Returns one host per machine. If no addresses are given, as for a simulation, these are placeholder names for
+    several machines, and loopback for one. Raises MappingError, which names the machine without an address."""
     if addresses is None:
         return ["127.0.0.1"] if machines == 1 else [f"machine-{number}" for number in range(machines)]
     where = ""
@@ -45,8 +46,8 @@ def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[st
 
 
 def own_names() -> set[str]:
-    """Returns the host name, short and as the system gives it, and every address of every interface. Asks no name
-    server."""
+    """Returns this host's name, in short form and as the system gives it, and the addresses of all its interfaces. Does
+    not use a name server."""
     name = socket.gethostname()
     found = {name, name.partition(".")[0], "localhost"}
     for interfaces in psutil.net_if_addrs().values():
@@ -57,7 +58,7 @@ def own_names() -> set[str]:
 
 
 def find(hosts_: Sequence[str], names: set[str]) -> int:
-    """Returns the one machine whose host is among `names`, ignoring case. Raises MappingError when none or several
+    """Returns the one machine whose host is among `names`, ignoring case. Raises MappingError if none or several
     are."""
     lower = {name.lower() for name in names}
     found = [machine for machine, host in enumerate(hosts_) if host.lower() in lower]

@@ -41,9 +41,10 @@ class Place:
     machine: int
     rank: int
     host: str
-    """Name or address that the others connect to; IPv6 ones without brackets."""
+    """Name or address that the other nodes connect to; IPv6 addresses without brackets."""
     port: int | None
-    """First of the node's two TCP ports (control; bulk is port + 1), or None: free ones, one machine only."""
+    """First of the node's two TCP ports (control; bulk is port + 1). None: free ports, possible with one machine
+    only."""
     device: str
     """auto, cpu, cuda or cuda:N."""
     bind: str
@@ -51,7 +52,7 @@ class Place:
     threads: int | None = None
     """Threads of the node, or None: cores / nodes of the machine."""
     behind_nat: bool = False
-    """Whether no other machine can connect to it: relays pass on what is sent to it."""
+    """Whether no other machine can connect to it, so that relays forward what is sent to it."""
 
 
 class Mapping(Component, abc.ABC):
@@ -62,11 +63,11 @@ class Mapping(Component, abc.ABC):
 
     @abc.abstractmethod
     def place(self, uid: int) -> Place:
-        """Returns the place of a node. Raises MappingError when `uid` is not mapped."""
+        """Returns the place of a node. Raises MappingError if `uid` is not mapped."""
 
     @abc.abstractmethod
     def uid(self, machine: int, rank: int) -> int:
-        """Returns the uid at a place. Raises MappingError when there is no such place."""
+        """Returns the uid at a place. Raises MappingError if there is no such place."""
 
     def local(self, machine: int) -> tuple[int, ...]:
         """Returns the uids on one machine, ascending."""
@@ -74,7 +75,7 @@ class Mapping(Component, abc.ABC):
 
     @functools.cached_property
     def _by_machine(self) -> dict[int, tuple[int, ...]]:
-        """Found once: each of thousands of nodes asks who is on its machine."""
+        """The uids of each machine. Cached, because each of thousands of nodes looks its machine up."""
         found: dict[int, list[int]] = {}
         for uid in range(self.num_nodes):
             found.setdefault(self.place(uid).machine, []).append(uid)
@@ -85,12 +86,12 @@ class Mapping(Component, abc.ABC):
         return [self.local(machine) for machine in range(self.num_machines)]
 
     def first_places(self) -> list[Place]:
-        """Returns the place of the first node of every machine, where a machine is asked whether it can be reached."""
+        """Returns the place of the first node of every machine; whether a machine can be reached is checked there."""
         return [self.place(uids[0]) for uids in self.nodes_by_machine()]
 
     @abc.abstractmethod
     def find_machine(self, names: set[str]) -> int:
         """Returns the machine whose host is one of `names` (this host's names and addresses).
 
-        Raises MappingError when none or several match, listing what was compared.
+        Raises MappingError, with the hosts that were compared, if none or several match.
         """

@@ -1,4 +1,5 @@
-"""Hosts as people write them (names, IPv4 and IPv6 addresses), and the addresses that they have on this machine."""
+"""Hosts as users write them (names, IPv4 and IPv6 addresses), and the addresses that they resolve to on this
+machine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ RESOLVE_SECONDS = 5.0
 
 
 def address(host: str) -> Address | None:
-    """Returns the address that `host` spells, an IPv6 one with or without brackets; None for names."""
+    """Returns the address that `host` is, where an IPv6 address may have brackets; None for names."""
     try:
         found = ipaddress.ip_address(host[1:-1] if host[:1] == "[" and host[-1:] == "]" else host)
     except ValueError:
@@ -30,9 +31,9 @@ def address(host: str) -> Address | None:
 
 
 def checked(host: str) -> str:
-    """Returns `host` in a spelling that can be compared: addresses compressed and without brackets, names unchanged.
+    """Returns `host` in a form that can be compared: addresses compressed and without brackets, names unchanged.
 
-    Raises ValueError for what is no host, and for IPv6 link-local addresses.
+    Raises ValueError if it is not a host, and for IPv6 link-local addresses.
     """
     found = address(host)
     if found is not None:
@@ -60,7 +61,8 @@ def host_of(endpoint_: str) -> str:
 
 
 def resolved(host: str) -> list[str]:
-    """Returns the addresses of a host, IPv4 before IPv6, without link-local ones; none where the name is unknown here.
+    """Returns the addresses of a host, IPv4 before IPv6, without link-local ones; none if the name is unknown on this
+    machine.
 
     Blocking as long as the system's resolver is.
     """
@@ -77,8 +79,8 @@ def resolved(host: str) -> list[str]:
 
 
 def resolve_all(hosts: Iterable[str], seconds: float = RESOLVE_SECONDS) -> dict[str, list[str]]:
-    """Returns the addresses of many hosts, looked up at once. Blocking for `seconds` at most; names not found by then
-    have no addresses."""
+    """Returns the addresses of many hosts, looked up concurrently. Blocking for `seconds` at most; names not found by
+    then have no addresses."""
     found: dict[str, list[str]] = {}
     missing = set()
     for host in set(hosts):
@@ -102,12 +104,13 @@ def resolve_all(hosts: Iterable[str], seconds: float = RESOLVE_SECONDS) -> dict[
 
 
 def by_ipv6(addresses: list[str]) -> bool:
-    """Returns whether a host with these addresses is reached over IPv6: it has no IPv4 address, or is not known yet."""
+    """Returns whether a host with these addresses is reached over IPv6: it has no IPv4 address, or none is known
+    yet."""
     return not any(":" not in each for each in addresses)
 
 
 def is_loopback(addresses: list[str]) -> bool:
-    """Returns whether there are addresses, and all are loopback: they lead only to this machine."""
+    """Returns whether there are addresses and all of them are loopback addresses, which lead only to this machine."""
     return bool(addresses) and all(ipaddress.ip_address(each).is_loopback for each in addresses)
 
 
@@ -117,8 +120,8 @@ def is_interface(name: str) -> bool:
 
 
 def unknown_name(host: str, what: str) -> str:
-    """Why a node cannot listen on `host`: a name that nothing here resolves; empty for every other host. Blocking as
-    long as the system's resolver is.
+    """Returns why a node cannot listen on `host`, if it is a name that this machine cannot resolve; else "". Blocking
+    as long as the system's resolver is.
 
     what: where the mapping has the name, such as "host of machine 1".
     """
@@ -132,20 +135,21 @@ def unknown_name(host: str, what: str) -> str:
 
 
 def named_by(place: Place) -> str:
-    """Returns which key of the mapping gives what a node listens on: "host of machine N" or "bind of machine N"."""
+    """Returns which key of the mapping gives the address that a node listens on: "host of machine N" or "bind of
+    machine N"."""
     return f"{'host' if place.bind == place.host else 'bind'} of machine {place.machine}"
 
 
 def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
-    """Returns (error, warning): why other machines cannot reach this one, and why this one may not reach others,
-    because a name is unknown here or a host is a loopback address. Empty where there is no reason, and where all
-    machines are loopback.
+    """Returns (error, warning): why other machines cannot reach this one, and why this one may be unable to reach
+    others, because a name cannot be resolved here or a host is a loopback address. Each is empty if there is no reason,
+    and both if all machines are on loopback.
 
-    A node that listens on 127.0.0.1, because this machine's /etc/hosts says so of its own name, waits in vain for the
-    others, which go to the machine's true address or to themselves. A `bind` to a loopback address is
-    accepted, as is another machine's loopback host: a tunnel may lead there. A name of another machine may become known
-    while the nodes wait for it. Blocking for RESOLVE_SECONDS at most, and for a name that this machine listens on as
-    long as the system's resolver is.
+    A node that listens on 127.0.0.1, because this machine's /etc/hosts maps its own name to it, would wait for ever for
+    the others, which connect to the machine's real address or to themselves. A `bind` to a loopback address is
+    accepted, as is another machine's loopback host, because a tunnel may lead there. A name of another machine may
+    become resolvable while the nodes wait for it. Blocking for RESOLVE_SECONDS at most, and for a name that this
+    machine listens on as long as the system's resolver is.
     """
     places = mapping.first_places()
     own = places[machine]
@@ -179,8 +183,8 @@ def unreachable(mapping: Mapping, machine: int) -> tuple[str, str]:
 
 
 def _on_loopback(own: Place, found: str, other: str) -> str:
-    """Returns the error for a node that listens on loopback. found: the address of `own.bind` here. other: the machine
-    that cannot reach it."""
+    """Returns the error for a node that listens on loopback. found: the address that `own.bind` resolves to here.
+    other: the machine that cannot reach it."""
     give = f"give machine {own.machine} the address of its network interface (mapping)"
     if address(own.bind) is not None:
         return f"machine {own.machine} listens on {own.bind}, which only itself can reach, not {other}: {give}"

@@ -45,8 +45,8 @@ class Linear(Table):
     Config: ClassVar[type[component.Config]] = LinearConfig
 
     def __init__(self, config: LinearConfig, *, base_dir: Path = Path()) -> None:
-        """Raises MappingError for too few addresses, colliding ports, and where nobody said or found how many nodes a
-        machine has."""
+        """Raises MappingError for too few addresses, colliding ports, and if the number of nodes per machine is not
+        given and cannot be derived."""
         if config.nodes_per_machine is None:
             raise MappingError(f"mapping.nodes_per_machine must be given: the nodes of the graph are not a multiple of "
                                f"{config.machines} machines")  # fmt: skip

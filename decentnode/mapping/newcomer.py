@@ -1,4 +1,4 @@
-"""A node that is in no mapping, and its place beside the mapping's nodes."""
+"""Adds a node that is not in the mapping, and its place, to the mapping's nodes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from decentnode.mapping.base import Mapping, Place
 
 @dataclass(frozen=True)
 class Newcomer:
-    """What a node that is in no mapping was told when it was admitted, and what its own command says."""
+    """What a node that is not in the mapping was told when it was admitted, and options of its own command."""
 
     place: Place
     token: bytes
-    """Proves that the uid was granted to it."""
+    """Proves that the uid was granted to this node."""
     seats: bytes
-    """Who else came (wire/membership/seats.py)."""
+    """The other nodes that have joined (wire/membership/seats.py)."""
     samples_of: int | None = None
-    """The node of the mapping whose training samples it has; None where it has none, or private files."""
+    """The node of the mapping whose training samples it uses; None if it has none, or private files."""
 
 
 def check_samples_of(uid: int | None, mapping: Mapping) -> None:
-    """Raises UsageError unless a newcomer can have the samples of this node."""
+    """Raises UsageError unless a newcomer can use the samples of this node."""
     if uid is not None and not 0 <= uid < mapping.num_nodes:
         raise UsageError(f"--samples-of must be a node of the mapping, below {mapping.num_nodes}, got {uid}")
 
 
 class WithNewcomer(Mapping):
-    """A mapping with one place more, for the process of that node alone; the number of its nodes stays."""
+    """A mapping with one more place, for the process of that node alone; `num_nodes` does not count it."""
 
     def __init__(self, mapping: Mapping, place: Place) -> None:
         self._mapping, self._place = mapping, place
@@ -49,5 +49,5 @@ class WithNewcomer(Mapping):
 
 
 def machine_of(uid: int, mapping: Mapping) -> int:
-    """The machine number of a node beyond the mapping: each is on one of its own."""
+    """Returns the machine number of a node beyond the mapping: each is on a machine of its own."""
     return mapping.num_machines + uid - mapping.num_nodes

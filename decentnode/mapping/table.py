@@ -74,7 +74,8 @@ class Table(Mapping):
 
     @staticmethod
     def _with_hosts_checked(machine: MachineConfig, number: int, machines: int) -> MachineConfig:
-        """The same machine, with its host and bind in one spelling. Raises MappingError for what cannot be one."""
+        """Returns the same machine with its host and bind in a canonical form. Raises MappingError if one of them is
+        not valid."""
         spelled = {}
         for key, host in (("host", machine.host), ("bind", machine.bind)):
             try:

@@ -1,4 +1,5 @@
-"""Whom a node sends to, where it knows only some of the others: found out by what nodes tell each other."""
+"""Peer samplers: choose to which nodes a node sends, when it knows only some of the others and learns of more by
+gossip."""
 
 SAMPLERS: dict[str, str] = {
     "cyclon": "decentnode.samplers.cyclon:Cyclon",

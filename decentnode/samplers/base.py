@@ -1,4 +1,5 @@
-"""The contract of a peer sampler: small messages in and out, and in each round the nodes to send the model to."""
+"""The contract of a peer sampler: it exchanges small messages and chooses in each round the nodes to send the model
+to."""
 
 from __future__ import annotations
 
@@ -18,14 +19,13 @@ NO_PROFILE = np.zeros(0, np.float32)
 
 @dataclass(frozen=True)
 class Entry:
-    """What one node knows of another."""
+    """What a node knows about another node."""
 
     uid: int
     age: int
-    """For how many shuffles of those who passed it on it has been on its way: old ones are of nodes that may be
-    gone."""
+    """Age in shuffles, counted by all nodes that have passed it on; the node of an old entry may be gone."""
     profile: np.ndarray = field(default_factory=lambda: NO_PROFILE)  # [profile elements] float32
-    """What the node itself said of its data or its model, when the entry was new."""
+    """The profile of its data or model that the node had when the entry was new."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,19 @@ class Shuffle:
     """A message between two samplers."""
 
     reply: bool
-    """Whether it answers one."""
+    """Whether it answers another message."""
     entries: tuple[Entry, ...]
     near: bool = False
-    """Whether it is between nodes that are alike, and tells what is best for the receiver (knn.py)."""
+    """Whether it is exchanged between similar nodes, and carries the best candidates for the receiver (knn.py)."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What nodes tell of themselves."""
+    """What a node's profile consists of."""
 
     of: Literal["nothing", "labels", "model"] = "nothing"
-    """labels: the shares of their training samples that have each label. model: a sketch of their parameters."""
+    """labels: for each label, the share of the node's training samples that have it. model: a sketch of its
+    parameters."""
     elements: int = 0
     """Length of a sketch."""
     every: int = 1
@@ -53,11 +54,11 @@ class Profile:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a sampler knows when it begins."""
+    """What a sampler knows when it is made."""
 
     uid: int
     num_nodes: int
-    """Uids of the run are below it: others are refused."""
+    """All uids of the run are below this number; others are refused."""
     contacts: tuple[int, ...]
     """The nodes that this one knows from the beginning."""
     seed: int
@@ -81,45 +82,46 @@ class Sampler(Component, abc.ABC):
     def __init__(self, config: component.Config, around: Surroundings) -> None:
         self.config, self.around = config, around
         self.profile = NO_PROFILE
-        """What this node says of itself; whoever runs the sampler sets it, as often as it changes."""
+        """This node's own profile; whoever runs the sampler updates it."""
 
     @classmethod
     def tells(cls, config: component.Config) -> Profile:  # noqa: ARG003
-        """Returns what nodes tell of themselves."""
+        """Returns what the nodes' profiles consist of."""
         return Profile()
 
     @property
     @abc.abstractmethod
     def longest(self) -> int:
-        """The most entries of a message; longer ones are refused."""
+        """The largest number of entries in a message; longer messages are refused."""
 
     @abc.abstractmethod
     def begin(self, round: int) -> dict[int, Shuffle]:
-        """Returns what to send at the beginning of a round, by uid."""
+        """Returns the messages to send at the beginning of a round, by uid."""
 
     @abc.abstractmethod
     def receive(self, source: int, message: Shuffle, round: int) -> Shuffle | None:
-        """Takes a message in that came in a round, and returns the answer to it, if there is one.
+        """Processes a message that arrived in a round. Returns the answer to it, if there is one.
 
-        The message is checked (messages.py), but what it says may be wrong: it can make this node know nodes that are
-        gone, or take one for another, and no more.
+        The form of the message has been checked (messages.py), but its contents may be wrong. The worst that they can
+        do is make this node know nodes that are gone, or false profiles.
         """
 
     @abc.abstractmethod
     def targets(self, round: int) -> tuple[int, ...]:
-        """Returns the nodes to send the model to in a round, ascending: `degree` of them, where so many are known."""
+        """Returns the nodes to send the model to in a round, ascending: `degree` of them, or fewer if fewer are
+        known."""
 
     @abc.abstractmethod
     def known(self) -> dict[int, Entry]:
-        """Returns all that this node knows of others, by uid."""
+        """Returns all entries of other nodes that this node has, by uid."""
 
     @abc.abstractmethod
     def forget(self, uids: Collection[int]) -> None:
-        """These nodes are gone."""
+        """Removes all entries of these nodes, because they are gone."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of all that the sampler keeps between rounds."""
+        """Returns copies of all state that the sampler keeps between rounds."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""Partial views that nodes shuffle with each other (Voulgaris, Gavidia and van Steen 2005, section 2.3)."""
+"""The peer sampler CYCLON: nodes shuffle partial views with each other (Voulgaris, Gavidia and van Steen 2005, section
+2.3)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from decentnode.samplers.base import Entry, Sampler, SamplerConfig, Shuffle, Sur
 from decentnode.samplers.messages import entries_of, tables_of
 
 UNANSWERED = 4
-"""Shuffles whose answer may still come. One that comes later is taken in, but takes no other entry's place."""
+"""Number of shuffles whose answer is still awaited. The entries of a later answer only fill free places of the view."""
 
 
 class CyclonConfig(SamplerConfig):
@@ -50,7 +51,7 @@ class Cyclon(Sampler):
         super().__init__(config, around)
         self._view: dict[int, Entry] = {}
         self._asked: dict[int, tuple[int, ...]] = {}
-        """Nodes that this one began a shuffle with, and what it told them; the last `UNANSWERED`."""
+        """By uid, for the last `UNANSWERED` shuffles that this node began: the entries that it sent."""
         self._meet(around.contacts)
 
     @property
@@ -63,7 +64,7 @@ class Cyclon(Sampler):
         self._view = {uid: Entry(uid, 0, np.zeros(self.around.profile_elements, np.float32)) for uid in chosen}
 
     def _some(self, of: Collection[int], count: int, purpose: str, round: int) -> list[int]:
-        """Returns so many of these, drawn; all where there are no more."""
+        """Returns a random sample of this many of the given uids; all of them if there are not more."""
         ordered = sorted(of)
         if count >= len(ordered):
             return ordered
@@ -77,7 +78,7 @@ class Cyclon(Sampler):
     def begin(self, round: int) -> dict[int, Shuffle]:
         if round % self.config.every:
             return {}
-        if not self._view:  # all that it knew are gone: those that it began with may be back
+        if not self._view:  # all known nodes are gone, but the initial contacts may be back
             self._meet(self.around.contacts)
         self._view = {uid: replace(entry, age=entry.age + 1) for uid, entry in self._view.items()}
         if not self._view:
@@ -108,8 +109,8 @@ class Cyclon(Sampler):
         return answer
 
     def _take(self, entries: Collection[Entry], told: Collection[int]) -> None:
-        """Take entries in: into free places, then into those of what was told. Of a node that is known the younger
-        entry is kept."""
+        """Adds entries to the view: into free places first, then in place of entries that were sent (`told`). Of two
+        entries of one node, the younger is kept."""
         room = [uid for uid in told if uid in self._view]
         for entry in entries:
             known = self._view.get(entry.uid)
@@ -120,7 +121,7 @@ class Cyclon(Sampler):
                     continue
                 del self._view[room.pop()]
             self._view[entry.uid] = entry
-            if entry.uid in room:  # what was told and came back is new
+            if entry.uid in room:  # an entry that was sent and came back is a new one
                 room.remove(entry.uid)
 
     def targets(self, round: int) -> tuple[int, ...]:

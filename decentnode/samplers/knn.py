@@ -1,4 +1,4 @@
-"""Overlays of similar, or dissimilar, nodes, compared by their data or their models."""
+"""Peer samplers that connect similar, or dissimilar, nodes, compared by their data or their models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Knn(Cyclon):
         super().__init__(config, around)
         self._best: dict[int, Entry] = {}
         self._chosen: tuple[int, ...] = ()
-        """The best, as of the last refresh."""
+        """The best nodes as of the last refresh."""
         self._chosen_in = -1
 
     @classmethod
@@ -82,12 +82,12 @@ class Knn(Cyclon):
         return answer
 
     def _best_for(self, other: Entry) -> list[Entry]:
-        """Returns what this node knows, the best for another node first."""
+        """Returns all entries that this node has of other nodes than `other`, the best for `other` first."""
         known = {**self._view, **self._best}
         return self._ranked((entry for uid, entry in known.items() if uid != other.uid), other.profile)
 
     def _ranked(self, entries: Iterable[Entry], profile: np.ndarray) -> list[Entry]:
-        """Returns entries that say something of themselves, the best for a node with this profile first."""
+        """Returns the entries that have a profile, the best for a node with this profile first."""
         told = [entry for entry in entries if entry.profile.any()]
         if not told:
             return []
@@ -99,7 +99,7 @@ class Knn(Cyclon):
     def _consider(self, entries: Collection[Entry]) -> None:
         known = dict(self._best)
         for entry in entries:
-            young = entry.age < self.config.oldest  # one that is dropped here must not come back from others
+            young = entry.age < self.config.oldest  # an entry that was dropped here must not come back from others
             if young and entry.uid != self.around.uid and (
                 entry.uid not in known or entry.age < known[entry.uid].age
             ):
@@ -136,8 +136,8 @@ class Knn(Cyclon):
 
 
 def likeness(profiles: np.ndarray, own: np.ndarray, measure: str) -> np.ndarray:
-    """Returns how much each of profiles [k, elements] is like another [elements]; more is nearer: the cosine between
-    the two, or the negative Euclidean distance."""
+    """Returns how similar each of profiles [k, elements] is to the profile `own` [elements], larger being more similar:
+    their cosine, or their negative Euclidean distance."""
     if measure == "distance":
         apart: np.ndarray = -np.linalg.norm(profiles - own, axis=1)
         return apart

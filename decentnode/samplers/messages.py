@@ -1,4 +1,4 @@
-"""Entries as arrays, and what a message from another node must be to be taken in."""
+"""Converts entries to arrays and back, and checks messages from other nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MALFORMED = "malformed_shuffle"
 
 
 def tables_of(entries: Collection[Entry], profile_elements: int) -> dict[str, np.ndarray]:
-    """Returns entries as arrays: uids and ages [k] int64, and, where there are profiles, profiles [k * elements]
+    """Returns entries as arrays: uids and ages [k] int64, and, if there are profiles, profiles [k * elements]
     float32."""
     found = {"uids": np.array([entry.uid for entry in entries], np.int64),
              "ages": np.array([entry.age for entry in entries], np.int64)}  # fmt: skip
@@ -25,7 +25,7 @@ def tables_of(entries: Collection[Entry], profile_elements: int) -> dict[str, np
 
 
 def entries_of(tables: Mapping[str, np.ndarray]) -> tuple[Entry, ...]:
-    """Returns what `tables_of` was given."""
+    """Returns the entries of which `tables_of` made these arrays."""
     uids, ages = tables["uids"], tables["ages"]
     profiles = tables.get("profiles", np.zeros(0, np.float32)).reshape(len(uids), -1) if len(uids) else ()
     return tuple(Entry(int(uid), int(age), profile.copy())
@@ -33,7 +33,8 @@ def entries_of(tables: Mapping[str, np.ndarray]) -> tuple[Entry, ...]:
 
 
 def shuffle_of(sampler: Sampler, tables: Mapping[str, np.ndarray], reply: bool, near: bool = False) -> Shuffle:
-    """Returns what another node's sampler sent. Raises PeerFault for a message that no sampler of this run makes."""
+    """Returns the message that another node's sampler sent. Raises PeerFault for a message that no sampler of this run
+    would send."""
     around = sampler.around
     uids, ages, elements = tables["uids"], tables["ages"], around.profile_elements
     profiles = tables.get("profiles", np.zeros(0, np.float32))

@@ -1,4 +1,4 @@
-"""Which payloads of a round go by torch.distributed, as which of its operations, and what these cost."""
+"""Predicts which payloads of a round go by torch.distributed, by which of its operations, and what these cost."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from decentnode.simulate.timeline.network import MESSAGE, Network, Transfers
 from decentnode.simulate.traffic import KEPT, Exchanged, Traffic, view_of
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Number of streaming multiprocessors of an H100 or H200."""
 COSTS = {
     "nccl": CallCosts(8.4e-6, 0.0, 3.4e-6, 14e-6, MAX_CTAS / MULTIPROCESSORS, trees=True),
     "gloo": CallCosts(5e-5, 0.0, 1.35e-4, 1.35e-4),
 }
-"""What is taken for a backend. nccl: the latencies by which NCCL 2.30 chooses its algorithms (src/graph/tuning.cc,
-ncclTunerConstantsDefaults: protocol Simple, rings, NVLink within a machine, a network between machines); no run of
-decentnode has measured them. gloo: of two processes on two cores (docs/benchmarks.rst, "Costs of calls")."""
+"""Default costs of each backend's calls. nccl: the latencies by which NCCL 2.30 chooses its algorithms
+(src/graph/tuning.cc, ncclTunerConstantsDefaults: protocol Simple, rings, NVLink within a machine, a network between
+machines); no run of decentnode has measured them. gloo: measured with two processes on two cores (docs/benchmarks.rst,
+"Costs of calls")."""
 
 
 def costs_of(backend: str, config: CallCostsConfig) -> CallCosts:
-    """Returns what calls of a backend cost: what the config says, the rest as in COSTS."""
+    """Returns the costs of a backend's calls: those that the config gives, and the others from COSTS."""
     given = {key: value for key, value in config.model_dump().items() if value is not None}
     return replace(COSTS[backend], **given)
 
 
 def gpus_of(experiment: Experiment) -> dict[int, int]:
-    """Returns the nodes whose models lie on a GPU as far as the config says it, each with a number of that GPU. The
-    devices `cuda` and, where NCCL is asked for, `auto` are a GPU for every node of a machine."""
+    """Returns the nodes whose models are on a GPU according to the config, each with a number that identifies the GPU.
+    The device `cuda`, and with NCCL also `auto`, means a GPU of its own for every node of a machine."""
     mapping = experiment.make_mapping()
     asks = getattr(experiment.communication, "backend", "auto") == "nccl"
     found: dict[int, int] = {}
@@ -56,7 +57,8 @@ def gpus_of(experiment: Experiment) -> dict[int, int]:
 
 
 def backend_of(experiment: Experiment, members: Sequence[int]) -> str:
-    """Returns which backend a clique of these nodes takes: NCCL, where that is left open, if each has its own GPU."""
+    """Returns the backend of a clique of these nodes. If the config leaves it open, it is NCCL if each node has its own
+    GPU, else gloo."""
     wanted = str(getattr(experiment.communication, "backend", "auto"))
     if wanted != "auto":
         return wanted
@@ -65,13 +67,13 @@ def backend_of(experiment: Experiment, members: Sequence[int]) -> str:
 
 
 def calls_of(experiment: Experiment, network: Network, members: Sequence[int], chunk_bytes: float) -> Calls:
-    """Returns the operations of these nodes, with the costs of their backend."""
+    """Returns the operations between these nodes, with the costs of their backend."""
     return Calls(costs_of(backend_of(experiment, members), network.config.calls), network, chunk_bytes)
 
 
 class CliqueTransfers:
-    """The transfers of an experiment with cliques: those of `Traffic`, where payloads inside a clique are operations of
-    torch.distributed. A pure function of the experiment and the round."""
+    """The transfers of an experiment with cliques: those of `Traffic`, with payloads inside a clique sent by operations
+    of torch.distributed. A pure function of the experiment and the round."""
 
     def __init__(self, experiment: Experiment, traffic: Traffic, network: Network) -> None:
         communication = experiment.communication
@@ -85,18 +87,19 @@ class CliqueTransfers:
         compute = experiment.simulate.compute
         skips = compute is not None and compute.when_away == "skip" and bool(compute.availability or compute.churn)
         self._may_call = communication.use_collectives and experiment.node.missing == "fail" and not skips
-        """Whether a clique may do at once what all of its members want; not where rounds pass without some."""
+        """Whether the members of a clique may exchange by one collective call; not if rounds may proceed without some
+        of them."""
         self._whole: dict[int, bool] = {}
-        """Of cliques: whether all of their edges are theirs."""
+        """For each clique: whether all edges between its members use torch.distributed."""
         self._clique_at = {uid: at for at, clique in enumerate(self._cliques) for uid in clique}
         self._known: dict[int, tuple[tuple[Transfers, ...], tuple[Transfers, ...]]] = {}
 
     def __call__(self, round: int) -> tuple[Transfers, ...]:
-        """Returns the transfers of each phase of a round: the same objects again where they are the same."""
+        """Returns the transfers of each phase of a round; the same objects again if the edges are the same."""
         plain = self._traffic(round)
         if not self._cliques:
             return plain
-        known = self._known.get(id(plain))  # one object for all rounds whose edges are the same
+        known = self._known.get(id(plain))  # `Traffic` returns the same object for all rounds with the same edges
         if known is None:
             if len(self._known) >= KEPT:
                 self._known.clear()
@@ -105,7 +108,7 @@ class CliqueTransfers:
                 self._joined(each, [self._kind(at, due, round, phase) for at in range(len(self._cliques))])
                 for phase, each in enumerate(plain)
             )
-            known = self._known[id(plain)] = plain, made  # `plain` is kept, so that its id stays its own
+            known = self._known[id(plain)] = plain, made  # `plain` is kept, so that its id is not reused
         return known[1]
 
     def _joined(self, plain: Transfers, kinds: Sequence[Kind | None]) -> Transfers:
@@ -136,8 +139,8 @@ class CliqueTransfers:
     # -- calls of a whole clique
 
     def _kind(self, at: int, due: Sequence[tuple[Exchanged, int]], round: int, phase: int) -> Kind | None:
-        """Returns the call by which a clique exchanges all fragments that are due; None where payloads go point to
-        point, as those of some fragment do."""
+        """Returns the collective call by which a clique exchanges all fragments of a round; None if they, or some of
+        them, are sent point to point."""
         clique = self._cliques[at]
         if not due or not self._may_call or len(clique) < 3:
             return None
@@ -154,7 +157,7 @@ class CliqueTransfers:
         rule, elements = each.rule, each.fragment.elements
         if rule.requirements.scalars:
             return None
-        first = averaging_group_of(each.fragment.graph, clique[0], number)  # of one member, it is that of all
+        first = averaging_group_of(each.fragment.graph, clique[0], number)  # the same for all members of a group
         view = self._planned(each, first, clique[0], round, phase)
         if any(self._planned(each, first, uid, round, phase).averaging != clique for uid in clique):
             return None
@@ -165,7 +168,7 @@ class CliqueTransfers:
         own = rule.own_contribution(model, view)
         if own is not None and self._config.non_finite == "reject":
             return None
-        if rule.requirements.linear or (own is None and (each.alike or phase)):  # of later phases nobody knows more
+        if rule.requirements.linear or (own is None and (each.alike or phase)):  # later phases are not predictable
             outgoing = dict.fromkeys(view.neighbors, Payload({}))
         elif own is None:
             return None
@@ -176,6 +179,7 @@ class CliqueTransfers:
     def _planned(
         self, each: Exchanged, group: tuple[int, ...], uid: int, round: int, phase: int
     ) -> RoundView:
-        """group: of the graph, for its members."""
+        """Returns a node's view of the round, as planned by its rule. group: the graph's averaging group, given to its
+        members."""
         view = view_of(each.rule, each.fragment, uid, round, self._experiment.seed)
         return each.rule.plan(replace(view, averaging_group=group if uid in group else (), phase=phase))

@@ -1,8 +1,9 @@
-"""Seconds of an iteration of data-parallel training: all-reduce of gradients beside averages over a graph.
+"""Predicts the duration of an iteration of data-parallel training: with all-reduce of gradients, or with averaging over
+a graph.
 
-Gradients are reduced by all nodes while the backward pass goes on, as PyTorch's DistributedDataParallel does. Over a
-graph whose rounds are groups that average (alternating_exponential_ring), the average of the models is under way for a
-whole iteration (docs/explanation/round.rst, "Overlapped").
+Gradients are reduced among all nodes during the backward pass, as PyTorch's DistributedDataParallel does. Over a graph
+whose rounds are groups that average (alternating_exponential_ring), the models are averaged during a whole iteration
+(docs/explanation/round.rst, "Overlapped").
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from decentnode.simulate.timeline.network import Network
 from decentnode.simulate.timeline.rounds import Clock, time_line
 
 FORWARD_SHARE = 1 / 3
-"""Share of an iteration's compute time before the first gradients are there."""
+"""Share of an iteration's compute time before the first gradients are available."""
 BUCKET_BYTES = 25 << 20
-"""Of gradients that DistributedDataParallel reduces in one call by default."""
+"""Bytes of gradients that DistributedDataParallel reduces in one call by default."""
 ROUNDS = 120
 FREE = CallCosts(0.0, 0.0, 0.0, 0.0, trees=True)
-"""Nothing counts but the bytes on the links."""
+"""Costs of calls that take no time apart from the bytes on the links."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of equal nodes."""
+    """A cluster of machines with equal nodes."""
 
     nodes: int
     nodes_per_machine: int
     gbit_per_second: float
-    """What each machine sends, and what it receives."""
+    """Bandwidth of each machine, for sending and for receiving."""
 
     @property
     def machine_of(self) -> list[int]:
@@ -42,12 +43,12 @@ class Cluster:
 
 
 def groups_of(graph: Graph, round: int) -> list[tuple[int, ...]]:
-    """Returns the groups of a round whose members all average with each other and with nobody else, ascending."""
+    """Returns, ascending, the groups of a round whose members all average with each other and with no other node."""
     return sorted({group for uid in range(graph.num_nodes) if (group := averaging_group_of(graph, uid, round))})
 
 
 def all_reduce_clock(compute: Compute, calls: Calls, network: Network, gradient_bytes: float) -> Clock:
-    """Returns the clock of data-parallel training. compute: of one local step. gradient_bytes: of one node."""
+    """Returns the clock of data-parallel training. compute: times of one local step. gradient_bytes: of one node."""
     everybody = [averages(calls, [range(compute.num_nodes)], gradient_bytes)]
     return Clock(compute, network, lambda _: everybody, leaves_after=FORWARD_SHARE)
 
@@ -56,8 +57,9 @@ def iteration_seconds(
     cluster: Cluster, model_bytes: float, compute_seconds: float, *, spread: float = 0.0,
     method: Literal["all_reduce", "alternating_exponential_ring"] = "all_reduce", costs: CallCosts = FREE,
 ) -> float:
-    """Returns the mean seconds of an iteration. compute_seconds: of a node alone. spread: deviation of its compute time
-    from iteration to iteration, by the mean. Raises GraphError where the cluster has no such graph."""
+    """Returns the mean seconds of an iteration. compute_seconds: of a node, without communication. spread: standard
+    deviation of its compute time from iteration to iteration, relative to the mean. Raises GraphError if the cluster
+    has no such graph."""
     where = cluster.machine_of
     config = ComputeConfig.model_validate({"step_seconds": compute_seconds, "spread": spread})
     compute = Compute(config, where, step_seconds=compute_seconds)

@@ -1,4 +1,4 @@
-"""A YAML file with the keys of `simulate.links`, as `decentnode doctor --links` writes it."""
+"""Reads a YAML file with the keys of `simulate.links`, as `decentnode doctor --links` writes it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from decentnode.experiment.virtual_time import LinksConfig
 
 
 def read_links(*paths: Path) -> LinksConfig:
-    """Returns the links of one file, or of several laid over each other: lists are joined, other keys of later files
-    replace those of earlier ones. Raises UsageError."""
+    """Returns the links described by one file, or by several files merged in order: lists are concatenated, other keys
+    of later files replace those of earlier ones. Raises UsageError."""
     found: dict[str, object] = {}
     for path in paths:
         try:

@@ -1,7 +1,8 @@
-"""Nodes of an asynchronous schedule in virtual time: each is in a round of its own, and gets what has arrived by then.
+"""Virtual time for asynchronous schedules: each node is in a round of its own, and mixes what has arrived by then.
 
-How long rounds take depends on nobody else there (`Clock`, asynchronous), so that the time of every round and arrival
-is known beforehand; what is mixed depends on it. Nodes of one process are stepped in the order of these times.
+With these schedules the duration of a round does not depend on other nodes (`Clock`, asynchronous), so that the times
+of all rounds and arrivals are known beforehand, and they decide what is mixed. The nodes, which are in one process, are
+stepped in the order of these times.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ UNKNOWN = {
     "ad_psgd": "the time when a pair is averaged depends on which node answers which offer",
     "epidemic": "a round waits for arriving models, so its time depends on the other nodes",
 }
-"""Schedules whose times are not known beforehand, and why."""
+"""Schedules whose times are not known beforehand, with the reason."""
 
 
 def check_schedule(experiment: Experiment) -> None:
-    """Raises UsageError where rounds of the experiment's asynchronous schedule cannot be put in order beforehand."""
+    """Raises UsageError if the times of the rounds of the experiment's asynchronous schedule are not known
+    beforehand."""
     name = experiment.node.schedule
     why = UNKNOWN.get(name)
     config = experiment.node.asynchronous or AsynchronousConfig.model_validate({})
@@ -51,19 +53,20 @@ def check_schedule(experiment: Experiment) -> None:
 class _Round:
     """A round of all nodes, which are in it at different times."""
 
-    computed: np.ndarray  # [N] when the local steps are done: what has arrived by then is mixed
+    computed: np.ndarray  # [N] when the local steps are done; payloads that have arrived by then are mixed
     end: np.ndarray  # [N]
     arrived: dict[tuple[int, int], float]
-    """By source and target: when what the source sends in the round is there."""
+    """By (source, target): when the payload that the source sends in this round arrives."""
 
 
 class OwnRounds(Hub):
-    """The payloads under way between the nodes of a run, and the order in which these are stepped."""
+    """An in-process hub that delivers payloads at their virtual arrival times, and decides which node is stepped
+    next."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock.compute.num_nodes)
         self.now = 0.0
-        """Virtual seconds."""
+        """Virtual time in seconds."""
         self._clock = clock
         self._rounds: dict[int, _Round] = {}
         self._last_ends: dict[int, float] = {}
@@ -84,10 +87,10 @@ class OwnRounds(Hub):
         return self._rounds[round]
 
     def ended(self, uid: int, _rounds: int) -> float:
-        """Returns when the node's last round ended, whatever the number of its rounds."""
+        """Returns when the node's last round ended; the number of rounds is ignored."""
         return self._last_ends.get(uid, 0.0)
 
-    # -- what is under way
+    # -- payloads in flight
 
     def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:
         known = self._round(round)
@@ -96,7 +99,7 @@ class OwnRounds(Hub):
         heapq.heappush(self._under_way, (arrives, next(self._numbers), what))
 
     def computed(self) -> Wait:
-        """`turn` says when it is over."""
+        """Returns a wait that is always over: `turn` decides when a node goes on."""
         return Until(0.0)
 
     def deliver(self) -> None:
@@ -104,12 +107,12 @@ class OwnRounds(Hub):
             _, _, what = heapq.heappop(self._under_way)
             super().post(*what)
 
-    # -- whose turn it is
+    # -- the order of the nodes
 
     def turn(self, nodes: Sequence[Node]) -> list[Node]:
-        """Returns those that are to be stepped next of the nodes that have not ended: of those within a round the one
-        whose local steps are done first. Before all have begun one, and after all have ended theirs, nodes wait for
-        each other, and those that are in none are stepped in turn."""
+        """Returns which of the nodes that have not ended are to be stepped next: of the nodes within a round, the one
+        whose local steps are done first. Before all nodes have begun their first round, and after the others have ended
+        their last, nodes wait for each other, and all that are not within a round are stepped in turn."""
         self._nodes = nodes
         within = [node for node in nodes if node.within_round]
         self._begun.update(node.uid for node in within)
@@ -124,8 +127,9 @@ class OwnRounds(Hub):
         return [first]
 
     def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a node's record with `virtual_seconds`: of a round, and of an evaluation of the node alone, when the
-        node had finished its last round; of those of all nodes together, when all had."""
+        """Returns a node's record with `virtual_seconds` added. For a round, or an evaluation of the node alone, this
+        is when the node finished its last round; for an evaluation of all nodes together, when all had finished
+        theirs."""
         kind = record.get("kind")
         if kind not in ("round", "evaluation"):
             return dict(record)

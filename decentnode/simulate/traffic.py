@@ -1,4 +1,4 @@
-"""What the nodes of an experiment send each other in each round: edges by graph and rule, bytes by rule and codec."""
+"""Predicts what the nodes of an experiment send in each round: edges from graph and rule, bytes from rule and codec."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from decentnode.sharing.rounds import rule_view
 from decentnode.simulate.timeline.network import NOBODY, Transfers
 
 UPDATE = 1e-2
-"""Size of the change, by that of the model, after which a rule's payload is measured: rules send differences, too."""
+"""Size of the update, relative to the model, after which a rule's payload is measured; it matters for rules that send
+differences."""
 KEPT = 256
-"""Sets of transfers that are remembered; as many as the longest usual period of a graph."""
+"""Number of sets of transfers that are cached; enough for the longest usual period of a graph."""
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """One fragment of the parameters, or all of them."""
+    """A fragment of the parameters, or all of them, with the rule that exchanges it and the size of its payloads."""
 
     fragment: Fragment
     rule: Sharing
     dtype: torch.dtype
-    """Of the model."""
+    """Dtype of the model."""
     bytes_of: tuple[float, ...]
-    """Of one payload in each phase."""
+    """Bytes of one payload in each phase."""
     alike: bool = False
-    """Whether all neighbors get one payload, as far as the first phase shows it."""
+    """Whether all neighbors get the same payload, judging by the first phase."""
     bytes_to_others: float = 0.0
-    """Of what a server sends to a client that takes no part in the round."""
+    """Bytes that a server sends to a client that takes no part in the round."""
 
 
 class Traffic:
@@ -45,7 +46,7 @@ class Traffic:
 
     def __init__(self, experiment: Experiment, module: torch.nn.Module | None = None) -> None:
         """Makes the rule and measures its payloads, which takes as long as a few rounds of one node's rule. module: the
-        experiment's model, on any device; made when not given. Raises what the experiment's parts raise."""
+        experiment's model, on any device; None: it is made. Raises what the experiment's parts raise."""
         self._experiment = experiment
         graph = experiment.make_graph()
         self.num_nodes = graph.num_nodes
@@ -62,7 +63,7 @@ class Traffic:
 
     @property
     def trains(self) -> Callable[[int], np.ndarray] | None:
-        """Returns who makes local steps in a round, bool [N]; None where everybody does."""
+        """Returns a function that tells which nodes make local steps in a round, bool [N]; None if all do."""
         return self._clients if self._servers else None
 
     def _clients(self, round: int) -> np.ndarray:
@@ -82,10 +83,10 @@ class Traffic:
         found = []
         for fragment, rule, fresh in zip(fragments, shared.make_rules(), shared.make_rules(), strict=True):
             schedule, model = self._experiment.node.schedule, shared.model.dtype
-            for each in (rule, fresh):  # rules lay out what they send when they are asked for it
+            for each in (rule, fresh):  # a rule sets up what it sends when its schema is computed
                 payload_schema(schedule, each, fragment.elements, model)
             dtype = sent_dtype(schedule, rule, model)
-            # a rule that has sent nothing plans the rounds
+            # `fresh`, which has sent nothing, plans the rounds; measuring changes the state of `rule`
             if rule.requirements.star:
                 down, others = bytes_down(rule, fragment, self._experiment.seed, dtype)
                 found.append(Exchanged(fragment, fresh, model, (down,) * rule.requirements.phases,
@@ -106,8 +107,8 @@ class Traffic:
         return found
 
     def __call__(self, round: int) -> tuple[Transfers, ...]:
-        """Returns the transfers of each phase of a round: the same objects again where they are the same. Those of all
-        fragments in one phase are under way at once."""
+        """Returns the transfers of each phase of a round; the same objects again if the edges are the same. Those of
+        all fragments in one phase are in flight at the same time."""
         due = self.due(round)
         key: tuple[object, ...] = tuple((each.fragment.index, self._phase_of(each, number, round))
                                         for each, number in due)  # fmt: skip
@@ -118,10 +119,10 @@ class Traffic:
         return self._known[key]
 
     def _phase_of(self, each: Exchanged, number: int, round: int) -> object:
-        """Returns what decides the edges of an exchange."""
+        """Returns a key on which the edges of an exchange depend."""
         period = each.fragment.graph.period
         if _plans(each.rule):
-            return ("round", round)  # such a rule's edges may depend on anything
+            return ("round", round)  # the rule's edges may be different in every round
         return number if period is None else number % period
 
     def _transfers(self, due: list[tuple[Exchanged, int]], round: int, phase: int) -> Transfers:
@@ -151,24 +152,24 @@ class Traffic:
 
 
 def _plans(rule: Sharing) -> bool:
-    """Whether a rule sends to others than the graph's neighbors, or not to all of them."""
+    """Returns whether a rule chooses its receivers itself, instead of sending to all neighbors in the graph."""
     return rule.requirements.overrides_topology or rule.requirements.star
 
 
 def view_of(rule: Sharing, fragment: Fragment, uid: int, round: int, seed: int) -> RoundView:
-    """Returns what a node's rule sees of a round, before its plan."""
+    """Returns a node's view of a round, before its rule plans it."""
     return replace(rule_view(rule, fragment.graph, uid, fragment.turn(round), seed), fragment=fragment.index)
 
 
 def payload_bytes(
     rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype
 ) -> tuple[tuple[float, ...], bool]:
-    """Returns (the mean bytes of a payload in each phase, whether all neighbors get one payload in the first), of a
-    model of normal entries that a round has changed. Of a rule whose payloads differ from exchange to exchange
-    (powergossip) they are those of the first.
+    """Returns (mean bytes of a payload in each phase, whether all neighbors get the same payload in the first phase),
+    for a model of normally distributed entries after an update. If payloads differ from exchange to exchange
+    (powergossip), those of the first exchange count.
 
-    rule: a fresh one, whose state this changes. Phases that depend on what neighbors sent are taken to be as large as
-    the first. The node that is asked is the first that sends anything in the first exchange.
+    rule: a fresh one, whose state this changes. Later phases, whose payloads depend on what neighbors sent, are taken
+    to be as large as the first. The payloads are those of the lowest node that sends anything in the first exchange.
     """
     draws = torch.Generator().manual_seed(seed)
     model = torch.randn(fragment.elements, generator=draws).to(dtype)
@@ -191,15 +192,15 @@ def payload_bytes(
 
 
 def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Returns the bytes of what a server sends to a client that takes part in a round, and to one that does not, once
-    all have had the model; what comes up is taken to be as large as the first. rule: a fresh one, whose state this
-    changes."""
+    """Returns the bytes that a server sends to a client that takes part in a round, and to one that does not, once all
+    clients have received the model. What clients send up is taken to be as large as the former. rule: a fresh one,
+    whose state this changes."""
     draws = torch.Generator().manual_seed(seed)
     model = torch.randn(fragment.elements, generator=draws).to(dtype)
     view = rule.plan(view_of(rule, fragment, min(fragment.graph.servers), 0, seed))
     with torch.no_grad():
         rule.begin(model, view)
-        rule.outgoing(model, view)  # of some rules whole models
+        rule.outgoing(model, view)  # the first payloads of some rules are whole models
         model += UPDATE * torch.randn(model.shape, generator=draws).to(dtype)
         sizes = [float(sum(payload.bytes())) for payload in rule.outgoing(model, view).values()]
     return max(sizes, default=0.0), min(sizes, default=0.0)

@@ -1,4 +1,4 @@
-"""An experiment's virtual time: its compute times, links, traffic and schedule put together."""
+"""Makes an experiment's virtual time from its compute times, links, traffic and schedule."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from decentnode.simulate.timeline.rounds import Clock, TimeLine, TransfersOf, ti
 from decentnode.simulate.traffic import Traffic
 
 MEASURED_ROUNDS = 5
-"""Rounds of local steps whose median is a node's time, after one that is not counted."""
+"""Rounds of local steps whose median duration is used, after a warm-up round."""
 MEASURED_SECONDS = 10.0
-"""After so many seconds no further round is begun."""
+"""No further round is measured after this time."""
 
 
 def is_described(experiment: Experiment) -> bool:
-    """Returns whether the experiment says anything of a world with virtual time."""
+    """Returns whether the experiment describes virtual time (simulate.compute or simulate.links)."""
     return experiment.simulate.compute is not None or experiment.simulate.links is not None
 
 
 def measured_step_seconds(experiment: Experiment) -> float:
-    """Returns the seconds of one local step of the first node that trains on this machine, with the threads that the
-    mapping gives it. Blocking for about MEASURED_SECONDS at most, beside the time that a model takes to be made."""
+    """Returns the seconds of one local step, measured on this machine with the first node that trains, and with as many
+    threads as the mapping gives it. Blocking for about MEASURED_SECONDS at most, plus the time to make the model."""
     num_nodes, servers = experiment.make_graph().num_nodes, experiment.servers()
     uid = next(uid for uid in range(num_nodes) if uid not in servers)
     hub = Hub(num_nodes)
@@ -55,16 +55,16 @@ def measured_step_seconds(experiment: Experiment) -> float:
 
 
 def local_steps(experiment: Experiment) -> int:
-    """Returns the local steps of a round; 1 where they follow from the data (local_epochs): a step is then all of
-    them."""
+    """Returns the number of local steps of a round; 1 if it follows from the data (local_epochs): a step then stands
+    for all of them."""
     return int(getattr(experiment.training, "local_steps", 1) or 1)
 
 
 def make_compute(
     experiment: Experiment, config: ComputeConfig, step_seconds: float | None = None, steps: int | None = None
 ) -> Compute:
-    """Returns the compute times of the experiment's nodes. step_seconds: of a step where the config says `measured`;
-    None: measured now, unless a trace of devices says it. steps: of a round; None: the experiment's local steps."""
+    """Returns the compute times of the experiment's nodes. step_seconds: of a step, if the config says `measured`;
+    None: measured now, unless a trace of devices gives it. steps: of a round; None: the experiment's local steps."""
     mapping = experiment.make_mapping()
     if config.step_seconds != "measured":
         step_seconds = config.step_seconds
@@ -91,8 +91,8 @@ def make_clock(
     experiment: Experiment, *, links: LinksConfig | None = None, step_seconds: float | None = None,
     traffic: Traffic | None = None,
 ) -> Clock:
-    """Returns the clock of an experiment. links: in place of its own. step_seconds: as for `make_compute`. Raises what
-    its parts raise."""
+    """Returns the clock of an experiment. links: replaces the experiment's own. step_seconds: as for `make_compute`.
+    Raises what its parts raise."""
     section = experiment.simulate
     compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds)
     network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)
@@ -110,7 +110,7 @@ def make_clock(
 
 
 class VirtualTime:
-    """The virtual time of a run that goes on: rounds are computed when somebody asks for them."""
+    """The virtual time of a running simulation; a round's times are computed when they are first needed."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -122,19 +122,19 @@ class VirtualTime:
         return self._ends[round]
 
     def finished(self, rounds: int, uid: int | None = None) -> float:
-        """Returns when a node had finished so many rounds; without `uid`, when all had."""
+        """Returns when a node finished its first `rounds` rounds; without `uid`, when all nodes had."""
         if not rounds:
             return 0.0
         end = self._end(rounds - 1)
         return float(end.max() if uid is None else end[uid])
 
     def ended(self, uid: int, rounds: int) -> float:
-        """As `finished`, of one node: by this name a schedule of rounds of one's own has it, too."""
+        """Returns the same as `finished`, for one node; `OwnRounds` has a method of this name, too."""
         return self.finished(rounds, uid)
 
     def told(self, uid: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a node's record with `virtual_seconds`: of a round when the node had finished it, of an evaluation
-        when all nodes had finished the rounds before it."""
+        """Returns a node's record with `virtual_seconds` added: for a round, when the node finished it; for an
+        evaluation, when all nodes had finished the rounds before it."""
         if record.get("kind") == "round":
             return {**record, "virtual_seconds": self.finished(record["round"] + 1, uid)}
         if record.get("kind") == "evaluation":
@@ -149,8 +149,8 @@ def time_line_of(experiment: Experiment, rounds: int, **options: Any) -> tuple[T
 
 
 def recorded_step_seconds(experiment: Experiment, run: Path) -> tuple[int, float | None]:
-    """Returns (the rounds that all nodes of a run finished, the median seconds of its local steps; None where it
-    recorded none). Raises UsageError for a folder without records."""
+    """Returns (the number of rounds that all nodes of a run finished, the median seconds of its local steps or None if
+    there are none recorded). Raises UsageError if not every node has finished a round."""
     rounds: list[int] = []
     seconds: list[float] = []
     for file in sorted(run.glob("nodes/*/metrics.jsonl")):
