@@ -1,9 +1,9 @@
 """Fault injection as data: the kinds of faults, the plan that a list of them resolves to, and what happens to a
 message."""
 
-from decentnode.faults.course import Course, InEffect, Plan, lasts, resolve
-from decentnode.faults.fates import Fate, Fates, damaged
-from decentnode.faults.struck import StruckModels
+from decentnode.faults.affected_links import StruckModels
+from decentnode.faults.message_faults import Fate, Fates, damaged
+from decentnode.faults.plan import Course, InEffect, Plan, lasts, resolve
 from decentnode.faults.vocabulary import (
     FAULTS,
     AnyFault,
@@ -21,7 +21,7 @@ from decentnode.faults.vocabulary import (
     InNode,
     Kill,
     Link,
-    OfMessages,
+    MessageFault,
     OnLinks,
     OnProcesses,
     Pause,
@@ -32,6 +32,6 @@ from decentnode.faults.vocabulary import (
 
 __all__ = (
     "FAULTS", "AnyFault", "Break", "ClockJump", "Corrupt", "Course", "Cut", "Delay", "Drop", "Duplicate", "Fate",
-    "Fates", "Fault", "Faults", "FullDisk", "HalfOpen", "InEffect", "InNode", "Kill", "Link", "OfMessages", "OnLinks",
+    "Fates", "Fault", "Faults", "FullDisk", "HalfOpen", "InEffect", "InNode", "Kill", "Link", "MessageFault", "OnLinks",
     "OnProcesses", "Pause", "Plan", "Reorder", "Restart", "Slow", "StruckModels", "damaged", "lasts", "resolve",
 )  # fmt: skip

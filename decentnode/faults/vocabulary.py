@@ -16,14 +16,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def _each_once(uids: tuple[int, ...]) -> tuple[int, ...]:
-    twice = next((uid for index, uid in enumerate(uids) if uid in uids[:index]), None)
-    if twice is not None:
-        raise ValueError(f"must name each node once, got {twice} twice")
+    repeated = next((uid for index, uid in enumerate(uids) if uid in uids[:index]), None)
+    if repeated is not None:
+        raise ValueError(f"must name each node once, got {repeated} twice")
     return uids
 
 
-Some = Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_each_once)]
-Uids = Some | Literal["all"]
+SomeUids = Annotated[tuple[int, ...], Field(min_length=1), AfterValidator(_each_once)]
+Uids = SomeUids | Literal["all"]
 Plane = Literal["control", "bulk"]
 PLANES: tuple[Plane, ...] = ("control", "bulk")
 
@@ -67,14 +67,14 @@ class Fault(Settings):
     probability: Share | None = None
     """Probability that the fault strikes in a round, for each node that it may strike by itself."""
 
-    _always: ClassVar[bool] = False
+    _starts_at_once: ClassVar[bool] = False
     """Whether a fault without a time is in effect from the start."""
 
     @model_validator(mode="after")
     def _has_one_time(self) -> Self:
         times = (self.at_seconds, self.at_round, self.every_seconds, self.probability)
         given = sum(each is not None for each in times)
-        if given > 1 or not (given or self._always):
+        if given > 1 or not (given or self._starts_at_once):
             raise ValueError("a fault must have either at_seconds or at_round, or every_seconds, or probability")
         if (self.every_seconds is None) != (self.until_seconds is None):
             raise ValueError("a fault must have every_seconds and until_seconds, or neither")
@@ -119,14 +119,14 @@ class Fault(Settings):
             yield self.model_copy(update=each)
 
 
-class _OfNodes(Fault):
+class _NodeFault(Fault):
     nodes: Uids
     """Uids of the nodes that it may strike, or all."""
     count: int | None = Field(default=None, ge=1)
     """How many of `nodes` it strikes, drawn anew each time. Default: all of them."""
 
     @model_validator(mode="after")
-    def _is_drawn_in_one_way(self) -> Self:
+    def _has_count_or_probability(self) -> Self:
         if self.count is not None and self.probability is not None:
             raise ValueError("a fault must have either count or probability: it strikes each node by itself")
         if self.count is not None and self.nodes != "all" and self.count > len(self.nodes):
@@ -151,21 +151,21 @@ class _OfNodes(Fault):
             yield self.model_copy(update={**each, "nodes": chosen, "count": None})
 
 
-class Kill(_OfNodes):
+class Kill(_NodeFault):
     """Processes end without notice (SIGKILL)."""
 
     do: Literal["kill"] = "kill"
     """Which fault it is."""
 
 
-class Restart(_OfNodes):
+class Restart(_NodeFault):
     """Killed processes are started again, without a model, and ask to rejoin the run."""
 
     do: Literal["restart"] = "restart"
     """Which fault it is."""
 
 
-class Pause(_OfNodes):
+class Pause(_NodeFault):
     """Processes are suspended (SIGSTOP) and continue afterwards."""
 
     do: Literal["pause"] = "pause"
@@ -174,7 +174,7 @@ class Pause(_OfNodes):
     """Duration, in seconds."""
 
 
-class Slow(_OfNodes):
+class Slow(_NodeFault):
     """Local steps take longer."""
 
     do: Literal["slow"] = "slow"
@@ -185,7 +185,7 @@ class Slow(_OfNodes):
     """Duration, in seconds. Default: to the end of the run."""
 
 
-class FullDisk(_OfNodes):
+class FullDisk(_NodeFault):
     """No file of the run can be written (ENOSPC): metrics, status, checkpoints, models. The records by which the run is
     checked (events.jsonl) are exempt."""
 
@@ -195,7 +195,7 @@ class FullDisk(_OfNodes):
     """Duration, in seconds. Default: to the end of the run."""
 
 
-class ClockJump(_OfNodes):
+class ClockJump(_NodeFault):
     """The wall clock jumps, and stays where it jumped to."""
 
     do: Literal["clock_jump"] = "clock_jump"
@@ -209,30 +209,30 @@ class Cut(Fault):
 
     do: Literal["cut"] = "cut"
     """Which fault it is."""
-    sides: tuple[Some, Some]
+    sides: tuple[SomeUids, SomeUids]
     """Uids of the nodes on either side."""
     seconds: float = Field(gt=0)
     """Duration, in seconds."""
 
     @field_validator("sides")
     @classmethod
-    def _are_apart(cls, sides: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        both = sorted({*sides[0]} & {*sides[1]})
-        if both:
-            raise ValueError(f"must have each node on only one side, got {both[0]} on both")
+    def _are_disjoint(cls, sides: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        on_both = sorted({*sides[0]} & {*sides[1]})
+        if on_both:
+            raise ValueError(f"must have each node on only one side, got {on_both[0]} on both")
         return sides
 
     @property
     def uids(self) -> tuple[int, ...]:
         return (*self.sides[0], *self.sides[1])
 
-    def severs(self, source: int, to: int) -> bool:
+    def separates(self, source: int, to: int) -> bool:
         """Returns whether these two nodes are on different sides."""
         one, other = self.sides
         return (source in one and to in other) or (source in other and to in one)
 
 
-class _OfConnection(Fault):
+class _ConnectionFault(Fault):
     source: int
     """Uid of the node that made the connection and sends over it."""
     to: int
@@ -252,24 +252,24 @@ class _OfConnection(Fault):
         return self.source, self.to
 
 
-class Break(_OfConnection):
+class Break(_ConnectionFault):
     """A connection breaks and loses what is in flight; its owner is notified and makes a new one."""
 
     do: Literal["break"] = "break"
     """Which fault it is."""
 
 
-class HalfOpen(_OfConnection):
+class HalfOpen(_ConnectionFault):
     """A connection accepts messages but no longer delivers them, until its owner makes a new one."""
 
     do: Literal["half_open"] = "half_open"
     """Which fault it is."""
 
 
-class _OfMessages(Fault):
+class _MessageFault(Fault):
     """A fault of messages; without a time it is in effect from the start."""
 
-    _always: ClassVar[bool] = True
+    _starts_at_once: ClassVar[bool] = True
 
     seconds: float | None = Field(default=None, gt=0)
     """Duration, in seconds. Default: to the end of the run."""
@@ -292,13 +292,13 @@ class _OfMessages(Fault):
 
     @property
     def uids(self) -> tuple[int, ...]:
-        named = (each for each in (self.source, self.to) if each != "all")
-        return tuple(uid for each in named for uid in each)
+        named_uids = (each for each in (self.source, self.to) if each != "all")
+        return tuple(uid for each in named_uids for uid in each)
 
     def concerns(self, uid: int) -> bool:
         return self.source == "all" or uid in self.source
 
-    def is_about(self, source: int, to: int, plane: int) -> bool:
+    def applies_to(self, source: int, to: int, plane: int) -> bool:
         """Returns whether it affects messages of this connection. plane: 0 for control, 1 for models."""
         return (
             (self.source == "all" or source in self.source) and (self.to == "all" or to in self.to)
@@ -306,7 +306,7 @@ class _OfMessages(Fault):
         )  # fmt: skip
 
 
-class Delay(_OfMessages):
+class Delay(_MessageFault):
     """Messages arrive late, in their original order."""
 
     do: Literal["delay"] = "delay"
@@ -317,28 +317,28 @@ class Delay(_OfMessages):
     """Largest additional delay, drawn for each message."""
 
 
-class Drop(_OfMessages):
+class Drop(_MessageFault):
     """Messages do not arrive."""
 
     do: Literal["drop"] = "drop"
     """Which fault it is."""
 
 
-class Corrupt(_OfMessages):
+class Corrupt(_MessageFault):
     """A bit of a message is flipped."""
 
     do: Literal["corrupt"] = "corrupt"
     """Which fault it is."""
 
 
-class Duplicate(_OfMessages):
+class Duplicate(_MessageFault):
     """Messages arrive twice."""
 
     do: Literal["duplicate"] = "duplicate"
     """Which fault it is."""
 
 
-class Reorder(_OfMessages):
+class Reorder(_MessageFault):
     """Messages are overtaken by later ones."""
 
     do: Literal["reorder"] = "reorder"
@@ -347,9 +347,9 @@ class Reorder(_OfMessages):
     """Largest delay of such a message, drawn for each."""
 
 
-OfMessages: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder
+MessageFault: TypeAlias = Delay | Drop | Corrupt | Duplicate | Reorder
 """Faults that affect each message separately."""
-OnLinks: TypeAlias = OfMessages | Cut | Break | HalfOpen
+OnLinks: TypeAlias = MessageFault | Cut | Break | HalfOpen
 """Faults of connections and messages between nodes."""
 OnProcesses: TypeAlias = Kill | Restart | Pause
 """Faults that another process injects."""

@@ -150,18 +150,18 @@ class RoundView:
         weights[self.uid] += 1.0 - factor
         return replace(self, weights=weights)
 
-    def mean_of(self, came: Collection[int]) -> RoundView:
+    def mean_of(self, arrived: Collection[int]) -> RoundView:
         """Returns this round with exactly the payloads of these nodes received: each has the same weight as the node's
         own model."""
-        weights = dict.fromkeys(sorted({self.uid, *came}), 1.0 / (len(came) + 1))
-        return replace(self, sources=tuple(sorted(came)), weights=weights, averaging_group=())
+        weights = dict.fromkeys(sorted({self.uid, *arrived}), 1.0 / (len(arrived) + 1))
+        return replace(self, sources=tuple(sorted(arrived)), weights=weights, averaging_group=())
 
     def without(self, missing: Collection[int]) -> RoundView:
         """Returns this round with the payloads of `missing` left out: the node itself gets their weights."""
         if not missing:
             return self
         sources = tuple(j for j in self.sources if j not in missing)
-        return replace(self, sources=sources, weights=self._kept(self.weights, missing), averaging_group=())
+        return replace(self, sources=sources, weights=self._reassigned(self.weights, missing), averaging_group=())
 
     def among(self, members: Collection[int]) -> RoundView:
         """Returns this round with only `members` as neighbors: the node itself gets the weights of the edges to all
@@ -170,19 +170,19 @@ class RoundView:
         if not gone:
             return self
         neighbors = tuple(j for j in self.neighbors if j not in gone)
-        return replace(self.without(gone), neighbors=neighbors, out_weights=self._kept(self.out_weights, gone))
+        return replace(self.without(gone), neighbors=neighbors, out_weights=self._reassigned(self.out_weights, gone))
 
-    def _kept(self, weights: dict[int, float], gone: Collection[int]) -> dict[int, float]:
-        kept = {j: w for j, w in weights.items() if j not in gone}
-        kept[self.uid] = weights[self.uid] + sum(weights.get(j, 0.0) for j in gone)
-        return kept
+    def _reassigned(self, weights: dict[int, float], gone: Collection[int]) -> dict[int, float]:
+        remaining = {j: w for j, w in weights.items() if j not in gone}
+        remaining[self.uid] = weights[self.uid] + sum(weights.get(j, 0.0) for j in gone)
+        return remaining
 
     @property
     def averaging(self) -> tuple[int, ...]:
         """Returns `averaging_group`, or an empty tuple if a rule has since changed the neighbors or weights of this
         view."""
         others = tuple(uid for uid in self.averaging_group if uid != self.uid)
-        alike = self.neighbors == self.sources == others and _alike(self.weights, self.uid)
+        alike = self.neighbors == self.sources == others and _has_equal_weights(self.weights, self.uid)
         return self.averaging_group if alike else ()
 
 
@@ -191,33 +191,33 @@ def parts(graph: Graph, members: Collection[int], rounds: int) -> list[set[int]]
     1 and their repetitions; the set with the lowest uid first. In a directed graph these are the strongly connected
     components (Sharir 1981): a node may receive from another set, but two sets cannot reach each other in both
     directions."""
-    to: dict[int, set[int]] = {uid: set() for uid in sorted(members)}
-    of: dict[int, set[int]] = {uid: set() for uid in to}
-    for uid in to:
+    targets: dict[int, set[int]] = {uid: set() for uid in sorted(members)}
+    sources: dict[int, set[int]] = {uid: set() for uid in targets}
+    for uid in targets:
         for round in range(rounds):
             for other in graph.neighbors(uid, round, members):
-                to[uid].add(other)
-                of[other].add(uid)
+                targets[uid].add(other)
+                sources[other].add(uid)
     finished: list[int] = []
     seen: set[int] = set()
-    for start in to:
-        path = [] if start in seen else [(start, iter(to[start]))]
+    for start in targets:
+        path = [] if start in seen else [(start, iter(targets[start]))]
         seen.add(start)
         while path:
-            uid, ahead = path[-1]
-            following = next((other for other in ahead if other not in seen), None)
-            if following is None:
+            uid, unvisited = path[-1]
+            next_uid = next((other for other in unvisited if other not in seen), None)
+            if next_uid is None:
                 finished.append(path.pop()[0])
             else:
-                seen.add(following)
-                path.append((following, iter(to[following])))
+                seen.add(next_uid)
+                path.append((next_uid, iter(targets[next_uid])))
     found = []
     for start in reversed(finished):
-        part, edge = set(), {start} & seen
-        while edge:
-            part |= edge
-            seen -= edge
-            edge = {other for uid in edge for other in of[uid]} & seen
+        part, frontier = set(), {start} & seen
+        while frontier:
+            part |= frontier
+            seen -= frontier
+            frontier = {other for uid in frontier for other in sources[uid]} & seen
         if part:
             found.append(part)
     return sorted(found, key=min)
@@ -251,17 +251,17 @@ def _ascending(members: Collection[int] | None, count: int) -> tuple[int, ...]:
     """Returns the members in ascending order; 0 to count - 1 if `members` is None. The result for a frozenset is
     cached."""
     if members is None:
-        return _everybody(count)
-    return _in_order(members) if isinstance(members, frozenset) else tuple(sorted(members))
+        return _all_uids(count)
+    return _sorted(members) if isinstance(members, frozenset) else tuple(sorted(members))
 
 
 @functools.lru_cache(maxsize=16)
-def _in_order(members: frozenset[int]) -> tuple[int, ...]:
+def _sorted(members: frozenset[int]) -> tuple[int, ...]:
     return tuple(sorted(members))
 
 
 @functools.lru_cache(maxsize=16)
-def _everybody(count: int) -> tuple[int, ...]:
+def _all_uids(count: int) -> tuple[int, ...]:
     """Returns the uids 0 to count - 1. All views share one tuple: in a process with ten thousand nodes, a tuple for
     each would take 800 MB."""
     return tuple(range(count))
@@ -271,8 +271,8 @@ def view_at_rest(
     graph: Graph, uid: int, round: int, seed: int = 0, members: Collection[int] | None = None
 ) -> RoundView:
     """Returns what node `uid` sees of a round without an exchange."""
-    everybody = _ascending(members, graph.num_nodes)
-    return RoundView(uid, round, (), (), {uid: 1.0}, {uid: 1.0}, everybody, seed)
+    uids = _ascending(members, graph.num_nodes)
+    return RoundView(uid, round, (), (), {uid: 1.0}, {uid: 1.0}, uids, seed)
 
 
 def averaging_group_of(graph: Graph, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
@@ -285,12 +285,12 @@ def averaging_group_of(graph: Graph, uid: int, round: int, members: Collection[i
         others = tuple(other for other in averaging_group if other != each)
         if graph.neighbors(each, round, members) != others or graph.sources(each, round, members) != others:
             return ()
-        if not _alike(graph.weights(each, round, members), each):
+        if not _has_equal_weights(graph.weights(each, round, members), each):
             return ()
     return averaging_group
 
 
-def _alike(weights: Mapping[int, float], uid: int) -> bool:
+def _has_equal_weights(weights: Mapping[int, float], uid: int) -> bool:
     """Returns whether a row of W gives every node other than `uid` the same weight."""
     others = [weight for source, weight in weights.items() if source != uid]
     return max(others, default=0.0) - min(others, default=0.0) <= EQUAL

@@ -48,7 +48,7 @@ class Epidemic(Topology):
         self.num_nodes, self._degree = self.config.nodes, self.config.degree
         self.period = None
         self._draw_seed = self.config.draw_seed(self.seed)
-        self._last: tuple[int, np.ndarray] = -1, np.zeros((0, 0), np.int64)
+        self._last_table: tuple[int, np.ndarray] = -1, np.zeros((0, 0), np.int64)
         self._rows: Rows = {}
         self._check()
 
@@ -57,18 +57,18 @@ class Epidemic(Topology):
         """Raises GraphError if the graph cannot have this degree."""
 
     @abc.abstractmethod
-    def _drawn(self, uid: int, phase: int) -> np.ndarray:
+    def _draw_neighbors(self, uid: int, phase: int) -> np.ndarray:
         """Returns the neighbors of one node, in any order."""
 
     @abc.abstractmethod
-    def _table(self, phase: int) -> np.ndarray:
+    def _draw_table(self, phase: int) -> np.ndarray:
         """Returns the neighbors of all nodes: [n, degree], each row ascending."""
 
     def targets_table(self, round: int) -> np.ndarray:
         phase = self.phase(round)
-        if self._last[0] != phase:
-            self._last = phase, self._table(phase)
-        return self._last[1]
+        if self._last_table[0] != phase:
+            self._last_table = phase, self._draw_table(phase)
+        return self._last_table[1]
 
     def _lists(self, phase: int) -> Lists:
         return list(map(tuple, self.targets_table(phase).tolist()))
@@ -81,16 +81,16 @@ class Epidemic(Topology):
         rows, sources = (targets.ravel(), np.repeat(nodes, self._degree)) if self.directed else (
             np.repeat(nodes, self._degree), targets.ravel())
         counts = np.bincount(rows, minlength=self.num_nodes)
-        shares = self._shares(counts)
-        if shares is None:
+        weights = self._weights_by_count(counts)
+        if weights is None:
             return super().entries(round)
-        at = np.sort(np.concatenate([rows, nodes]) * self.num_nodes + np.concatenate([sources, nodes]))
-        rows, sources = np.divmod(at, self.num_nodes)
-        others, own = shares
+        flat_index = np.sort(np.concatenate([rows, nodes]) * self.num_nodes + np.concatenate([sources, nodes]))
+        rows, sources = np.divmod(flat_index, self.num_nodes)
+        others, own = weights
         starts = np.concatenate([[0], np.cumsum(counts + 1)[:-1]])
         return Entries(starts, sources, np.where(rows == sources, own[rows], others[rows]))
 
-    def _shares(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def _weights_by_count(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """Returns the weight of each source of a node and the weight of the node itself, [n] each, equal to those of
         `weights`; None if the weights depend on more than the number of sources.
 
@@ -101,18 +101,18 @@ class Epidemic(Topology):
             return equal, equal
         if type(self._weights) not in (MetropolisHastings, Uniform) or getattr(self._weights.config, "lazy", False):
             return None
-        of = {int(count): 1.0 - sum([1.0 / (1 + int(count))] * int(count)) for count in np.unique(counts)}
-        return 1.0 / (counts + 1), np.array([of[count] for count in counts.tolist()])
+        own_weight = {int(count): 1.0 - sum([1.0 / (1 + int(count))] * int(count)) for count in np.unique(counts)}
+        return 1.0 / (counts + 1), np.array([own_weight[count] for count in counts.tolist()])
 
     def targets(self, uid: int, round: int) -> tuple[int, ...]:
         phase = self.phase(round)
         if phase not in self._out:
-            found = self._alone(self._rows, uid, phase, self._drawn)
+            found = self._cached_row(self._rows, uid, phase, self._draw_neighbors)
             if found is not None:
                 return found
         return self.lists(round)[uid]
 
-    def _alone(
+    def _cached_row(
         self, rows: Rows, uid: int, phase: int, compute: Callable[[int, int], np.ndarray]
     ) -> tuple[int, ...] | None:
         """Returns the row of one node, cached by round in `rows`; None if so many rows of this round were asked for
@@ -143,12 +143,12 @@ class RandomRegular(Epidemic):
     def _check(self) -> None:
         check_regular(self.num_nodes, self._degree, "random_regular")
 
-    def _drawn(self, uid: int, phase: int) -> np.ndarray:
+    def _draw_neighbors(self, uid: int, phase: int) -> np.ndarray:
         places, offsets = self._places(phase)
         at = places(np.array([uid]))
         return places.inverse((at + offsets) % self.num_nodes)
 
-    def _table(self, phase: int) -> np.ndarray:
+    def _draw_table(self, phase: int) -> np.ndarray:
         places, offsets = self._places(phase)
         nodes = places.inverse(np.arange(self.num_nodes))  # by place
         around = np.arange(self.num_nodes)[:, None] + offsets
@@ -165,10 +165,12 @@ class RandomRegular(Epidemic):
 @lru_cache(maxsize=8)
 def _circle(seed: int, round: int, nodes: int, degree: int) -> tuple[RandomPermutation, np.ndarray]:
     draws = rng.stream(seed, rng.GLOBAL, "regular graph", round)
-    most = (nodes - 1) // 2
-    ways = np.array([1, *(2 + draws.choice(most - 1, degree // 2 - 1, replace=False))] if degree > 1 else [], np.int64)
+    max_hop = (nodes - 1) // 2
+    hops = np.zeros(0, np.int64)
+    if degree > 1:
+        hops = np.array([1, *(2 + draws.choice(max_hop - 1, degree // 2 - 1, replace=False))], np.int64)
     half = [nodes // 2] if degree % 2 else []
-    return RandomPermutation(nodes, draws), np.concatenate([ways, nodes - ways, half]).astype(np.int64)
+    return RandomPermutation(nodes, draws), np.concatenate([hops, nodes - hops, half]).astype(np.int64)
 
 
 class EpidemicLocal(Epidemic):
@@ -188,26 +190,26 @@ class EpidemicLocal(Epidemic):
             raise GraphError(f"el_local: degree must be below {self.num_nodes}, the number of nodes, "
                              f"got {self._degree}")  # fmt: skip
 
-    def _drawn(self, uid: int, phase: int) -> np.ndarray:
-        return self._chosen(range(uid, uid + 1), phase)[0]
+    def _draw_neighbors(self, uid: int, phase: int) -> np.ndarray:
+        return self._draw_targets(range(uid, uid + 1), phase)[0]
 
-    def _table(self, phase: int) -> np.ndarray:
-        return np.sort(self._chosen(range(self.num_nodes), phase), axis=1)
+    def _draw_table(self, phase: int) -> np.ndarray:
+        return np.sort(self._draw_targets(range(self.num_nodes), phase), axis=1)
 
     def senders(self, uid: int, round: int) -> tuple[int, ...]:
         """As `Topology.senders`. Even for a single node this scans the table of all draws, at the cost of n numbers."""
         phase = self.phase(round)
         if phase not in self._in:
-            found = self._alone(self._rows_in, uid, phase, self._drew)
+            found = self._cached_row(self._rows_in, uid, phase, self._find_sources)
             if found is not None:
                 return found
         return self.in_lists(round)[uid]
 
-    def _drew(self, uid: int, phase: int) -> np.ndarray:
+    def _find_sources(self, uid: int, phase: int) -> np.ndarray:
         """Returns the nodes that drew this one as a target."""
         return np.unique(np.flatnonzero(self.targets_table(phase) == uid) // self._degree)
 
-    def _chosen(self, uids: range, phase: int) -> np.ndarray:
+    def _draw_targets(self, uids: range, phase: int) -> np.ndarray:
         """Returns for each uid a set of `degree` other nodes, all sets being equally likely (Floyd's algorithm; Bentley
         1987): [uids, degree]."""
         words = rng.words(self._draw_seed, "epidemic targets", phase, uids, self._degree)

@@ -106,11 +106,11 @@ def _read_edges(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
 
 
 def _read_adjacency(lines: Sequence[str], n: int, problems: list[str]) -> Lists:
-    rows = list(lines[1:]) + [""] * (n + 1 - len(lines))
-    if len(rows) > n:
-        problems.append(f"{n + 2}: a graph of {n} nodes must have {n} lines after the first, got {len(rows)}")
+    lines_of_nodes = list(lines[1:]) + [""] * (n + 1 - len(lines))
+    if len(lines_of_nodes) > n:
+        problems.append(f"{n + 2}: a graph of {n} nodes must have {n} lines after the first, got {len(lines_of_nodes)}")
     lists = []
-    for uid, line in enumerate(rows[:n]):
+    for uid, line in enumerate(lines_of_nodes[:n]):
         neighbors = _uids(line.split(), n, uid + 2, problems)
         if uid in neighbors:
             problems.append(f"{uid + 2}: node {uid} is joined to itself")

@@ -64,14 +64,14 @@ class Groups:
                 row, toward = self.row(graph.weights(first, round)), self.of(graph.neighbors(first, round))
                 mine = self._places[first][0]
                 for uid in others:
-                    other = self._unequal(row, self.row(graph.weights(uid, round)))
+                    other = self._weight_difference(row, self.row(graph.weights(uid, round)))
                     if other:
                         return f"nodes {first} and {uid} of one group give {other} in round {round}"
                     if set(self.of(graph.neighbors(uid, round))) - {mine} != set(toward) - {mine}:
                         return f"nodes {first} and {uid} of one group send to other groups in round {round}"
         return ""
 
-    def _unequal(self, row: Mapping[int, float], found: Mapping[int, float]) -> str:
+    def _weight_difference(self, row: Mapping[int, float], found: Mapping[int, float]) -> str:
         """Returns a description of the first group to which two rows give different weights; "" if there is none."""
         for group in sorted(row.keys() | found.keys()):
             a, b = row.get(group, 0.0), found.get(group, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from decentnode.errors import GraphError
 from decentnode.graph.base import Graph
 
-KEPT_SIZES = 4
+CACHED_SIZES = 4
 """Number of graphs of different sizes that are cached."""
 
 
@@ -19,14 +19,14 @@ class Growing(Graph):
     alone, so that all members compute the same edges without messages. When the size changes, every edge may change.
     """
 
-    def __init__(self, first: Graph, of_size: Callable[[int], Graph]) -> None:
-        """first: the graph of the nodes in the mapping. of_size(count): makes the same family with more nodes; raises
-        GraphError."""
-        self.first, self._of_size = first, of_size
+    def __init__(self, first: Graph, make_graph: Callable[[int], Graph]) -> None:
+        """first: the graph of the nodes in the mapping. make_graph(count): makes the same family with more nodes;
+        raises GraphError."""
+        self.first, self._make_graph = first, make_graph
         self.num_nodes, self.directed = first.num_nodes, first.directed
         self.period = 1 if first.period == 1 else None  # the period of a sequence changes with its size
         self.servers = first.servers
-        self._kept: dict[int, Graph] = {}
+        self._cached: dict[int, Graph] = {}
         self._last: tuple[Collection[int] | None, Graph] = None, first
 
     def among(self, members: Collection[int] | None) -> Graph:
@@ -34,17 +34,17 @@ class Growing(Graph):
         if members is None:
             return self.first
         if self._last[0] is not members:
-            self._last = members, self._sized(max(members, default=0) + 1)
+            self._last = members, self._graph_of_size(max(members, default=0) + 1)
         return self._last[1]
 
-    def _sized(self, count: int) -> Graph:
+    def _graph_of_size(self, count: int) -> Graph:
         if count <= self.num_nodes:
             return self.first
-        if count not in self._kept:
-            while len(self._kept) >= KEPT_SIZES:
-                del self._kept[next(iter(self._kept))]
-            self._kept[count] = self._of_size(count)
-        return self._kept[count]
+        if count not in self._cached:
+            while len(self._cached) >= CACHED_SIZES:
+                del self._cached[next(iter(self._cached))]
+            self._cached[count] = self._make_graph(count)
+        return self._cached[count]
 
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
         return self.among(members).neighbors(uid, round, members)
@@ -63,13 +63,13 @@ class Growing(Graph):
         return None
 
 
-def check_growth(name: str, graph: Graph, of_size: Callable[[int], Graph], most: int) -> None:
+def check_growth(name: str, graph: Graph, make_graph: Callable[[int], Graph], most: int) -> None:
     """Raises GraphError, which names the family, unless the family can be made for each of the next `most` sizes and is
     static in all of them or in none. A graph with servers cannot grow: the role of a new node would be undefined."""
     if graph.servers:
         raise GraphError(f"graph {name} cannot grow: a newcomer would be neither a server nor the client of one")
     for count in range(graph.num_nodes + 1, graph.num_nodes + most + 1):
-        made = of_size(count)
+        made = make_graph(count)
         if made.num_nodes != count:
             raise GraphError(f"graph {name} cannot grow: its number of nodes follows from its other keys")
         if (graph.period == 1) != (made.period == 1):

@@ -67,7 +67,7 @@ class Matcha(Topology):
         self.matchings = matchings_of(base.lists(0))
         laplacians = np.array([laplacian(n, matching) for matching in self.matchings]).reshape(-1, n, n)
         self.probabilities = probabilities_of(laplacians, self.config.budget)
-        self.alpha, self.expected = weight_of(laplacians, self.probabilities)
+        self.alpha, self.expected = best_alpha(laplacians, self.probabilities)
         """The weight of every edge; and ||E[W^2] - J||, the factor per round of the expected squared distance."""
 
     def _lists(self, phase: int) -> Lists:
@@ -88,56 +88,58 @@ def matchings_of(lists: Lists) -> list[list[Edge]]:
     """Returns the edges of an undirected graph as matchings, at most one more than its largest degree, the largest
     matching first (edge coloring by fans and alternating paths, Misra and Gries 1992)."""
     colors = max(map(len, lists), default=0) + 1
-    at: list[dict[int, int]] = [{} for _ in lists]  # at[u][color]: the other end of u's edge of this color
+    by_color: list[dict[int, int]] = [{} for _ in lists]  # at[u][color]: the other end of u's edge of this color
 
-    def free(uid: int) -> int:
-        return next(color for color in range(colors) if color not in at[uid])
+    def free_color(uid: int) -> int:
+        return next(color for color in range(colors) if color not in by_color[uid])
 
     def color_of(uid: int, other: int) -> int:
-        return next(color for color, end in at[uid].items() if end == other)
+        return next(color for color, end in by_color[uid].items() if end == other)
 
-    def paint(uid: int, other: int, color: int) -> None:
-        at[uid][color], at[other][color] = other, uid
+    def set_color(uid: int, other: int, color: int) -> None:
+        by_color[uid][color], by_color[other][color] = other, uid
 
     for u, others in enumerate(lists):
         for first in (other for other in others if other > u):
             fan = [first]
             while True:  # a maximal fan: the color of u's edge to each node of it is free at the node before
-                longer = next((v for color, v in sorted(at[u].items()) if v not in fan and color not in at[fan[-1]]),
-                              None)  # fmt: skip
-                if longer is None:
+                last = by_color[fan[-1]]
+                free_at_last = (v for color, v in sorted(by_color[u].items()) if color not in last)
+                next_node = next((v for v in free_at_last if v not in fan), None)
+                if next_node is None:
                     break
-                fan.append(longer)
-            c, d = free(u), free(fan[-1])
-            _invert(at, u, c, d)
-            end = next(k for k in range(len(fan)) if d not in at[fan[k]] and _is_fan(at, u, fan[: k + 1], color_of))
+                fan.append(next_node)
+            c, d = free_color(u), free_color(fan[-1])
+            _swap_colors(by_color, u, c, d)
+            end = next(k for k in range(len(fan))
+                       if d not in by_color[fan[k]] and _is_fan(by_color, u, fan[: k + 1], color_of))  # fmt: skip
             shifted = [color_of(u, fan[k + 1]) for k in range(end)]
             for k in range(end):
-                del at[fan[k + 1]][shifted[k]]
+                del by_color[fan[k + 1]][shifted[k]]
             for k in range(end):
-                paint(u, fan[k], shifted[k])
-            paint(u, fan[end], d)
-    found = [[(u, v) for u, ends in enumerate(at) if (v := ends.get(color, -1)) > u] for color in range(colors)]
+                set_color(u, fan[k], shifted[k])
+            set_color(u, fan[end], d)
+    found = [[(u, v) for u, ends in enumerate(by_color) if (v := ends.get(color, -1)) > u] for color in range(colors)]
     return sorted((each for each in found if each), key=lambda matching: -len(matching))
 
 
-def _invert(at: list[dict[int, int]], u: int, c: int, d: int) -> None:
+def _swap_colors(by_color: list[dict[int, int]], u: int, c: int, d: int) -> None:
     """Exchanges the colors c and d along the path that starts at u and whose edges alternate between them; c is free at
     u."""
     path, color = [u], d
-    while (following := at[path[-1]].get(color)) is not None:
+    while (following := by_color[path[-1]].get(color)) is not None:
         path.append(following)
         color = c if color == d else d
     edges = [(a, b, c if k % 2 else d) for k, (a, b) in enumerate(itertools.pairwise(path))]
     for a, b, old in edges:
-        del at[a][old], at[b][old]
+        del by_color[a][old], by_color[b][old]
     for a, b, old in edges:
         new = c if old == d else d
-        at[a][new], at[b][new] = b, a
+        by_color[a][new], by_color[b][new] = b, a
 
 
-def _is_fan(at: list[dict[int, int]], u: int, fan: list[int], color_of: Callable[[int, int], int]) -> bool:
-    return all(color_of(u, later) not in at[sooner] for sooner, later in itertools.pairwise(fan))
+def _is_fan(by_color: list[dict[int, int]], u: int, fan: list[int], color_of: Callable[[int, int], int]) -> bool:
+    return all(color_of(u, later) not in by_color[sooner] for sooner, later in itertools.pairwise(fan))
 
 
 def laplacian(n: int, edges: list[Edge]) -> np.ndarray:
@@ -165,10 +167,10 @@ def probabilities_of(laplacians: np.ndarray, budget: float) -> np.ndarray:
     degree = float(np.trace(laplacians.sum(0))) / n * budget
     for width in SMOOTHING:
         mu, length = width * degree, width
-        value, slope = _soft_least(laplacians, p, mu)
+        value, slope = _soft_minimum(laplacians, p, mu)
         for _ in range(STEPS):
-            new = _projected(p + length * slope, budget)
-            better, next_slope = _soft_least(laplacians, new, mu)
+            new = _project(p + length * slope, budget)
+            better, next_slope = _soft_minimum(laplacians, new, mu)
             if better > value + 1e-9 * degree:
                 p, value, slope, length = new, better, next_slope, 2 * length
             elif (length := length / 4) < 1e-4 * width:
@@ -183,7 +185,7 @@ def connectivity(laplacians: np.ndarray, p: np.ndarray) -> float:
     return float(np.linalg.eigvalsh(np.tensordot(p, laplacians, 1))[1])
 
 
-def _soft_least(laplacians: np.ndarray, p: np.ndarray, mu: float) -> tuple[float, np.ndarray]:
+def _soft_minimum(laplacians: np.ndarray, p: np.ndarray, mu: float) -> tuple[float, np.ndarray]:
     """Returns -mu log sum_k exp(-lambda_k / mu) over all eigenvalues except that of the mean, and its gradient with
     respect to p."""
     n = laplacians.shape[1]
@@ -198,7 +200,7 @@ def _soft_least(laplacians: np.ndarray, p: np.ndarray, mu: float) -> tuple[float
     return float(least - mu * np.log(sum_of)), slope
 
 
-def _projected(p: np.ndarray, budget: float) -> np.ndarray:
+def _project(p: np.ndarray, budget: float) -> np.ndarray:
     """Returns the point nearest to p with entries in [0, 1] and mean `budget`."""
     low, high = float(p.min()) - 1, float(p.max())
     for _ in range(60):
@@ -211,7 +213,7 @@ def _projected(p: np.ndarray, budget: float) -> np.ndarray:
     return found
 
 
-def weight_of(laplacians: np.ndarray, p: np.ndarray) -> tuple[float, float]:
+def best_alpha(laplacians: np.ndarray, p: np.ndarray) -> tuple[float, float]:
     """Returns the alpha that minimizes ||E[W^2] - J||, and this norm.
 
     E[W^2] = I - 2 alpha E[L] + alpha^2 (E[L]^2 + 2 sum_j p_j (1 - p_j) L_j), because L_j^2 = 2 L_j for a matching. The

@@ -14,7 +14,7 @@ _GOLDEN, _FIRST, _SECOND = (np.uint64(word) for word in (0x9E3779B97F4A7C15, 0xB
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-def _scrambled(x: np.ndarray) -> np.ndarray:
+def _scramble(x: np.ndarray) -> np.ndarray:
     """Returns the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every bit of the result depends on all bits of
     x."""
     x = (x ^ (x >> _30)) * _FIRST
@@ -39,17 +39,17 @@ class RandomPermutation:
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns the image of each value under the permutation. values and result: int64."""
-        return self._walked(values, self._forward)
+        return self._cycle_walk(values, self._forward)
 
     def inverse(self, values: np.ndarray) -> np.ndarray:
         """Returns the preimage of each value under the permutation. values and result: int64."""
-        return self._walked(values, self._backward)
+        return self._cycle_walk(values, self._backward)
 
-    def _walked(self, values: np.ndarray, once: object) -> np.ndarray:
-        assert callable(once)
-        found: np.ndarray = once(values.astype(np.uint64))
-        while (past := found >= self._size).any():
-            found[past] = once(found[past])
+    def _cycle_walk(self, values: np.ndarray, permute: object) -> np.ndarray:
+        assert callable(permute)
+        found: np.ndarray = permute(values.astype(np.uint64))
+        while (too_large := found >= self._size).any():
+            found[too_large] = permute(found[too_large])
         return found.astype(np.int64)
 
     def _forward(self, x: np.ndarray) -> np.ndarray:
@@ -67,5 +67,5 @@ class RandomPermutation:
         return a * self._columns + b
 
     def _shift(self, stage: int, half: np.ndarray, below: np.uint64) -> np.ndarray:
-        shift: np.ndarray = _scrambled(self._keys[stage] + (half + np.uint64(1)) * _GOLDEN) % below
+        shift: np.ndarray = _scramble(self._keys[stage] + (half + np.uint64(1)) * _GOLDEN) % below
         return shift

@@ -9,7 +9,7 @@ from decentnode import rng
 from decentnode.graph.base import Graph, parts
 from decentnode.graph.growing import Growing
 
-LOOKED_AT = 16
+EXAMINED_ROUNDS = 16
 """To find out whether a time-varying graph is connected, the edges of this many rounds are used, or of one period if
 that is shorter."""
 
@@ -19,7 +19,7 @@ Edge = tuple[int, int]
 
 def rounds_looked_at(graph: Graph) -> int:
     """Returns the number of rounds whose edges together decide whether a graph is connected."""
-    return min(graph.period or LOOKED_AT, LOOKED_AT)
+    return min(graph.period or EXAMINED_ROUNDS, EXAMINED_ROUNDS)
 
 
 class Repaired(Graph):
@@ -40,11 +40,11 @@ class Repaired(Graph):
     present.
     """
 
-    def __init__(self, graph: Graph, how: Repair, seed: int, keeps_eigenvalues: bool = False) -> None:
-        """how: see `NodeConfig.repair`. seed: of random edges. keeps_eigenvalues: whether no eigenvalue of W may be
+    def __init__(self, graph: Graph, repair: Repair, seed: int, keeps_eigenvalues: bool = False) -> None:
+        """repair: see `NodeConfig.repair`. seed: of random edges. keeps_eigenvalues: whether no eigenvalue of W may be
         smaller than the smallest one with all nodes present."""
         self._keeps_eigenvalues = keeps_eigenvalues
-        self.graph, self._how, self._seed = graph, how, seed
+        self.graph, self._repair, self._seed = graph, repair, seed
         self.num_nodes, self.directed, self.period = graph.num_nodes, graph.directed, graph.period
         self.servers = graph.servers
         self._last: tuple[Collection[int] | None, dict[int, tuple[int, ...]]] = None, {}
@@ -52,34 +52,35 @@ class Repaired(Graph):
     def edges(self, members: Collection[int]) -> list[Edge]:
         """Returns the edges (i, j), i < j, that are added for these members, ascending; none if the members are
         connected."""
-        return sorted((uid, other) for uid, others in self._added(members).items() for other in others if uid < other)
+        added = self._added_edges(members)
+        return sorted((uid, other) for uid, others in added.items() for other in others if uid < other)
 
-    def _added(self, members: Collection[int] | None) -> dict[int, tuple[int, ...]]:
+    def _added_edges(self, members: Collection[int] | None) -> dict[int, tuple[int, ...]]:
         """Returns the other ends of each node's added edges, ascending: uid -> uids."""
         last, found = self._last
         if members is None or last is members:
             return {} if members is None else found
         if last is None or {*last} != {*members}:
-            found = self._found(members)
+            found = self._find_edges(members)
         self._last = members, found
         return found
 
-    def _found(self, members: Collection[int]) -> dict[int, tuple[int, ...]]:
-        apart = parts(self.graph, members, rounds_looked_at(self.graph))
+    def _find_edges(self, members: Collection[int]) -> dict[int, tuple[int, ...]]:
+        components = parts(self.graph, members, rounds_looked_at(self.graph))
         found: dict[int, set[int]] = {}
-        ends = [self._ends(part, members) for part in apart]
-        for i, j in JOINING[self._how](ends, self._seed) if len(apart) > 1 else ():
+        ends = [self._attachable_nodes(part, members) for part in components]
+        for i, j in REPAIRS[self._repair](ends, self._seed) if len(components) > 1 else ():
             found.setdefault(i, set()).add(j)
             found.setdefault(j, set()).add(i)
         return {uid: tuple(sorted(others)) for uid, others in found.items()}
 
-    def _ends(self, part: Collection[int], members: Collection[int]) -> list[int]:
+    def _attachable_nodes(self, part: Collection[int], members: Collection[int]) -> list[int]:
         """Returns the nodes of a part that lost edges, those that lost most first; all nodes of the part if none lost
         any."""
-        graph, whole = self.graph, self._whole(members)
+        graph, complete = self.graph, self._complete_graph(members)
         lost = {
-            uid: sum(len(whole.sources(uid, round)) - len(graph.sources(uid, round, members))
-                     + len(whole.neighbors(uid, round)) - len(graph.neighbors(uid, round, members))
+            uid: sum(len(complete.sources(uid, round)) - len(graph.sources(uid, round, members))
+                     + len(complete.neighbors(uid, round)) - len(graph.neighbors(uid, round, members))
                      for round in range(rounds_looked_at(graph)))
             for uid in part
         }  # fmt: skip
@@ -87,40 +88,40 @@ class Repaired(Graph):
         return [uid for uid in order if lost[uid]] or order
 
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        return self._with(uid, self.graph.neighbors(uid, round, members), members)
+        return self._with_added(uid, self.graph.neighbors(uid, round, members), members)
 
     def sources(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        return self._with(uid, self.graph.sources(uid, round, members), members)
+        return self._with_added(uid, self.graph.sources(uid, round, members), members)
 
-    def _with(self, uid: int, uids: tuple[int, ...], members: Collection[int] | None) -> tuple[int, ...]:
-        added = self._added(members).get(uid)
+    def _with_added(self, uid: int, uids: tuple[int, ...], members: Collection[int] | None) -> tuple[int, ...]:
+        added = self._added_edges(members).get(uid)
         return tuple(sorted({*uids, *added})) if added else uids
 
     def weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
-        row, added = self.graph.weights(uid, round, members), self._added(members)
+        row, added = self.graph.weights(uid, round, members), self._added_edges(members)
         if uid not in added:
             return row
-        row, own = dict(row), self._share(uid, round, members, len(added[uid]))
+        row, own = dict(row), self._weight_share(uid, round, members, len(added[uid]))
         for other in added[uid]:
-            moved = min(own, self._share(other, round, members, len(added[other])))
+            moved = min(own, self._weight_share(other, round, members, len(added[other])))
             row[other] = row.get(other, 0.0) + moved
             row[uid] -= moved
         return dict(sorted(row.items()))
 
-    def _share(self, uid: int, round: int, members: Collection[int] | None, count: int) -> float:
+    def _weight_share(self, uid: int, round: int, members: Collection[int] | None, count: int) -> float:
         """Returns w_i, as defined in the class docstring, of a node with `count` added edges."""
         own = self.graph.weights(uid, round, members).get(uid, 0.0)
         if not self._keeps_eigenvalues:
             return max(own, 0.0) / (1 + count)
-        lost = own - self._whole(members).weights(uid, round).get(uid, 0.0)
+        lost = own - self._complete_graph(members).weights(uid, round).get(uid, 0.0)
         return max(lost, 0.0) / (2 * count)
 
-    def _whole(self, members: Collection[int] | None) -> Graph:
+    def _complete_graph(self, members: Collection[int] | None) -> Graph:
         """Returns the graph of this generation's size with no node absent."""
         return self.graph.among(members) if isinstance(self.graph, Growing) else self.graph
 
     def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
-        row, added = self.graph.out_weights(uid, round, members), self._added(members).get(uid, ())
+        row, added = self.graph.out_weights(uid, round, members), self._added_edges(members).get(uid, ())
         if not added:
             return row
         share = row[uid] / (1 + len(added))
@@ -137,14 +138,14 @@ class Repaired(Graph):
         return None
 
 
-def _ring(ends: list[list[int]], seed: int) -> list[Edge]:  # noqa: ARG001
+def _join_in_ring(ends: list[list[int]], seed: int) -> list[Edge]:  # noqa: ARG001
     """Joins the parts in a ring, through two different nodes of each part that has two, so that a ring that lost nodes
     becomes a ring again."""
     following = [*ends[1:], ends[0]]
     return [(part[0], other[min(1, len(other) - 1)]) for part, other in zip(ends, following, strict=True)]
 
 
-def _random(ends: list[list[int]], seed: int) -> list[Edge]:
+def _join_in_random_tree(ends: list[list[int]], seed: int) -> list[Edge]:
     """Joins the parts in a random tree: takes them in random order and joins each, through one random node, to one of
     the parts before it."""
     draw = rng.stream(seed, rng.GLOBAL, "edges between the parts of a graph")
@@ -152,8 +153,8 @@ def _random(ends: list[list[int]], seed: int) -> list[Edge]:
     return [(int(draw.choice(order[k])), int(draw.choice(order[int(draw.integers(k))]))) for k in range(1, len(order))]
 
 
-JOINING: dict[str, Callable[[list[list[int]], int], list[Edge]]] = {
-    "none": lambda _ends, _seed: [], "ring": _ring, "random": _random,
+REPAIRS: dict[str, Callable[[list[list[int]], int], list[Edge]]] = {
+    "none": lambda _ends, _seed: [], "ring": _join_in_ring, "random": _join_in_random_tree,
 }  # fmt: skip
 """By `node.repair`: the function that returns the edges between parts, given the nodes of each part that may be
 joined."""

@@ -235,8 +235,8 @@ def base_rounds(nodes: list[int], base: int) -> list[Weighted]:
         return simple
     size = n // smooth
     groups = [nodes[i * size : (i + 1) * size] for i in range(smooth)]
-    inside = together([simple_base_rounds(group, base) for group in groups])
-    across = together([hyper_hypercube([group[i] for group in groups], base) for i in range(size)])
+    inside = merge_parallel([simple_base_rounds(group, base) for group in groups])
+    across = merge_parallel([hyper_hypercube([group[i] for group in groups], base) for i in range(size)])
     return min(simple, inside + across, key=len)
 
 
@@ -257,11 +257,11 @@ def simple_base_rounds(nodes: list[int], base: int) -> list[Weighted]:
         count = len(left) // power
         parts.append((left[: count * power], count, power))
         left = left[count * power :]
-    inside = together([hyper_hypercube(members, base) for members, _, _ in parts])
-    return inside + _hand_over(parts, base)
+    inside = merge_parallel([hyper_hypercube(members, base) for members, _, _ in parts])
+    return inside + _average_across_parts(parts, base)
 
 
-def _hand_over(parts: list[tuple[list[int], int, int]], base: int) -> list[Weighted]:
+def _average_across_parts(parts: list[tuple[list[int], int, int]], base: int) -> list[Weighted]:
     """Returns the rounds that bring parts, each of which already has its own mean on all its nodes, to the mean of all.
 
     Each node of the smaller parts is joined to one node in each of the a blocks of the first part, with weight |V_1| /
@@ -275,11 +275,12 @@ def _hand_over(parts: list[tuple[list[int], int, int]], base: int) -> list[Weigh
     weight = len(members) / (count * total)
     blocks = [members[a * size : (a + 1) * size] for a in range(count)]
     edges: Weighted = [(uid, block[index], weight) for index, uid in enumerate(rest) for block in blocks]
-    after = together([*(hyper_hypercube(block, base) for block in blocks), _hand_over(parts[1:], base)])
+    inside = [hyper_hypercube(block, base) for block in blocks]
+    after = merge_parallel([*inside, _average_across_parts(parts[1:], base)])
     return [edges, *after]
 
 
-def together(sequences: list[list[Weighted]]) -> list[Weighted]:
+def merge_parallel(sequences: list[list[Weighted]]) -> list[Weighted]:
     """Merges sequences of rounds over disjoint sets of nodes so that they run at the same time."""
     length = max(map(len, sequences), default=0)
     return [[edge for rounds in sequences if r < len(rounds) for edge in rounds[r]] for r in range(length)]

@@ -16,7 +16,7 @@ SPECTRAL_NODES = 256
 """Larger graphs are measured by the effect of their matrices on random vectors: a spectrum takes n^3 operations."""
 COLUMNS = 8
 # largest number of rounds of a large graph that are tried: with a period, and without one
-MOST_ROUNDS, MOST_DRAWN = 20_000, 500
+MAX_PERIODIC_ROUNDS, MAX_DRAWN_ROUNDS = 20_000, 500
 POWER_ROUNDS = 200
 SMALL = 1e-6
 CONSENSUS = 1e-3
@@ -25,7 +25,7 @@ EXACT = 1e-12
 """A relative distance of at most this counts as exact averaging."""
 
 
-def apart(x: np.ndarray) -> np.ndarray:
+def deviations(x: np.ndarray) -> np.ndarray:
     """Returns each row's difference from the mean of all rows: x - J x. If W keeps the mean, (I - J) W = W - J."""
     found: np.ndarray = x - x.mean(axis=0)
     return found
@@ -36,13 +36,13 @@ def contraction(graph: Graph) -> float:
     the power 1 / rounds. 0 if a period averages exactly. For a graph without a period, its first rounds are used."""
     n = graph.num_nodes
     if n > SPECTRAL_NODES:
-        return power_rate(graph) if graph.period is not None else drawn(graph, CONSENSUS)[0]
+        return rate_by_power_iteration(graph) if graph.period is not None else measure_drawn_graph(graph, CONSENSUS)[0]
     product, rounds = np.eye(n), 0
     for rounds in range(1, 1 + (graph.period or SAMPLED_ROUNDS)):
         product = graph.matrix(rounds - 1) @ product
-        if graph.period is None and np.linalg.norm(apart(product)) < SMALL:
+        if graph.period is None and np.linalg.norm(deviations(product)) < SMALL:
             break  # more rounds would only measure rounding errors
-    norm = float(np.linalg.norm(apart(product), 2))
+    norm = float(np.linalg.norm(deviations(product), 2))
     return 0.0 if norm < EXACT else min(norm, 1.0) ** (1.0 / rounds)
 
 
@@ -58,16 +58,16 @@ def rounds_to_consensus(graph: Graph) -> int | None:
     if n == 1:
         return 0
     if n > SPECTRAL_NODES and graph.period is None:
-        return drawn(graph, CONSENSUS)[1]
+        return measure_drawn_graph(graph, CONSENSUS)[1]
     rate = contraction(graph)
     if 0 < rate < 1 and graph.period == 1:
         return max(1, math.ceil(math.log(CONSENSUS) / math.log(rate) - 1e-9))
     if n > SPECTRAL_NODES:
-        return rounds_of_vectors(graph, CONSENSUS, rate)
+        return rounds_by_vectors(graph, CONSENSUS, rate)
     product = np.eye(n)
     for round in range(min(MAX_ROUNDS, 50 * (graph.period or 20))):
         product = graph.matrix(round) @ product
-        if np.linalg.norm(apart(product), 2) <= CONSENSUS:
+        if np.linalg.norm(deviations(product), 2) <= CONSENSUS:
             return round + 1
     return None
 
@@ -84,36 +84,36 @@ def keeps_mean(graph: Graph) -> bool:
 
 
 def _random_vectors(graph: Graph) -> np.ndarray:
-    return apart(np.random.default_rng(0).standard_normal((graph.num_nodes, COLUMNS)))
+    return deviations(np.random.default_rng(0).standard_normal((graph.num_nodes, COLUMNS)))
 
 
-def drawn(graph: Graph, target: float) -> tuple[float, int | None]:
+def measure_drawn_graph(graph: Graph, target: float) -> tuple[float, int | None]:
     """Returns, for a graph that is drawn anew in each round, the contraction factor per round and the number of rounds
     until random vectors have shrunk to `target` of their distance from the mean; None if that takes more than
-    MOST_DRAWN rounds."""
+    MAX_DRAWN_ROUNDS rounds."""
     x = _random_vectors(graph)
-    first = left = np.linalg.norm(x)
+    initial = distance = np.linalg.norm(x)
     rounds = 0
-    while rounds < MOST_DRAWN and left > target * first:
+    while rounds < MAX_DRAWN_ROUNDS and distance > target * initial:
         x = graph.entries(rounds).mixed(x)
-        left = np.linalg.norm(apart(x))
+        distance = np.linalg.norm(deviations(x))
         rounds += 1
-    rate = min(1.0, max(float(left / first), 1e-300) ** (1 / max(rounds, 1))) if first else 0.0
-    return rate, rounds if left <= target * first else None
+    rate = min(1.0, max(float(distance / initial), 1e-300) ** (1 / max(rounds, 1))) if initial else 0.0
+    return rate, rounds if distance <= target * initial else None
 
 
-def power_rate(graph: Graph) -> float:
+def rate_by_power_iteration(graph: Graph) -> float:
     """Returns the contraction factor per round of a graph with a period, measured on random vectors by power iteration
     with the product of the period's matrices."""
     assert graph.period is not None
     entries = [graph.entries(r) for r in range(graph.period)]
     x, rate = _random_vectors(graph), 0.0
     for _ in range(max(2, POWER_ROUNDS // len(entries))):
-        x = apart(x)
+        x = deviations(x)
         before = np.linalg.norm(x)
         for each in entries:
             x = each.mixed(x)
-        after = np.linalg.norm(apart(x))
+        after = np.linalg.norm(deviations(x))
         if after < EXACT * before:
             return 0.0
         rate = float(after / before) ** (1 / len(entries))
@@ -121,10 +121,10 @@ def power_rate(graph: Graph) -> float:
     return min(rate, 1.0)
 
 
-def rounds_of_vectors(graph: Graph, target: float, rate: float) -> int | None:
+def rounds_by_vectors(graph: Graph, target: float, rate: float) -> int | None:
     """Returns the number of rounds until random vectors have shrunk to `target` of their distance from the mean, for a
-    graph with a period and a contraction factor of `rate` per round; None if it takes more than MOST_ROUNDS, or never
-    happens."""
+    graph with a period and a contraction factor of `rate` per round; None if it takes more than MAX_PERIODIC_ROUNDS, or
+    never happens."""
     assert graph.period is not None
     if rate >= 1:
         return None
@@ -132,12 +132,12 @@ def rounds_of_vectors(graph: Graph, target: float, rate: float) -> int | None:
     first = np.linalg.norm(x)
     most = graph.period * (2 + (math.ceil(math.log(target) / math.log(rate) / graph.period) if rate > 0 else 0))
     known: dict[int, Entries] = {}
-    for round in range(min(most, MOST_ROUNDS)):
+    for round in range(min(most, MAX_PERIODIC_ROUNDS)):
         phase = round % graph.period
         if phase not in known:
             known[phase] = graph.entries(phase)
         x = known[phase].mixed(x)
-        if np.linalg.norm(apart(x)) <= target * first:
+        if np.linalg.norm(deviations(x)) <= target * first:
             return round + 1
     return None
 

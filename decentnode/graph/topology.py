@@ -110,34 +110,34 @@ class Topology(Component, Graph):
         return len(self.targets(uid, round))
 
     def neighbors(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        return _alive(self.targets(self._checked(uid), round), uid, members)
+        return _filter_alive(self.targets(self._check_uid(uid), round), uid, members)
 
     def sources(self, uid: int, round: int, members: Collection[int] | None = None) -> tuple[int, ...]:
-        return _alive(self.senders(self._checked(uid), round), uid, members)
+        return _filter_alive(self.senders(self._check_uid(uid), round), uid, members)
 
     def weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
-        self._checked(uid)
+        self._check_uid(uid)
         row = self._row(uid, self.phase(round)) if self._weights is None else self._weights.row(self, uid, round)
-        return _return_dead(dict(sorted(row.items())), uid, members)
+        return _return_weights_of_dead(dict(sorted(row.items())), uid, members)
 
     def out_weights(self, uid: int, round: int, members: Collection[int] | None = None) -> dict[int, float]:
         targets = self.neighbors(uid, round, members)
         share = 1.0 / (len(targets) + 1)
         return dict.fromkeys(sorted((uid, *targets)), share)
 
-    def _checked(self, uid: int) -> int:
+    def _check_uid(self, uid: int) -> int:
         if not 0 <= uid < self.num_nodes:
             raise GraphError(f"uid must be in [0, {self.num_nodes}), got {uid}")
         return uid
 
 
-def _alive(uids: tuple[int, ...], uid: int, members: Collection[int] | None) -> tuple[int, ...]:
+def _filter_alive(uids: tuple[int, ...], uid: int, members: Collection[int] | None) -> tuple[int, ...]:
     if members is None:
         return uids
     return tuple(j for j in uids if j in members) if uid in members else ()
 
 
-def _return_dead(row: dict[int, float], uid: int, members: Collection[int] | None) -> dict[int, float]:
+def _return_weights_of_dead(row: dict[int, float], uid: int, members: Collection[int] | None) -> dict[int, float]:
     """Returns a row of W in which the weights of dead sources are added to the receiver's own."""
     if members is None:
         return row

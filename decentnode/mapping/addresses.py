@@ -17,7 +17,7 @@ Addresses = Path | list[str] | dict[int, str]
 """A file, the hosts in order, or machine number -> host."""
 
 
-def hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[str]:
+def read_hosts(addresses: Addresses | None, machines: int, base_dir: Path) -> list[str]:
     """Returns one host per machine. If no addresses are given, as for a simulation, these are placeholder names for
     several machines, and loopback for one. Raises MappingError, which names the machine without an address."""
     if addresses is None:
@@ -57,14 +57,14 @@ def own_names() -> set[str]:
     return found
 
 
-def find(hosts_: Sequence[str], names: set[str]) -> int:
+def find_machine_by_name(hosts: Sequence[str], names: set[str]) -> int:
     """Returns the one machine whose host is among `names`, ignoring case. Raises MappingError if none or several
     are."""
     lower = {name.lower() for name in names}
-    found = [machine for machine, host in enumerate(hosts_) if host.lower() in lower]
+    found = [machine for machine, host in enumerate(hosts) if host.lower() in lower]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(f"{machine}: {host}" for machine, host in enumerate(hosts_))
+    known = ", ".join(f"{machine}: {host}" for machine, host in enumerate(hosts))
     if not found:
         raise MappingError(
             f"this machine ({', '.join(sorted(names))}) is not in the mapping ({known}); give its number with --machine"

@@ -30,7 +30,7 @@ def address(host: str) -> Address | None:
     return getattr(found, "ipv4_mapped", None) or found
 
 
-def checked(host: str) -> str:
+def normalized_host(host: str) -> str:
     """Returns `host` in a form that can be compared: addresses compressed and without brackets, names unchanged.
 
     Raises ValueError if it is not a host, and for IPv6 link-local addresses.

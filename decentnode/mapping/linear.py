@@ -10,7 +10,7 @@ from pydantic import Field
 from decentnode.config import component
 from decentnode.config.component import ADDED
 from decentnode.errors import MappingError
-from decentnode.mapping.addresses import Addresses, hosts
+from decentnode.mapping.addresses import Addresses, read_hosts
 from decentnode.mapping.base import Device, MappingConfig
 from decentnode.mapping.table import MachineConfig, Table
 
@@ -52,7 +52,7 @@ class Linear(Table):
                                f"{config.machines} machines")  # fmt: skip
         if wrong := [number for number in config.behind_nat if not 0 <= number < config.machines]:
             raise MappingError(f"behind_nat must have numbers of machines, below {config.machines}, got {wrong[0]}")
-        self._lay_out(
+        self._set_machines(
             [
                 MachineConfig(
                     nodes=config.nodes_per_machine,
@@ -63,6 +63,6 @@ class Linear(Table):
                     threads=config.threads,
                     behind_nat=number in config.behind_nat,
                 )
-                for number, host in enumerate(hosts(config.addresses, config.machines, base_dir))
+                for number, host in enumerate(read_hosts(config.addresses, config.machines, base_dir))
             ]
         )

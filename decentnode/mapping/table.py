@@ -11,9 +11,9 @@ from pydantic import Field
 from decentnode.config import component
 from decentnode.config.component import ADDED
 from decentnode.errors import MappingError
-from decentnode.mapping.addresses import find
+from decentnode.mapping.addresses import find_machine_by_name
 from decentnode.mapping.base import Device, Mapping, MappingConfig, Place
-from decentnode.mapping.hosts import address, checked
+from decentnode.mapping.hosts import address, normalized_host
 
 PORTS_PER_NODE = 2
 DEFAULT_BASE_PORT = 20000
@@ -56,13 +56,14 @@ class Table(Mapping):
     Config: ClassVar[type[component.Config]] = TableConfig
 
     def __init__(self, config: TableConfig, *, base_dir: Path = Path()) -> None:  # noqa: ARG002
-        self._lay_out(config.machines)
+        self._set_machines(config.machines)
 
-    def _lay_out(self, machines: list[MachineConfig]) -> None:
+    def _set_machines(self, machines: list[MachineConfig]) -> None:
         for number, machine in enumerate(machines):
             if not machine.device:
                 raise MappingError(f"device of machine {number} must name at least one, got {machine.device!r}")
-        machines = [self._with_hosts_checked(machine, number, len(machines)) for number, machine in enumerate(machines)]
+        count = len(machines)
+        machines = [self._with_normalized_hosts(machine, number, count) for number, machine in enumerate(machines)]
         if all(machine.behind_nat for machine in machines):
             raise MappingError("behind_nat: at least one machine must be one that the others can connect to")
         self.machines = machines
@@ -73,16 +74,16 @@ class Table(Mapping):
         self._check_ports()
 
     @staticmethod
-    def _with_hosts_checked(machine: MachineConfig, number: int, machines: int) -> MachineConfig:
+    def _with_normalized_hosts(machine: MachineConfig, number: int, machines: int) -> MachineConfig:
         """Returns the same machine with its host and bind in a canonical form. Raises MappingError if one of them is
         not valid."""
-        spelled = {}
+        normalized = {}
         for key, host in (("host", machine.host), ("bind", machine.bind)):
             try:
-                spelled[key] = None if host is None else checked(host)
+                normalized[key] = None if host is None else normalized_host(host)
             except ValueError as error:
                 raise MappingError(f"{key} of machine {number} {error}") from None
-        host = spelled["host"]
+        host = normalized["host"]
         known = address(host) if host else None
         if machines > 1 and (host == "*" or (known is not None and known.is_unspecified)):
             raise MappingError(
@@ -90,7 +91,7 @@ class Table(Mapping):
                 "on every "
                 f"interface give its own address or name here, and bind: {'0.0.0.0' if host == '*' else host}"
             )
-        return machine.model_copy(update=spelled)
+        return machine.model_copy(update=normalized)
 
     def _place(self, machine: int, rank: int) -> Place:
         m = self.machines[machine]
@@ -134,4 +135,4 @@ class Table(Mapping):
         return self._first[machine] + rank
 
     def find_machine(self, names: set[str]) -> int:
-        return 0 if self.num_machines == 1 else find([m.host for m in self.machines], names)
+        return 0 if self.num_machines == 1 else find_machine_by_name([m.host for m in self.machines], names)

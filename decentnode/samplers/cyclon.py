@@ -15,7 +15,7 @@ from decentnode.config import component
 from decentnode.samplers.base import Entry, Sampler, SamplerConfig, Shuffle, Surroundings
 from decentnode.samplers.messages import entries_of, tables_of
 
-UNANSWERED = 4
+MAX_PENDING_SHUFFLES = 4
 """Number of shuffles whose answer is still awaited. The entries of a later answer only fill free places of the view."""
 
 
@@ -50,22 +50,23 @@ class Cyclon(Sampler):
     def __init__(self, config: component.Config, around: Surroundings) -> None:
         super().__init__(config, around)
         self._view: dict[int, Entry] = {}
-        self._asked: dict[int, tuple[int, ...]] = {}
-        """By uid, for the last `UNANSWERED` shuffles that this node began: the entries that it sent."""
-        self._meet(around.contacts)
+        self._pending: dict[int, tuple[int, ...]] = {}
+        """By uid, for the last `MAX_PENDING_SHUFFLES` shuffles that this node began: the entries that it sent."""
+        self._reset_view(around.contacts)
 
     @property
     def longest(self) -> int:
         return self.config.exchange
 
-    def _meet(self, uids: Collection[int]) -> None:
-        others = [uid for uid in uids if uid != self.around.uid]
-        chosen = others if len(others) <= self.config.view else self._some(others, self.config.view, "contacts", 0)
+    def _reset_view(self, uids: Collection[int]) -> None:
+        candidates = [uid for uid in uids if uid != self.around.uid]
+        few = len(candidates) <= self.config.view
+        chosen = candidates if few else self._sample(candidates, self.config.view, "contacts", 0)
         self._view = {uid: Entry(uid, 0, np.zeros(self.around.profile_elements, np.float32)) for uid in chosen}
 
-    def _some(self, of: Collection[int], count: int, purpose: str, round: int) -> list[int]:
+    def _sample(self, uids: Collection[int], count: int, purpose: str, round: int) -> list[int]:
         """Returns a random sample of this many of the given uids; all of them if there are not more."""
-        ordered = sorted(of)
+        ordered = sorted(uids)
         if count >= len(ordered):
             return ordered
         draws = rng.stream(self.around.seed, self.around.uid, f"sampler {purpose}", round)
@@ -79,53 +80,53 @@ class Cyclon(Sampler):
         if round % self.config.every:
             return {}
         if not self._view:  # all known nodes are gone, but the initial contacts may be back
-            self._meet(self.around.contacts)
+            self._reset_view(self.around.contacts)
         self._view = {uid: replace(entry, age=entry.age + 1) for uid, entry in self._view.items()}
         if not self._view:
             return {}
         most = max(entry.age for entry in self._view.values())
-        [oldest] = self._some([uid for uid, entry in self._view.items() if entry.age == most], 1, "oldest", round)
+        [oldest] = self._sample([uid for uid, entry in self._view.items() if entry.age == most], 1, "oldest", round)
         del self._view[oldest]
-        told = self._some(self._view, self.config.exchange - 1, "shuffle", round)
-        self._expect(oldest, told)
-        return {oldest: Shuffle(False, (self.own(), *(self._view[uid] for uid in told)))}
+        sent = self._sample(self._view, self.config.exchange - 1, "shuffle", round)
+        self._remember_shuffle(oldest, sent)
+        return {oldest: Shuffle(False, (self.own(), *(self._view[uid] for uid in sent)))}
 
-    def _expect(self, uid: int, told: Collection[int]) -> None:
-        self._asked.pop(uid, None)
-        while len(self._asked) >= UNANSWERED:
-            self._asked.pop(next(iter(self._asked)))
-        self._asked[uid] = tuple(told)
+    def _remember_shuffle(self, uid: int, sent: Collection[int]) -> None:
+        self._pending.pop(uid, None)
+        while len(self._pending) >= MAX_PENDING_SHUFFLES:
+            self._pending.pop(next(iter(self._pending)))
+        self._pending[uid] = tuple(sent)
 
     def receive(self, source: int, message: Shuffle, round: int) -> Shuffle | None:
         if message.near:
             return None
         if message.reply:
-            self._take(message.entries, self._asked.pop(source, ()))
+            self._merge(message.entries, self._pending.pop(source, ()))
             return None
-        told = self._some([uid for uid in self._view if uid != source], self.config.exchange,
+        sent = self._sample([uid for uid in self._view if uid != source], self.config.exchange,
                           f"answer to {source}", round)  # fmt: skip
-        answer = Shuffle(True, tuple(self._view[uid] for uid in told))
-        self._take(message.entries, told)
+        answer = Shuffle(True, tuple(self._view[uid] for uid in sent))
+        self._merge(message.entries, sent)
         return answer
 
-    def _take(self, entries: Collection[Entry], told: Collection[int]) -> None:
-        """Adds entries to the view: into free places first, then in place of entries that were sent (`told`). Of two
+    def _merge(self, entries: Collection[Entry], sent: Collection[int]) -> None:
+        """Adds entries to the view: into free places first, then in place of entries that were sent (`sent`). Of two
         entries of one node, the younger is kept."""
-        room = [uid for uid in told if uid in self._view]
+        replaceable = [uid for uid in sent if uid in self._view]
         for entry in entries:
             known = self._view.get(entry.uid)
             if entry.uid == self.around.uid or (known is not None and known.age <= entry.age):
                 continue
             if known is None and len(self._view) >= self.config.view:
-                if not room:
+                if not replaceable:
                     continue
-                del self._view[room.pop()]
+                del self._view[replaceable.pop()]
             self._view[entry.uid] = entry
-            if entry.uid in room:  # an entry that was sent and came back is a new one
-                room.remove(entry.uid)
+            if entry.uid in replaceable:  # an entry that was sent and came back is a new one
+                replaceable.remove(entry.uid)
 
     def targets(self, round: int) -> tuple[int, ...]:
-        return tuple(sorted(self._some(self._view, self.config.degree, "targets", round)))
+        return tuple(sorted(self._sample(self._view, self.config.degree, "targets", round)))
 
     def known(self) -> dict[int, Entry]:
         return dict(self._view)
@@ -133,12 +134,12 @@ class Cyclon(Sampler):
     def forget(self, uids: Collection[int]) -> None:
         for uid in uids:
             self._view.pop(uid, None)
-            self._asked.pop(uid, None)
+            self._pending.pop(uid, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"view": tables_of(self._view.values(), self.around.profile_elements),
-                "asked": {str(uid): list(told) for uid, told in self._asked.items()}}  # fmt: skip
+                "asked": {str(uid): list(sent) for uid, sent in self._pending.items()}}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._view = {entry.uid: entry for entry in entries_of(state["view"])}
-        self._asked = {int(uid): tuple(told) for uid, told in state["asked"].items()}
+        self._pending = {int(uid): tuple(sent) for uid, sent in state["asked"].items()}

@@ -34,7 +34,7 @@ class KnnConfig(CyclonConfig):
     """Length of the projection with by: model."""
 
     @model_validator(mode="after")
-    def _leaves_some(self) -> Self:
+    def _is_below_degree(self) -> Self:
         if self.random >= self.degree:
             raise ValueError(f"random must be below degree ({self.degree}), got {self.random}")
         return self
@@ -52,9 +52,9 @@ class Knn(Cyclon):
     def __init__(self, config: component.Config, around: Surroundings) -> None:
         super().__init__(config, around)
         self._best: dict[int, Entry] = {}
-        self._chosen: tuple[int, ...] = ()
+        self._best_targets: tuple[int, ...] = ()
         """The best nodes as of the last refresh."""
-        self._chosen_in = -1
+        self._chosen_in_round = -1
 
     @classmethod
     def tells(cls, config: component.Config) -> Profile:
@@ -68,9 +68,9 @@ class Knn(Cyclon):
                       if entry.age < self.config.oldest}  # fmt: skip
         shuffles = super().begin(round)
         if others := self._best.keys() - shuffles.keys():
-            [partner] = self._some(others, 1, "near partner", round)
-            told = self._best_for(self._best[partner])[: self.config.exchange - 1]
-            shuffles[partner] = Shuffle(False, (self.own(), *told), near=True)
+            [partner] = self._sample(others, 1, "near partner", round)
+            sent = self._best_for(self._best[partner])[: self.config.exchange - 1]
+            shuffles[partner] = Shuffle(False, (self.own(), *sent), near=True)
         return shuffles
 
     def receive(self, source: int, message: Shuffle, round: int) -> Shuffle | None:
@@ -78,7 +78,7 @@ class Knn(Cyclon):
         of_source = next((entry for entry in message.entries if entry.uid == source), None)
         if message.near and not message.reply and of_source is not None:
             answer = Shuffle(True, tuple(self._best_for(of_source)[: self.config.exchange]), near=True)
-        self._consider(message.entries)
+        self._update_best(message.entries)
         return answer
 
     def _best_for(self, other: Entry) -> list[Entry]:
@@ -88,19 +88,20 @@ class Knn(Cyclon):
 
     def _ranked(self, entries: Iterable[Entry], profile: np.ndarray) -> list[Entry]:
         """Returns the entries that have a profile, the best for a node with this profile first."""
-        told = [entry for entry in entries if entry.profile.any()]
-        if not told:
+        with_profile = [entry for entry in entries if entry.profile.any()]
+        if not with_profile:
             return []
-        near = likeness(np.stack([entry.profile for entry in told]), profile, self.config.measure)
+        scores = similarities(np.stack([entry.profile for entry in with_profile]), profile, self.config.measure)
         if self.config.prefer == "dissimilar":
-            near = -near
-        return [told[k] for k in sorted(range(len(told)), key=lambda k: (-near[k], told[k].uid))]
+            scores = -scores
+        order = sorted(range(len(with_profile)), key=lambda k: (-scores[k], with_profile[k].uid))
+        return [with_profile[k] for k in order]
 
-    def _consider(self, entries: Collection[Entry]) -> None:
+    def _update_best(self, entries: Collection[Entry]) -> None:
         known = dict(self._best)
         for entry in entries:
-            young = entry.age < self.config.oldest  # an entry that was dropped here must not come back from others
-            if young and entry.uid != self.around.uid and (
+            is_fresh = entry.age < self.config.oldest  # an entry that was dropped here must not come back from others
+            if is_fresh and entry.uid != self.around.uid and (
                 entry.uid not in known or entry.age < known[entry.uid].age
             ):
                 known[entry.uid] = entry
@@ -108,13 +109,13 @@ class Knn(Cyclon):
 
     def targets(self, round: int) -> tuple[int, ...]:
         config = self.config
-        if self._chosen_in < 0 or round // config.refresh != self._chosen_in // config.refresh:
-            self._consider(self._view.values())
+        if self._chosen_in_round < 0 or round // config.refresh != self._chosen_in_round // config.refresh:
+            self._update_best(self._view.values())
             best = self._ranked(self._best.values(), self.profile)[: config.degree - config.random]
-            self._chosen, self._chosen_in = tuple(entry.uid for entry in best), round
-        others = [uid for uid in self._view if uid not in self._chosen]
-        drawn = self._some(others, config.degree - len(self._chosen), "targets", round)
-        return tuple(sorted((*self._chosen, *drawn)))
+            self._best_targets, self._chosen_in_round = tuple(entry.uid for entry in best), round
+        others = [uid for uid in self._view if uid not in self._best_targets]
+        drawn = self._sample(others, config.degree - len(self._best_targets), "targets", round)
+        return tuple(sorted((*self._best_targets, *drawn)))
 
     def known(self) -> dict[int, Entry]:
         return {**self._view, **self._best}
@@ -123,24 +124,24 @@ class Knn(Cyclon):
         super().forget(uids)
         for uid in uids:
             self._best.pop(uid, None)
-        self._chosen = tuple(uid for uid in self._chosen if uid not in uids)
+        self._best_targets = tuple(uid for uid in self._best_targets if uid not in uids)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "best": tables_of(self._best.values(), self.around.profile_elements),
-                "chosen": list(self._chosen), "chosen_in": self._chosen_in}  # fmt: skip
+                "chosen": list(self._best_targets), "chosen_in": self._chosen_in_round}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._best = {entry.uid: entry for entry in entries_of(state["best"])}
-        self._chosen, self._chosen_in = tuple(state["chosen"]), state["chosen_in"]
+        self._best_targets, self._chosen_in_round = tuple(state["chosen"]), state["chosen_in"]
 
 
-def likeness(profiles: np.ndarray, own: np.ndarray, measure: str) -> np.ndarray:
+def similarities(profiles: np.ndarray, own: np.ndarray, measure: str) -> np.ndarray:
     """Returns how similar each of profiles [k, elements] is to the profile `own` [elements], larger being more similar:
     their cosine, or their negative Euclidean distance."""
     if measure == "distance":
-        apart: np.ndarray = -np.linalg.norm(profiles - own, axis=1)
-        return apart
+        negative_distances: np.ndarray = -np.linalg.norm(profiles - own, axis=1)
+        return negative_distances
     lengths = np.linalg.norm(profiles, axis=1) * np.linalg.norm(own)
     found: np.ndarray = profiles @ own / np.maximum(lengths, 1e-30)
     return found

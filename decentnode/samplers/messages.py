@@ -9,7 +9,7 @@ import numpy as np
 from decentnode.errors import PeerFault
 from decentnode.samplers.base import Entry, Sampler, Shuffle
 
-MOST_AGE = 1 << 30
+MAX_AGE = 1 << 30
 MALFORMED = "malformed_shuffle"
 
 
@@ -44,8 +44,8 @@ def shuffle_of(sampler: Sampler, tables: Mapping[str, np.ndarray], reply: bool, 
         raise PeerFault(MALFORMED, f"must have at most {sampler.longest} entries of different nodes, got {uids}")
     if len(uids) and not (uids.min() >= 0 and uids.max() < around.num_nodes):
         raise PeerFault(MALFORMED, f"must have uids below {around.num_nodes}, got {uids}")
-    if len(ages) and not (ages.min() >= 0 and ages.max() <= MOST_AGE):
-        raise PeerFault(MALFORMED, f"must have ages from 0 to {MOST_AGE}, got {ages}")
+    if len(ages) and not (ages.min() >= 0 and ages.max() <= MAX_AGE):
+        raise PeerFault(MALFORMED, f"must have ages from 0 to {MAX_AGE}, got {ages}")
     if not np.isfinite(profiles).all():
         raise PeerFault(MALFORMED, "must have finite profiles")
     return Shuffle(reply, entries_of(tables), near)

@@ -15,7 +15,7 @@ from decentnode.errors import GraphError
 from decentnode.graph import WEIGHTS
 from decentnode.graph.base import Graph, view
 from decentnode.graph.permutation import RandomPermutation
-from decentnode.graph.spectrum import apart, contraction, keeps_mean, rounds_to_consensus
+from decentnode.graph.spectrum import contraction, deviations, keeps_mean, rounds_to_consensus
 from tests.graph.contract import make
 
 NAMES = ["el_local", "random_regular"]
@@ -75,8 +75,8 @@ def test_how_many_send_to_a_node_is_a_matter_of_chance() -> None:
 
 def _contracted(graph: Any, rounds: int) -> float:
     """The mean over rounds of |W x|^2 / |x|^2, of distances to the mean."""
-    x = apart(np.random.default_rng(1).standard_normal((graph.num_nodes, 6)))
-    return float(np.mean([(apart(graph.matrix(r) @ x) ** 2).sum() / (x**2).sum() for r in range(rounds)]))
+    x = deviations(np.random.default_rng(1).standard_normal((graph.num_nodes, 6)))
+    return float(np.mean([(deviations(graph.matrix(r) @ x) ** 2).sum() / (x**2).sum() for r in range(rounds)]))
 
 
 @pytest.mark.sampled(one=["degree"])
@@ -108,7 +108,7 @@ def test_rates_are_those_of_nodes_among_each_other(nodes: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_view_of_one_node_makes_no_table_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = make(name, nodes=1 << 20, degree=4)
-    monkeypatch.setattr(type(graph), "_table", lambda *_: pytest.fail("all nodes were drawn"))
+    monkeypatch.setattr(type(graph), "_draw_table", lambda *_: pytest.fail("all nodes were drawn"))
     for uid in (0, 77, (1 << 20) - 1):
         assert len(graph.neighbors(uid, 3)) == 4
     if name == "random_regular":
@@ -120,8 +120,8 @@ def test_a_view_of_one_node_makes_no_table_of_all(name: str, monkeypatch: pytest
 @pytest.mark.parametrize("name", NAMES)
 def test_many_nodes_of_a_round_are_drawn_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, single = make(name, nodes=1000, degree=4), []
-    drawn = type(graph)._drawn
-    monkeypatch.setattr(type(graph), "_drawn", lambda self, uid, r: single.append(uid) or drawn(self, uid, r))
+    drawn = type(graph)._draw_neighbors
+    monkeypatch.setattr(type(graph), "_draw_neighbors", lambda self, uid, r: single.append(uid) or drawn(self, uid, r))
     lists = [graph.neighbors(uid, 5) for uid in range(1000)]
     assert len(single) < 8 and lists == graph.lists(5)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from decentnode.errors import GraphError
-from decentnode.graph.matcha import Matcha, connectivity, laplacian, matchings_of, probabilities_of, weight_of
+from decentnode.graph.matcha import Matcha, best_alpha, connectivity, laplacian, matchings_of, probabilities_of
 from decentnode.graph.topology import adjacency
 from tests.graph.contract import make
 
@@ -91,7 +91,7 @@ def test_the_expected_contraction_is_that_of_all_sets_of_matchings(base: str) ->
     _, laplacians = parts(base)
     n, count = laplacians.shape[1], len(laplacians)
     p = probabilities_of(laplacians, 0.5)
-    alpha, found = weight_of(laplacians, p)
+    alpha, found = best_alpha(laplacians, p)
 
     def norm(alpha: float) -> float:
         total = np.zeros((n, n))

@@ -11,10 +11,10 @@ from decentnode.errors import MappingError
 from decentnode.mapping import addresses, hosts
 from decentnode.mapping.hosts import (
     by_ipv6,
-    checked,
     endpoint,
     host_of,
     is_loopback,
+    normalized_host,
     resolve_all,
     resolved,
     unreachable,
@@ -28,7 +28,7 @@ from tests.mapping.test_mappings import linear, table
     ("*", "*"), ("::", "::"), ("169.254.1.1", "169.254.1.1"),
 ])  # fmt: skip
 def test_a_host_has_one_spelling(host: str, spelled: str) -> None:
-    assert checked(host) == spelled
+    assert normalized_host(host) == spelled
 
 
 @pytest.mark.parametrize(("host", "says"), [
@@ -38,7 +38,7 @@ def test_a_host_has_one_spelling(host: str, spelled: str) -> None:
 ])  # fmt: skip
 def test_what_is_no_host_is_told_with_the_reason(host: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        checked(host)
+        normalized_host(host)
 
 
 def test_the_mapping_names_the_machine_of_a_bad_host() -> None:

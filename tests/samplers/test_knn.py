@@ -7,7 +7,7 @@ import pytest
 
 from decentnode.errors import PeerFault
 from decentnode.samplers.base import Entry
-from decentnode.samplers.knn import Knn, KnnConfig, likeness
+from decentnode.samplers.knn import Knn, KnnConfig, similarities
 from decentnode.samplers.messages import shuffle_of, tables_of
 from tests.samplers.population import Population, connected
 
@@ -92,8 +92,8 @@ def test_profiles_that_are_no_numbers_are_refused() -> None:
 def test_likeness() -> None:
     profiles = np.array([[1, 0], [0, 2], [3, 3]], np.float32)
     own = np.array([2, 0], np.float32)
-    np.testing.assert_allclose(likeness(profiles, own, "cosine"), [1, 0, 2**-0.5], atol=1e-6)
-    np.testing.assert_allclose(likeness(profiles, own, "distance"), [-1, -(8**0.5), -(10**0.5)], atol=1e-6)
+    np.testing.assert_allclose(similarities(profiles, own, "cosine"), [1, 0, 2**-0.5], atol=1e-6)
+    np.testing.assert_allclose(similarities(profiles, own, "distance"), [-1, -(8**0.5), -(10**0.5)], atol=1e-6)
 
 
 def test_some_target_is_left_to_choose() -> None:

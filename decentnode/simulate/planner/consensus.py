@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from decentnode.graph.base import Graph
-from decentnode.graph.spectrum import SPECTRAL_NODES, contraction, drawn, power_rate, rounds_of_vectors
+from decentnode.graph.spectrum import (
+    SPECTRAL_NODES,
+    contraction,
+    measure_drawn_graph,
+    rate_by_power_iteration,
+    rounds_by_vectors,
+)
 from decentnode.payload import Payload
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.compressed import make_sharing
@@ -45,13 +51,13 @@ def of_graph(graph: Graph, target: float) -> Consensus:
     """Returns the consensus of x <- W(t) x. For a time-varying graph, it is that of the product of a period, or of the
     first rounds."""
     if graph.period is None:
-        return Consensus(*drawn(graph, target), False)
-    rate = contraction(graph) if graph.num_nodes <= SPECTRAL_NODES else power_rate(graph)
+        return Consensus(*measure_drawn_graph(graph, target), False)
+    rate = contraction(graph) if graph.num_nodes <= SPECTRAL_NODES else rate_by_power_iteration(graph)
     if rate >= 1:
         return Consensus(1.0, None, False)
     if graph.period == 1 and rate > 0:
         return Consensus(rate, max(1, math.ceil(math.log(target) / math.log(rate) - 1e-9)), False)
-    return Consensus(rate, rounds_of_vectors(graph, target, rate), False)
+    return Consensus(rate, rounds_by_vectors(graph, target, rate), False)
 
 
 class _Mixer:

@@ -13,22 +13,22 @@ class StruckModels:
 
     def __init__(self, faults: Iterable[AnyFault]) -> None:
         """faults: of any kind; they need not be resolved."""
-        alike: dict[object, OnLinks] = {}
+        distinct: dict[object, OnLinks] = {}
         for fault in faults:
             if isinstance(fault, Cut):
-                alike[fault.sides] = fault
+                distinct[fault.sides] = fault
             elif isinstance(fault, OnLinks.__args__) and fault.plane != "control":
-                alike[fault.source, fault.to] = fault
-        self._faults = tuple(alike.values())
+                distinct[fault.source, fault.to] = fault
+        self._faults = tuple(distinct.values())
 
     def __call__(self, a: int, b: int) -> bool:
         """Returns whether any fault affects models sent between these two nodes, in either direction."""
-        return any(_strikes(fault, a, b) or _strikes(fault, b, a) for fault in self._faults)
+        return any(_affects(fault, a, b) or _affects(fault, b, a) for fault in self._faults)
 
 
-def _strikes(fault: OnLinks, source: int, to: int) -> bool:
+def _affects(fault: OnLinks, source: int, to: int) -> bool:
     if isinstance(fault, Cut):
-        return fault.severs(source, to)
+        return fault.separates(source, to)
     if isinstance(fault, Break | HalfOpen):
         return (fault.source, fault.to) == (source, to)
-    return fault.is_about(source, to, PLANES.index("bulk"))
+    return fault.applies_to(source, to, PLANES.index("bulk"))

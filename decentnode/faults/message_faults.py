@@ -42,17 +42,17 @@ class Fates:
         fate = Fate()
         for index, fault in faults:
             if isinstance(fault, Cut):
-                if fault.severs(source, to):
+                if fault.separates(source, to):
                     fate.fault, fate.lost = index, True
                 continue
             if not isinstance(fault, Delay | Drop | Corrupt | Duplicate | Reorder):
                 continue
-            if not fault.is_about(source, to, plane):
+            if not fault.applies_to(source, to, plane):
                 continue
             draw = self._stream(index, source, to, plane)
             # always two draws, so that the next message's fate does not depend on this one's
-            hit, where = draw.random(2)
-            if hit >= fault.share:
+            drawn, position = draw.random(2)
+            if drawn >= fault.share:
                 continue
             fate.fault = index if fate.fault < 0 else fate.fault
             if isinstance(fault, Drop):
@@ -60,24 +60,25 @@ class Fates:
             elif isinstance(fault, Duplicate):
                 fate.twice = True
             elif isinstance(fault, Corrupt):
-                fate.flipped = float(where)
+                fate.flipped = float(position)
             elif isinstance(fault, Delay):
-                fate.later += fault.by_seconds + float(where) * fault.jitter_seconds
+                fate.later += fault.by_seconds + float(position) * fault.jitter_seconds
             else:
-                fate.overtaken = max(fate.overtaken, float(where) * fault.within_seconds)
+                fate.overtaken = max(fate.overtaken, float(position) * fault.within_seconds)
         return fate
 
     def _stream(self, index: int, source: int, to: int, plane: int) -> np.random.Generator:
-        which = index, source, to, plane
-        found = self._streams.get(which)
+        key = index, source, to, plane
+        found = self._streams.get(key)
         if found is None:
-            found = self._streams[which] = stream(self._seed, source, f"fault {index} to {to}", plane)
+            found = self._streams[key] = stream(self._seed, source, f"fault {index} to {to}", plane)
         return found
 
 
-def damaged(frames: Sequence[bytes], where: float) -> list[bytes]:
-    """Returns copies of a message's frames with one bit flipped. where: in [0, 1), a fraction of their total length."""
-    bit = math.floor(where * 8 * sum(map(len, frames)))
+def damaged(frames: Sequence[bytes], position: float) -> list[bytes]:
+    """Returns copies of a message's frames with one bit flipped. position: in [0, 1), a fraction of their total
+    length."""
+    bit = math.floor(position * 8 * sum(map(len, frames)))
     found = []
     for frame in frames:
         if 0 <= bit < 8 * len(frame):

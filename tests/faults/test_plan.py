@@ -95,7 +95,7 @@ def test_a_process_that_was_started_again_repeats_only_what_lasts() -> None:
         Break(source=1, to=2, at_seconds=20),
     )  # fmt: skip
     found, began = course(1, *plan)
-    found.begin(0.0, 12.0, again=True)
+    found.begin(0.0, 12.0, is_restart=True)
     found.enter(5, 12.0)
     assert began == [4, 2] and [each.index for each in found.in_effect(13.0)] == [4, 2]
     found.enter(9, 14.0)

@@ -16,7 +16,7 @@ from decentnode.errors import UsageError
 from decentnode.faults.vocabulary import AnyFault, Fault
 from decentnode.rng import GLOBAL, stream
 
-MAX_STRIKES = 100_000
+MAX_FAULTS = 100_000
 """Largest number of faults in a resolved plan."""
 Plan = tuple[AnyFault, ...]
 """Resolved faults; a fault is identified by its index in the plan."""
@@ -24,7 +24,7 @@ Plan = tuple[AnyFault, ...]
 
 def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, newcomers: int = 0) -> Plan:
     """Returns when and where each of these faults occurs: always the same for the same arguments. Raises UsageError for
-    unknown nodes, and for more than MAX_STRIKES faults.
+    unknown nodes, and for more than MAX_FAULTS faults.
 
     newcomers: how many nodes may join beyond `num_nodes`. Faults may name them. `nodes: all` means the nodes of the
     mapping only, because it is not known beforehand which newcomers join.
@@ -36,8 +36,8 @@ def resolve(faults: Sequence[AnyFault], seed: int, num_nodes: int, rounds: int, 
             raise UsageError(f"faults[{index}] must name uids below {num_nodes + newcomers}, got {unknown[0]}")
         for each in fault.resolved(stream(seed, GLOBAL, f"fault {index}"), num_nodes, rounds):
             found.append(each)
-            if len(found) > MAX_STRIKES:
-                raise UsageError(f"faults[{index}] must leave at most {MAX_STRIKES:,} faults in all, got more")
+            if len(found) > MAX_FAULTS:
+                raise UsageError(f"faults[{index}] must leave at most {MAX_FAULTS:,} faults in all, got more")
     return tuple(found)
 
 
@@ -66,60 +66,61 @@ class Course:
     are seconds of one monotonic clock."""
 
     def __init__(
-        self, plan: Plan, uid: int, kinds: tuple[type[Fault], ...], began: Callable[[InEffect], None] = lambda _: None
-    ) -> None:
-        """kinds: the kinds of faults to track. began: is called once for each fault that occurs, by the call that
+        self, plan: Plan, uid: int, kinds: tuple[type[Fault], ...],
+        on_begin: Callable[[InEffect], None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """kinds: the kinds of faults to track. on_begin: is called once for each fault that occurs, by the call that
         detects it."""
-        mine = [(i, each) for i, each in enumerate(plan) if isinstance(each, kinds) and each.concerns(uid)]
-        self._by_time = [(each.at_seconds, i, each) for i, each in mine if each.at_seconds is not None]
-        self._by_round = [(each.at_round, i, each) for i, each in mine if each.at_round is not None]
+        own_faults = [(i, each) for i, each in enumerate(plan) if isinstance(each, kinds) and each.concerns(uid)]
+        self._by_time = [(each.at_seconds, i, each) for i, each in own_faults if each.at_seconds is not None]
+        self._by_round = [(each.at_round, i, each) for i, each in own_faults if each.at_round is not None]
         heapq.heapify(self._by_time)
         heapq.heapify(self._by_round)
-        self._began = began
-        self._current: list[InEffect] = []
-        self._zero = math.inf
-        self._again = False
-        self._next = math.inf
+        self._on_begin = on_begin
+        self._active: list[InEffect] = []
+        self._run_began = math.inf
+        self._is_restart = False
+        self._next_change = math.inf
         """When the set of faults in effect changes next because of the time."""
 
-    def begin(self, zero: float, now: float, again: bool = False) -> None:
-        """Starts the tracking; no fault occurs before this call. zero: when the run began. again: whether an earlier
-        process of this node went through the faults so far, so that only those that last are in effect in this
+    def begin(self, run_began: float, now: float, is_restart: bool = False) -> None:
+        """Starts the tracking; no fault occurs before this call. run_began: when the run began. is_restart: whether an
+        earlier process of this node went through the faults so far, so that only those that last are in effect in this
         process."""
-        self._zero, self._again = zero, again
-        while again and self._by_time and zero + self._by_time[0][0] <= now:
-            at, index, fault = heapq.heappop(self._by_time)
+        self._run_began, self._is_restart = run_began, is_restart
+        while is_restart and self._by_time and run_began + self._by_time[0][0] <= now:
+            at_seconds, index, fault = heapq.heappop(self._by_time)
             if lasts(fault):
-                self._strike(index, fault, zero + at, now)
+                self._activate(index, fault, run_began + at_seconds, now)
         self._schedule()
 
     def enter(self, round: int, now: float) -> None:
         """Is to be called when the node begins a round."""
         while self._by_round and self._by_round[0][0] <= round:
             _, index, fault = heapq.heappop(self._by_round)
-            if not self._again or lasts(fault) == math.inf:
-                self._strike(index, fault, now, now)
-        self._again = False
+            if not self._is_restart or lasts(fault) == math.inf:
+                self._activate(index, fault, now, now)
+        self._is_restart = False
 
     def in_effect(self, now: float) -> list[InEffect]:
         """Returns the faults in effect; empty before `begin`."""
-        if now >= self._next:
-            self._current = [each for each in self._current if each.until > now]
-            while self._by_time and self._zero + self._by_time[0][0] <= now:
-                at, index, fault = heapq.heappop(self._by_time)
-                self._strike(index, fault, self._zero + at, now)
+        if now >= self._next_change:
+            self._active = [each for each in self._active if each.until > now]
+            while self._by_time and self._run_began + self._by_time[0][0] <= now:
+                at_seconds, index, fault = heapq.heappop(self._by_time)
+                self._activate(index, fault, self._run_began + at_seconds, now)
             self._schedule()
-        return self._current
+        return self._active
 
-    def _strike(self, index: int, fault: AnyFault, since: float, now: float) -> None:
+    def _activate(self, index: int, fault: AnyFault, since: float, now: float) -> None:
         found = InEffect(index, fault, since, since + lasts(fault))
         if found.until > now:
-            self._current = [*self._current, found]
+            self._active = [*self._active, found]
             self._schedule()
         elif lasts(fault):
             return
-        self._began(found)
+        self._on_begin(found)
 
     def _schedule(self) -> None:
-        ends = min((each.until for each in self._current), default=math.inf)
-        self._next = min(ends, self._zero + self._by_time[0][0] if self._by_time else math.inf)
+        ends = min((each.until for each in self._active), default=math.inf)
+        self._next_change = min(ends, self._run_began + self._by_time[0][0] if self._by_time else math.inf)
