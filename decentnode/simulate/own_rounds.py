@@ -24,7 +24,7 @@ from decentnode.node.schedules.asynchronous.config import AsynchronousConfig
 from decentnode.payload import Payload
 from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import Clock
-from decentnode.simulate.world.waits import Until
+from decentnode.simulate.world.waits import WaitUntil
 
 UNKNOWN = {
     "ad_psgd": "the time when a pair is averaged depends on which node answers which offer",
@@ -100,7 +100,7 @@ class OwnRounds(Hub):
 
     def computed(self) -> Wait:
         """Returns a wait that is always over: `turn` decides when a node goes on."""
-        return Until(0.0)
+        return WaitUntil(0.0)
 
     def deliver(self) -> None:
         while self._under_way and self._under_way[0][0] <= self.now:

@@ -45,21 +45,21 @@ class EventHeap:
 
 
 class Alarm:
-    """A timer that calls `ring` when its deadline is reached; the deadline may move in both directions."""
+    """A timer that calls `callback` when its deadline is reached; the deadline may move in both directions."""
 
-    def __init__(self, heap: EventHeap, due: Callable[[], float], ring: Callable[[], None]) -> None:
-        """due: returns the deadline, the latest time at which `ring` must be called."""
-        self._heap, self._due, self._ring = heap, due, ring
-        self._armed = math.inf
+    def __init__(self, heap: EventHeap, due: Callable[[], float], callback: Callable[[], None]) -> None:
+        """due: returns the deadline, the latest time at which `callback` must be called."""
+        self._heap, self._due, self._callback = heap, due, callback
+        self._scheduled_for = math.inf
 
     def set(self) -> None:
         """Schedules the timer anew. Must be called whenever the result of `due` may have changed."""
         due = max(self._due(), self._heap.now)
-        if due < self._armed:
-            self._armed = due
-            self._heap.at(due, lambda: self._fire(due))
+        if due < self._scheduled_for:
+            self._scheduled_for = due
+            self._heap.at(due, lambda: self._on_time(due))
 
-    def _fire(self, due: float) -> None:
-        if due == self._armed:
-            self._armed = math.inf
-            self._ring()
+    def _on_time(self, due: float) -> None:
+        if due == self._scheduled_for:
+            self._scheduled_for = math.inf
+            self._callback()

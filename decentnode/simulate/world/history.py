@@ -25,14 +25,14 @@ from decentnode.communication.zeromq.protocol.reliable_links import ACK_EVERY, A
 from decentnode.metrics.history import History as Recorder
 from decentnode.metrics.history import digest_of
 from decentnode.payload import Payload
+from decentnode.simulate.world.observer import ObservedTransport, Observer
 from decentnode.simulate.world.records import Life, Lives, Violation, must
 from decentnode.simulate.world.transport import Simulated
-from decentnode.simulate.world.witness import Witness, Witnessed
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Generation, Name
 from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS
 
-Published = tuple[Name, int, ExchangeKey]
+PublishedKey = tuple[Name, int, ExchangeKey]
 """(generation, source, (round, phase)) of published payloads."""
 
 
@@ -86,7 +86,7 @@ MEAN_ERROR = 1e-5
 """Tolerance for rounding a mean in float32, relative to the largest contribution."""
 
 
-class History(Witness):
+class History(Observer):
     """The history of one world."""
 
     def __init__(self, record: bool = False) -> None:
@@ -103,9 +103,9 @@ class History(Witness):
         self.rounds: list[RoundRecord] = []
         """Rounds that nodes finished."""
         self.sent: Sent = defaultdict(dict)
-        self.struck: Callable[[Process, str], None] = lambda _process, _stage: None
+        self.on_stage: Callable[[Process, str], None] = lambda _process, _stage: None
         """Called as struck(process, stage) when a process enters another stage of membership."""
-        self._published: dict[Published, dict[int, Payload]] = {}
+        self._published: dict[PublishedKey, dict[int, Payload]] = {}
         self._newest: dict[int, int] = {}
         self._posted: dict[tuple[Name, int, int, ExchangeKey], str] = {}
         """By generation, source, receiver and (round, channel): digests of payloads in flight or in mailboxes."""
@@ -141,7 +141,7 @@ class History(Witness):
 
     # -- payloads ---------------------------------------------------------------------------------------------
 
-    def published(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def published(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         copies: dict[int, Payload] = {}
         for payload in outgoing.values():
             if id(payload) not in copies:
@@ -156,56 +156,56 @@ class History(Witness):
         if key[0] > self._newest.get(of.uid, -1):
             self._newest[of.uid] = key[0]
             of_source = [each for each in self._published.items() if each[0][1] == of.uid and each[0] != which]
-            for each, said in of_source:
-                if not any(self._may_mix(uid, each) for uid in said):
+            for each, published in of_source:
+                if not any(self._may_mix(uid, each) for uid in published):
                     del self._published[each]
 
-    def _may_mix(self, uid: int, which: Published) -> bool:
+    def _may_mix(self, uid: int, which: PublishedKey) -> bool:
         """Returns whether a node may still mix a published payload: it is alive, in the payload's generation, and not
         past its round. Suspended nodes lag behind in this way."""
         process = self.world.processes.get(uid)
         return (process is not None and process.alive and process.transport.session.name == which[0]
                 and process.node.round <= which[2][0])  # fmt: skip
 
-    def withheld(self, of: Witnessed, key: ExchangeKey, uids: Collection[int]) -> None:
-        said = self._published.get((of.session.name, of.uid, key), {})
+    def withheld(self, of: ObservedTransport, key: ExchangeKey, uids: Collection[int]) -> None:
+        published = self._published.get((of.session.name, of.uid, key), {})
         for uid in uids:
-            said.pop(uid, None)
+            published.pop(uid, None)
 
-    def arrived(self, of: Witnessed, key: ExchangeKey, arrival: Arrival) -> None:
+    def arrived(self, of: ObservedTransport, key: ExchangeKey, arrival: Arrival) -> None:
         name = of.session.name
         for source, payload in arrival.received.items():
-            said = self._published.get((name, source, key), {}).get(of.uid)
+            published = self._published.get((name, source, key), {}).get(of.uid)
             where = f"node {of.uid} mixes in round {key} of generation {name[0]} what {source}"
-            must(said is not None, f"{where} did not publish for it")
-            assert said is not None
+            must(published is not None, f"{where} did not publish for it")
+            assert published is not None
             self.events["mixed"] += 1
             if of.schemas[key[1]].elementwise:
-                (tensor,), (whole,) = payload.tensors.values(), said.tensors.values()
+                (tensor,), (whole,) = payload.tensors.values(), published.tensors.values()
                 must(_same(tensor, whole[arrival.start : arrival.stop]), f"{where} published otherwise")
             else:
-                same = payload.tensors.keys() == said.tensors.keys() and payload.scalars == said.scalars
-                same = same and all(_same(payload.tensors[each], said.tensors[each]) for each in said.tensors)
+                same = payload.tensors.keys() == published.tensors.keys() and payload.scalars == published.scalars
+                same = same and all(_same(payload.tensors[each], published.tensors[each]) for each in published.tensors)
                 must(same, f"{where} published otherwise")
 
-    def posted(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def posted(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         for uid, payload in outgoing.items():
             which = (of.session.name, of.uid, uid, key)
             must(which not in self._posted, f"node {of.uid} publishes {key} of generation {which[0]} for {uid} twice")
             self._posted[which] = digest_of(payload)
 
-    def collected(self, of: Witnessed, channel: int, found: Collected) -> None:
+    def collected(self, of: ObservedTransport, channel: int, found: Collected) -> None:
         name = of.session.name
-        said = self._posted.pop((name, found.source, of.uid, (found.round, channel)), None)
+        published = self._posted.pop((name, found.source, of.uid, (found.round, channel)), None)
         where = f"node {of.uid} takes payload {found.round} of {found.source} in generation {name[0]}"
-        must(said is not None, f"{where}, which was not published for it, or was taken before")
-        must(said == digest_of(found.payload), f"{where}, which was published otherwise")
+        must(published is not None, f"{where}, which was not published for it, or was taken before")
+        must(published == digest_of(found.payload), f"{where}, which was published otherwise")
         self.events["collected"] += 1
 
-    def contributed(self, of: Witnessed, key: str, tensor: Tensor) -> None:
+    def contributed(self, of: ObservedTransport, key: str, tensor: Tensor) -> None:
         self._parts[of.session.name, key][of.uid] = tensor.detach().double().clone()
 
-    def averaged(self, of: Witnessed, key: str, mean: Tensor, contributors: int) -> None:
+    def averaged(self, of: ObservedTransport, key: str, mean: Tensor, contributors: int) -> None:
         parts = self._parts[of.session.name, key]
         where = f"node {of.uid} gets the mean {key} of generation {of.session.name[0]}"
         must(contributors <= len(parts), f"{where} of {contributors} nodes, {len(parts)} of which gave their part")
@@ -228,7 +228,7 @@ class History(Witness):
 
     # -- generations ------------------------------------------------------------------------------------------
 
-    def installed(self, of: Witnessed, generation: Generation) -> None:  # noqa: ARG002
+    def installed(self, of: ObservedTransport, generation: Generation) -> None:  # noqa: ARG002
         self.generations[generation.name] = generation
         self.events["installed"] += 1
 
@@ -252,7 +252,7 @@ class History(Witness):
     def settled(self, process: Process) -> None:
         """Is called after every event of a process; checks its invariants."""
         transport = process.transport
-        if not transport.shell.closed:
+        if not transport.io.closed:
             check_links(transport.links, self.world.heap.now)
             self._check_inbox(transport)
         if transport.reconfiguration is not None:
@@ -262,19 +262,19 @@ class History(Witness):
                 self.note(process.uid, process.life, stage)
                 self._check_generations()
                 self._count_stages()
-                self.struck(process, stage)
+                self.on_stage(process, stage)
         if isinstance(process.wait, PlaceWait):
             self.events["late reader"] += 1
 
     def _check_inbox(self, transport: Simulated) -> None:
         window = transport.links.window
         for uid, edge in transport.links.sender.edges.items():
-            held = edge.came - transport.shell.credits.used.get(uid, 0)
-            if held > window:
-                raise Violation(f"{held} bytes of {uid} are held, with a window of {window}")
-        if transport.shell.leased_resends:
-            self.events["resend under lease"] += transport.shell.leased_resends
-            transport.shell.leased_resends = 0
+            held_bytes = edge.came - transport.io.credits.used.get(uid, 0)
+            if held_bytes > window:
+                raise Violation(f"{held_bytes} bytes of {uid} are held, with a window of {window}")
+        if transport.io.resends_under_lease:
+            self.events["resend under lease"] += transport.io.resends_under_lease
+            transport.io.resends_under_lease = 0
 
     def _count_stages(self) -> None:
         stages = Counter(self._stages[uid] for uid, process in self.world.processes.items()

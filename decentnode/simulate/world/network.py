@@ -12,7 +12,7 @@ from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL, B
 from decentnode.faults import AnyFault, Fate, Fates, Link, damaged
 from decentnode.simulate.world.heap import EventHeap
 
-_UNTOUCHED = Fate()
+_NO_FAULT = Fate()
 Receive = Callable[[int, list[memoryview], int | None], None]
 """receive(plane, frames, source): source is the sender's uid if the connection authenticates it, else None."""
 
@@ -21,9 +21,9 @@ Receive = Callable[[int, list[memoryview], int | None], None]
 class Connection:
     """One direction of a connection between two nodes, on one plane."""
 
-    last: float = 0.0
+    last_arrival: float = 0.0
     """When the last message sent so far arrives."""
-    under_way: int = 0
+    in_flight: int = 0
     blocked: bool = False
     dead: bool = False
     """Whether it accepts messages but loses them (a half-open connection). Only a new connection delivers again."""
@@ -40,7 +40,7 @@ class Socket:
     """Whether connections authenticate the node at their other end."""
     connections: dict[tuple[int, int], Connection] = field(default_factory=dict)
     """By the uid at the other end and plane."""
-    thaws_at: float = 0.0
+    suspended_until: float = 0.0
     """The process is suspended until this time; messages that arrive before wait."""
 
 
@@ -58,12 +58,12 @@ class VirtualNetwork:
         self.nodes: dict[int, Socket] = {}
         self.dead: set[int] = set()
         """Nodes that no longer send or receive."""
-        self.severed: Counter[tuple[int, int]] = Counter()
+        self.cut_pairs: Counter[tuple[int, int]] = Counter()
         """For (source, uid) between which nothing passes: the number of faults in effect that cut them off."""
         self.happened: Counter[str] = Counter()
         """Number of messages that were sent, refused, lost, repeated, damaged and overtaken, and of connections that
         were cut."""
-        self._free: dict[tuple[int, int, int], float] = {}
+        self._line_free_at: dict[tuple[int, int, int], float] = {}
         """(source, uid, plane) -> when the line will have transmitted the plane's messages so far; only with a
         bandwidth."""
 
@@ -71,26 +71,27 @@ class VirtualNetwork:
         """Sends a message, as `LinkPort.send` does. A body that is sent without a copy is read when the message
         arrives."""
         connection = self.nodes[source].connections.setdefault((uid, plane), Connection())
-        fate = self._fates.of(self.rules, source, uid, plane) if self.rules else _UNTOUCHED
+        fate = self._fates.of(self.rules, source, uid, plane) if self.rules else _NO_FAULT
         link, draw, happened = self.link, self.random.random, self.happened
-        if connection.blocked or connection.under_way >= link.queue_messages:
+        if connection.blocked or connection.in_flight >= link.queue_messages:
             connection.blocked = True
             happened["refused"] += 1
             return False
         happened["sent"] += 1
-        connection.under_way += 1
+        connection.in_flight += 1
         leaves = self.heap.now
         if link.bytes_per_second is not None:
-            leaves = self._carried(source, uid, plane, sum(map(len, frames)) / link.bytes_per_second)
+            leaves = self._transmit(source, uid, plane, sum(map(len, frames)) / link.bytes_per_second)
         leaves += fate.later
-        arrives = connection.last = max(connection.last, leaves + link.latency_seconds + draw() * link.jitter_seconds)
+        arrives = leaves + link.latency_seconds + draw() * link.jitter_seconds
+        arrives = connection.last_arrival = max(connection.last_arrival, arrives)  # a connection keeps the order
         arrives += fate.overtaken
         if self.faulty and draw() < link.reordering:
             happened["overtaken"] += 1
             arrives += 20 * link.latency_seconds * draw()
         copies = 1
-        gone = connection.dead or not self.dead.isdisjoint((source, uid)) or bool(self.severed[source, uid])
-        if gone or fate.lost or (self.faulty and draw() < link.loss):
+        is_lost = connection.dead or not self.dead.isdisjoint((source, uid)) or bool(self.cut_pairs[source, uid])
+        if is_lost or fate.lost or (self.faulty and draw() < link.loss):
             happened["lost"] += 1
             copies = 0
         elif fate.twice or (self.faulty and draw() < link.duplication):
@@ -107,20 +108,20 @@ class VirtualNetwork:
             self.heap.at(arrives, lambda: self._arrive(source, uid, plane, connection, frames))
             arrives += link.latency_seconds * draw()
         if not connection.dead:
-            self.heap.at(connection.last, lambda: self._left(source, uid, plane, connection))
+            self.heap.at(connection.last_arrival, lambda: self._delivered(source, uid, plane, connection))
         return True
 
-    def _carried(self, source: int, uid: int, plane: int, seconds: float) -> float:
+    def _transmit(self, source: int, uid: int, plane: int, seconds: float) -> float:
         """Returns when the line will have transmitted a message that takes `seconds`. The connections of both planes
         share the line, each in its own order: bytes in the line's buffer go before those of either plane, while the
         rest of a plane's bytes waits in its connection, where the other plane's bytes pass them."""
-        free, now, other = self._free, self.heap.now, (source, uid, CONTROL + BULK - plane)
-        rate, ahead = self.link.bytes_per_second, free.get(other, 0.0) - self.heap.now
+        line_free_at, now, other = self._line_free_at, self.heap.now, (source, uid, CONTROL + BULK - plane)
+        rate, ahead = self.link.bytes_per_second, line_free_at.get(other, 0.0) - self.heap.now
         assert rate is not None
         before = now + min(max(ahead, 0.0), self.link.buffer_bytes / rate)
-        done = free[source, uid, plane] = max(free.get((source, uid, plane), 0.0), before) + seconds
+        done = line_free_at[source, uid, plane] = max(line_free_at.get((source, uid, plane), 0.0), before) + seconds
         if ahead > 0:
-            free[other] += min(seconds, ahead)
+            line_free_at[other] += min(seconds, ahead)
         return done
 
     def _damaged(self, frames: Sequence[Body]) -> list[bytes]:
@@ -131,23 +132,23 @@ class VirtualNetwork:
         return [bytes(damaged) if i == which else bytes(_bytes(frame)) for i, frame in enumerate(frames)]
 
     def _arrive(self, source: int, uid: int, plane: int, connection: Connection, frames: Sequence[Body]) -> None:
-        there = self.nodes[uid]
-        if self.heap.now < there.thaws_at:
-            self.heap.at(there.thaws_at, lambda: self._arrive(source, uid, plane, connection, frames))
-        elif not connection.dead and uid not in self.dead and not self.severed[source, uid]:
+        receiver = self.nodes[uid]
+        if self.heap.now < receiver.suspended_until:
+            self.heap.at(receiver.suspended_until, lambda: self._arrive(source, uid, plane, connection, frames))
+        elif not connection.dead and uid not in self.dead and not self.cut_pairs[source, uid]:
             # a copy, because a receiver may keep the memory
             received = [memoryview(bytearray(_bytes(frame))) for frame in frames]
-            there.receive(plane, received, source if there.proves else None)
+            receiver.receive(plane, received, source if receiver.proves else None)
 
-    def _left(self, source: int, uid: int, plane: int, connection: Connection) -> None:
-        if self.heap.now < self.nodes[uid].thaws_at:  # the receiver is suspended and does not read
-            self.heap.at(self.nodes[uid].thaws_at, lambda: self._left(source, uid, plane, connection))
+    def _delivered(self, source: int, uid: int, plane: int, connection: Connection) -> None:
+        if self.heap.now < self.nodes[uid].suspended_until:  # the receiver is suspended and does not read
+            self.heap.at(self.nodes[uid].suspended_until, lambda: self._delivered(source, uid, plane, connection))
             return
-        connection.under_way -= 1
-        here = self.nodes[source]
-        if connection.blocked and here.connections.get((uid, plane)) is connection and not connection.dead:
+        connection.in_flight -= 1
+        sender = self.nodes[source]
+        if connection.blocked and sender.connections.get((uid, plane)) is connection and not connection.dead:
             connection.blocked = False
-            here.writable(uid, plane)
+            sender.writable(uid, plane)
 
     def renew(self, source: int, uid: int, plane: int) -> None:
         """Replaces a connection, as `LinkPort.renew` does. Messages in flight may still arrive."""
@@ -166,7 +167,7 @@ class VirtualNetwork:
         found = self.nodes[source].connections.pop((uid, plane), None)
         if found is not None:
             self.happened["cut"] += 1
-            self.happened["lost"] += found.under_way
+            self.happened["lost"] += found.in_flight
             found.dead = True
             if found.blocked:
                 self.nodes[source].writable(uid, plane)
@@ -178,11 +179,11 @@ class VirtualNetwork:
             self.happened["cut"] += 1
             found.dead = True
 
-    def sever(self, one: Sequence[int], other: Sequence[int], seconds: float) -> None:
+    def partition(self, one: Sequence[int], other: Sequence[int], seconds: float) -> None:
         """Blocks all messages between two sets of nodes for `seconds`."""
         pairs = [pair for a in one for b in other for pair in ((a, b), (b, a))]
-        self.severed.update(pairs)
-        self.heap.after(seconds, lambda: self.severed.subtract(pairs))
+        self.cut_pairs.update(pairs)
+        self.heap.after(seconds, lambda: self.cut_pairs.subtract(pairs))
 
     def end(self, uid: int) -> None:
         """Ends a process: messages in flight to it and from it are lost, and so are all that are sent to it from now

@@ -113,11 +113,11 @@ class Life:
         """The first record that has not been replayed; None if all have been."""
         return self.events[self.cursor] if self.cursor < len(self.events) else None
 
-    def follows(self, kind: str) -> bool:
+    def next_is(self, kind: str) -> bool:
         """Returns whether the next record is of this kind."""
         return self.next is not None and self.next.kind == kind
 
-    def ahead(self, *kinds: str, **fields: Any) -> Event | None:
+    def find_next(self, *kinds: str, **fields: Any) -> Event | None:
         """Returns the next record of one of these kinds with these fields, before the node leaves its generation; None
         if there is none."""
         for each in self.events[self.cursor :]:
@@ -243,19 +243,19 @@ def check_payloads(lives: Lives) -> int:
     sent = _digests_of("sent", lives)
     checked = _check_copies(lives)
     for one in (life for each in lives.values() for life in each):
-        before: set[tuple[Name, Channel]] = set()
+        mixed_before: set[tuple[Name, Channel]] = set()
         for event in one.events:
             if event.kind != "mixed":
                 continue
-            where = f"{place_of(one, event)}: it mixed"
-            must((event.generation, event.channel) not in before, f"{where} twice")
-            before.add((event.generation, event.channel))
+            place = f"{place_of(one, event)}: it mixed"
+            must((event.generation, event.channel) not in mixed_before, f"{place} twice")
+            mixed_before.add((event.generation, event.channel))
             for source, digest in event.sources.items():
                 if source not in lives:
                     continue
-                said = sent.get((event.generation, event.channel, source, one.uid), set())
-                must(digest in said, f"{where} {digest} of node {source}, which sent it in that round "
-                                     f"{', '.join(sorted(said)) or 'nothing'}")  # fmt: skip
+                sent_digests = sent.get((event.generation, event.channel, source, one.uid), set())
+                must(digest in sent_digests, f"{place} {digest} of node {source}, which sent it in that round "
+                                     f"{', '.join(sorted(sent_digests)) or 'nothing'}")  # fmt: skip
                 checked += 1
     return checked
 
@@ -275,21 +275,21 @@ def _check_copies(lives: Lives) -> int:
     round in which it arrived."""
     published, checked = _digests_of("published", lives), 0
     for one in (life for each in lives.values() for life in each):
-        came: dict[tuple[Name, Channel, int], int] = {}
+        arrival_rounds: dict[tuple[Name, Channel, int], int] = {}
         mixed: set[tuple[Name, Channel, int, int]] = set()
         for event in one.events:
             for source, number, age, digest in event.copies if event.kind == "mixed_copies" else ():
                 if source not in lives:
                     continue
                 round, channel = event.channel
-                where, which = f"{place_of(one, event)}: it mixed", (event.generation, (number, channel), source)
-                said = published.get((*which, one.uid), set())
-                must(digest in said, f"{where} {digest} of message {number} of node {source}, which published it under "
-                                     f"that number to this node: {', '.join(sorted(said)) or 'nothing'}")  # fmt: skip
-                must((*which, round) not in mixed, f"{where} message {number} of node {source} twice")
+                place, which = f"{place_of(one, event)}: it mixed", (event.generation, (number, channel), source)
+                sent_digests = published.get((*which, one.uid), set())
+                must(digest in sent_digests, f"{place} {digest} of message {number} of node {source}, which published "
+                     f"it under that number to this node: {', '.join(sorted(sent_digests)) or 'nothing'}")  # fmt: skip
+                must((*which, round) not in mixed, f"{place} message {number} of node {source} twice")
                 mixed.add((*which, round))
-                first = came.setdefault(which, round - age)
-                must(first == round - age, f"{where} message {number} of node {source} as if it came in round "
+                first = arrival_rounds.setdefault(which, round - age)
+                must(first == round - age, f"{place} message {number} of node {source} as if it came in round "
                                            f"{round - age}, and before as if in round {first}")  # fmt: skip
                 checked += 1
     return checked
@@ -310,16 +310,16 @@ def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: in
         for event in one.events:
             if event.kind != "entered":
                 continue
-            where = f"{place_of(one, event)}: generation {event.name[0]}"
-            must(event.name > last, f"{where} follows generation {last[0]}")
+            place = f"{place_of(one, event)}: generation {event.name[0]}"
+            must(event.name > last, f"{place} follows generation {last[0]}")
             last = event.name
             other = found.setdefault(event.name, event)
-            must(other.fields == event.fields, f"{where} is {dict(event.fields)}, elsewhere {dict(other.fields)}")
-            must(one.uid in event.members, f"{where} is entered by a node that is not a member")
+            must(other.fields == event.fields, f"{place} is {dict(event.fields)}, elsewhere {dict(other.fields)}")
+            must(one.uid in event.members, f"{place} is entered by a node that is not a member")
             closing = event.fields.get("stopping") or event.fields["round"] >= rounds
             counted = sum(uid < founders for uid in event.members)
-            must(bool(closing) or counted >= min_nodes, f"{where} has {counted} members")
-    trained = _whole_and_trained(lives, found)
+            must(bool(closing) or counted >= min_nodes, f"{place} has {counted} members")
+    trained = _complete_and_trained(lives, found)
     for name, members in trained.items():
         for another, theirs in trained.items():
             must(name == another or bool(members & theirs) or 2 * min_nodes <= founders,
@@ -327,7 +327,7 @@ def check_generations(lives: Lives, *, min_nodes: int, rounds: int, founders: in
     return len(found)
 
 
-def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, set[int]]:
+def _complete_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, set[int]]:
     """Returns the members of each generation that all its members entered and in which rounds were mixed."""
     entered: dict[Name, set[int]] = defaultdict(set)
     mixed = set()
@@ -340,14 +340,14 @@ def _whole_and_trained(lives: Lives, found: Mapping[Name, Event]) -> dict[Name, 
             if entered[name] == {*event.members} & lives.keys() and name in mixed}  # fmt: skip
 
 
-def takers(lives: Lives) -> set[tuple[Name, Channel, int, int]]:
+def mixed_payloads(lives: Lives) -> set[tuple[Name, Channel, int, int]]:
     """Returns (generation, channel, source, uid) of every payload that was mixed, completely or in part."""
     return {
         (event.generation, event.channel, source, life.uid)
         for life, event in every_event(lives) if event.kind in ("mixed", "broken_off")
-        for source in _sources(event)
+        for source in _sources_of(event)
     }  # fmt: skip
 
 
-def _sources(event: Event) -> Iterable[int]:
+def _sources_of(event: Event) -> Iterable[int]:
     return {*event.sources, *event.partly}

@@ -17,39 +17,39 @@ from decentnode.node.checkpoints.going_on import OF_MODELS, GoingOn, evaluate_if
 from decentnode.node.checkpoints.snapshot import Restored, capture
 from decentnode.node.resumable import Resumable
 from decentnode.simulate.world.records import Difference, Event, Life, Lives, every_event, place_of
-from decentnode.simulate.world.replay_transport import Replayed
+from decentnode.simulate.world.replay_transport import ReplayTransport
 from decentnode.wire.generation import Name
 
-Taken = tuple[int, int, Name]
+CheckpointKey = tuple[int, int, Name]
 """(uid, round, generation) of a checkpoint from which the node itself continued later."""
-Files = Mapping[tuple[int, str], Manifest]
+CheckpointFiles = Mapping[tuple[int, str], Manifest]
 """By uid and the cut's folder: checkpoints of an earlier run."""
 
 
 @dataclass
-class ReplayedState:
+class ReplayCheckpointState:
     """The state that the checkpoints of all nodes share."""
 
-    files: Files
-    wanted: frozenset[Taken]
-    kept: dict[Taken, Snapshot] = field(default_factory=dict)
+    files: CheckpointFiles
+    wanted: frozenset[CheckpointKey]
+    kept: dict[CheckpointKey, Snapshot] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, lives: Lives, files: Files) -> ReplayedState:
+    def of(cls, lives: Lives, files: CheckpointFiles) -> ReplayCheckpointState:
         """Returns the state of a replay, nothing kept yet. files: those that `resumed` records name."""
         found = {_taken(life, event) for life, event in every_event(lives)
                  if event.kind == "restored" and event.fields}  # fmt: skip
         return cls(files, frozenset(found))
 
 
-def _taken(life: Life, event: Event) -> Taken:
+def _taken(life: Life, event: Event) -> CheckpointKey:
     return life.uid, int(event.fields["round"]), event.name
 
 
-class ReplayedCheckpoints:
+class ReplayCheckpoints:
     """Takes the place of `Checkpoints` in one process of the replay."""
 
-    def __init__(self, node: Resumable, life: Life, transport: Replayed, state: ReplayedState) -> None:
+    def __init__(self, node: Resumable, life: Life, transport: ReplayTransport, state: ReplayCheckpointState) -> None:
         self._node, self._life, self._transport, self._state = node, life, transport, state
         self.resuming = any(event.kind == "resumed" for event in life.events)
 
@@ -100,7 +100,7 @@ class ReplayedCheckpoints:
 
     def resume(self) -> Steps[None]:
         """Continues from the file that the record names, as steps. Raises CheckpointError if it is damaged."""
-        node, event = self._node, self._life.ahead("resumed")
+        node, event = self._node, self._life.find_next("resumed")
         if event is None:  # the generation or the process ended before the nodes had agreed
             yield from self._transport.end()
             return

@@ -28,7 +28,7 @@ from decentnode.wire.messages import Go
 from decentnode.wire.orders import Next
 
 
-class Hold(Wait):
+class WaitForever(Wait):
     """The wait of a process whose record is at its end; it is never over."""
 
     deadline = math.inf
@@ -37,7 +37,7 @@ class Hold(Wait):
         return False
 
 
-class GuidedMembership(Membership):
+class ScriptedMembership(Membership):
     """Agrees on a generation at the time, with the members and under the name that the replay tells it; all else is the
     real protocol."""
 
@@ -49,7 +49,7 @@ class GuidedMembership(Membership):
             self.end_generation("the run's node left its generation")
             self.yields_until = math.inf
 
-    def propose_again(self, name: Name, members: frozenset[int], now: float) -> None:
+    def propose_recorded(self, name: Name, members: frozenset[int], now: float) -> None:
         """Proposes a generation as its leader, as the run's leader did."""
         self.give_up()
         if self.stage != "suspecting":
@@ -76,10 +76,10 @@ class GuidedMembership(Membership):
         return any(each.kind == "entered" and each.name == name for each in self.life.events[self.life.cursor :])
 
 
-class ReplayedExchange(SimulatedExchange):
+class ReplayExchange(SimulatedExchange):
     """Receives the payloads that the run's node mixed, up to where it mixed them, and no others."""
 
-    of: Replayed
+    of: ReplayTransport
     event: Event | None
     """The record that the run's node made of this exchange; None if it left the generation, or ended, before."""
 
@@ -129,46 +129,46 @@ class ReplayedExchange(SimulatedExchange):
         return frozenset() if self.event is None else self.event.uids(key)
 
 
-class Replayed(Simulated):
+class ReplayTransport(Simulated):
     """A simulated transport in which the process's record decides the result of every wait."""
 
     life: Life
-    taken: set[tuple[Name, tuple[int, int], int, int]]
+    mixed_in_run: set[tuple[Name, tuple[int, int], int, int]]
     """(generation, channel, source, uid) of every payload that was mixed in the run; no other payload is sent."""
 
-    def __init__(self, *parts: Any, life: Life, taken: set[Any]) -> None:
+    def __init__(self, *parts: Any, life: Life, mixed_in_run: set[Any]) -> None:
         """parts: the arguments of `Simulated`."""
-        self.life, self.taken = life, taken
+        self.life, self.mixed_in_run = life, mixed_in_run
         self._stopped = False
         super().__init__(*parts)
 
     def _membership(self, limits: Limits) -> Membership:
-        place = self.place
-        made = GuidedMembership(place.uid, place.num_nodes, limits, draw=bytes, digest=place.digest)
+        setup = self.setup
+        made = ScriptedMembership(setup.uid, setup.num_nodes, limits, draw=bytes, digest=setup.digest)
         made.life = self.life
         return made
 
     @property
-    def membership(self) -> GuidedMembership:
+    def membership(self) -> ScriptedMembership:
         """The membership protocol of a run with generations."""
         assert self.reconfiguration is not None
         found = self.reconfiguration.membership
-        assert isinstance(found, GuidedMembership)
+        assert isinstance(found, ScriptedMembership)
         return found
 
     def end(self) -> Iterator[Wait]:
         """Ends what the record has no more of: the node leaves its generation (raises Regrouping), or waits for ever,
         because its process was killed."""
-        if self.life.ahead("left") is not None:
+        if self.life.find_next("left") is not None:
             self._leave()
-        yield Hold()
+        yield WaitForever()
 
     def _leave(self) -> None:
         self.facts.regrouping = self.facts.regrouping or "the run's node left its generation"
         raise Regrouping(self.facts.regrouping)
 
     def enter(self, round: int) -> None:
-        if self.life.follows("left"):
+        if self.life.next_is("left"):
             self._leave()
         super().enter(round)
 
@@ -177,20 +177,20 @@ class Replayed(Simulated):
         group: AveragingGroup | None = None,
     ) -> Steps[Exchange]:
         key = (round, phase)
-        event = self.life.ahead("mixed", "broken_off", round=round, channel=phase)
+        event = self.life.find_next("mixed", "broken_off", round=round, channel=phase)
         sources = frozenset[int]() if event is None else frozenset(event.sources) | event.partly.keys()
         wanted = {uid: payload for uid, payload in outgoing.items()
-                  if (self.session.name, key, self.uid, uid) in self.taken}  # fmt: skip
+                  if (self.session.name, key, self.uid, uid) in self.mixed_in_run}  # fmt: skip
         came = tuple(uid for uid in expected if uid in sources)
         yield from super().exchange_steps(round, wanted, came, phase, group)
-        if self.life.follows("left"):
+        if self.life.next_is("left"):
             self._leave()
-        made = ReplayedExchange(self.inbox, key, came, frozenset(wanted))
-        made.witness, made.of, made.event = lambda _arrival: None, self, event
+        made = ReplayExchange(self.inbox, key, came, frozenset(wanted))
+        made.observer, made.of, made.event = lambda _arrival: None, self, event
         return made
 
     def gone_on(self, round: int, uid: int) -> bool:  # noqa: ARG002
-        event = self.life.ahead("steps", round=round)
+        event = self.life.find_next("steps", round=round)
         return event is not None and bool(event.fields.get("left_out"))
 
     def acquire_slot_steps(self, current: Tensor, timeout_seconds: float) -> Steps[Tensor | None]:  # noqa: ARG002
@@ -200,8 +200,8 @@ class Replayed(Simulated):
         self, key: str, closing: bool, shape: torch.Size, device: torch.device, timeout_seconds: float
     ) -> Steps[tuple[Tensor, int]]:
         """As `Simulated.mean_steps`, but returns only if the run's mean was finished."""
-        if self.life.ahead("averaged", key=key) is None:
-            if not closing and self.life.ahead("stopping") is not None:
+        if self.life.find_next("averaged", key=key) is None:
+            if not closing and self.life.find_next("stopping") is not None:
                 raise Interrupted("the run was asked to stop")
             yield from self.end()
         return (yield from super().mean_steps(key, closing, shape, device, timeout_seconds))
@@ -222,20 +222,20 @@ class Replayed(Simulated):
 
     def next_step(self, round: int) -> Next:
         """Returns "evaluate" where the record has that order. A pause of the run makes no difference to a replay."""
-        return "evaluate" if self.life.follows("ordered") else super().next_step(round)
+        return "evaluate" if self.life.next_is("ordered") else super().next_step(round)
 
     def announce_stop(self) -> None:
         """Does nothing: the record decides when the run is asked to stop."""
 
     @property
     def leaving(self) -> bool:
-        return self.life.follows("leaving")
+        return self.life.next_is("leaving")
 
     @property
     def stopping(self) -> bool:
-        return self._stopped or self.life.follows("stopping")
+        return self._stopped or self.life.next_is("stopping")
 
-    def told_to_stop(self) -> None:
+    def note_stop_request(self) -> None:
         """Is called when the node records that the run was asked to stop."""
         self._stopped = True
         if self.reconfiguration is not None:

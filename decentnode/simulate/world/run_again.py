@@ -14,8 +14,8 @@ from decentnode.errors import UsageError
 from decentnode.experiment import Experiment
 from decentnode.node.node import Node
 from decentnode.simulate.world.records import Lives, every_event, place_of
-from decentnode.simulate.world.replay import Outcome, ReplayWorld, setting_of
-from decentnode.simulate.world.replay_checkpoints import Files
+from decentnode.simulate.world.replay import ReplayResult, ReplayWorld, replay_setting
+from decentnode.simulate.world.replay_checkpoints import CheckpointFiles
 from decentnode.simulate.world.transport import Simulated
 
 PLAIN = ZeroMQConfig.model_validate({"name": "zeromq"})
@@ -42,8 +42,8 @@ def checkpoints_of(folder: Path, lives: Lives) -> dict[tuple[int, str], Manifest
 
 
 def run_again(
-    experiment: Experiment, lives: Lives, files: Files | None = None
-) -> tuple[ReplayWorld, Outcome]:
+    experiment: Experiment, lives: Lives, files: CheckpointFiles | None = None
+) -> tuple[ReplayWorld, ReplayResult]:
     """Replays a run on the CPU from what its nodes recorded. files: as `checkpoints_of` returns them. Blocking. Raises
     Difference, and errors of building nodes."""
     config = experiment.communication
@@ -53,5 +53,5 @@ def run_again(
         return build(experiment, uid, make_communication, device="cpu")
 
     kept = config if isinstance(config, ZeroMQConfig) else PLAIN
-    world = ReplayWorld(setting_of(experiment.make_graph().num_nodes, kept, limits), make_node, lives, files)
+    world = ReplayWorld(replay_setting(experiment.make_graph().num_nodes, kept, limits), make_node, lives, files)
     return world, world.replay()

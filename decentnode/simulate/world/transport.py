@@ -44,15 +44,15 @@ from decentnode.communication.zeromq.transport import CLOSE_SECONDS, GRACE_SECON
 from decentnode.config.component import Config
 from decentnode.errors import PeerLost
 from decentnode.payload import Payload
-from decentnode.simulate.world.place import Place
-from decentnode.simulate.world.shell import Shell, held
+from decentnode.simulate.world.process_io import ProcessIO, hold_body
+from decentnode.simulate.world.process_setup import ProcessSetup
 from decentnode.simulate.world.waits import (
     STEPPED,
     SimulatedExchange,
     SteppedFacts,
     SteppedGeneration,
     SteppedMean,
-    Until,
+    WaitUntil,
 )
 from decentnode.wire.generation import Generation, Limits
 from decentnode.wire.membership import Membership
@@ -60,7 +60,7 @@ from decentnode.wire.messages import Slot
 from decentnode.wire.orders import Action, Next
 from decentnode.wire.session import Session
 
-LOOK_SECONDS = 0.02
+CLOSE_POLL_SECONDS = 0.02
 """Interval at which a closing process checks whether all its messages have left."""
 
 
@@ -69,50 +69,50 @@ class Simulated(Communication[ZeroMQConfig]):
 
     Config: ClassVar[type[Config]] = ZeroMQConfig
 
-    def __init__(self, config: ZeroMQConfig, schemas: tuple[Schema, ...], place: Place) -> None:
-        self.config, self.schemas, self.place = config, schemas, place
-        self.uid, self.counters, self.facts = place.uid, Counters(), SteppedFacts()
-        run = entropy.draw(8) if place.uid == 0 else None
-        self.session = Session(place.uid, place.num_nodes, place.digest, run, founders=place.founders)
+    def __init__(self, config: ZeroMQConfig, schemas: tuple[Schema, ...], setup: ProcessSetup) -> None:
+        self.config, self.schemas, self.setup = config, schemas, setup
+        self.uid, self.counters, self.facts = setup.uid, Counters(), SteppedFacts()
+        run = entropy.draw(8) if setup.uid == 0 else None
+        self.session = Session(setup.uid, setup.num_nodes, setup.digest, run, founders=setup.founders)
         sizes = LinkSizes.of(config.chunk_bytes, config.window_bytes)
-        self.shell = Shell(self.session, self.counters, place.network, sizes)
-        self.links = self.shell.links
+        self.io = ProcessIO(self.session, self.counters, setup.network, sizes)
+        self.links = self.io.links
         self.links.sender.max_payloads = max(MAX_PAYLOADS, 2 * len(schemas))
         maker = MessageMaker(self.session, config)
-        maker.over_tcp = [set(range(place.num_nodes)), set(range(place.num_nodes))]
+        maker.over_tcp = [set(range(setup.num_nodes)), set(range(setup.num_nodes))]
         self.inbox = InboxState(schemas, config.chunk_bytes, self.facts, self.counters, self,
                                 reject_non_finite=config.non_finite == "reject")  # fmt: skip
-        self.sender = Sender(self.links.sender, self.shell, maker, self.inbox.plans, self.facts, self.counters,
-                             timeout_seconds=config.timeout_seconds, hold=held)  # fmt: skip
+        self.sender = Sender(self.links.sender, self.io, maker, self.inbox.plans, self.facts, self.counters,
+                             timeout_seconds=config.timeout_seconds, hold=hold_body)  # fmt: skip
         self.reconfiguration: Reconfiguration | None = None
-        if place.limits is not None:
+        if setup.limits is not None:
             self.reconfiguration = Reconfiguration(
-                self._membership(place.limits), self.links.sender, self.facts, self.counters, self.facts.notify
+                self._membership(setup.limits), self.links.sender, self.facts, self.counters, self.facts.notify
             )
         self.protocol = NodeProtocol(ProtocolParts(
             session=self.session, links=self.links, inbox=self.inbox, facts=self.facts, counters=self.counters,
-            maker=maker, hold=held, consumed=self.shell.consumed, has_room=self._has_room, joined=lambda: None,
+            maker=maker, hold=hold_body, consumed=self.io.consumed, has_room=self._has_room, joined=lambda: None,
             reconfiguration=self.reconfiguration,
         ))  # fmt: skip
-        self.protocol.take_slot = self._no_slots
-        self.shell.serve(self.protocol, self._has_room)
+        self.protocol.take_slot = self._refuse_slot
+        self.io.serve(self.protocol, self._has_room)
         self._begin_generation()
 
     def _membership(self, limits: Limits) -> Membership:
-        place = self.place
-        seat = b"" if place.granted is None else place.granted.seat
-        made = Membership(place.uid, place.num_nodes, limits, draw=entropy.draw, digest=place.digest,
-                          founders=place.founders, seat=seat)  # fmt: skip
-        if place.granted is not None:
-            made.learn_seats(place.granted.seats)
+        setup = self.setup
+        seat = b"" if setup.granted is None else setup.granted.seat
+        made = Membership(setup.uid, setup.num_nodes, limits, draw=entropy.draw, digest=setup.digest,
+                          founders=setup.founders, seat=seat)  # fmt: skip
+        if setup.granted is not None:
+            made.learn_seats(setup.granted.seats)
         return made
 
     def _begin_generation(self) -> None:
         self.collectives = CollectiveState(self.session, self.config.chunk_bytes, self.facts, self.protocol)
         self.protocol.collectives = self.collectives
         leases = Leases()
-        leases.hurry = self.shell.hurry
-        leases.owing.append(self.shell.owing)
+        leases.hurry = self.io.hurry
+        leases.owing.append(self.io.owing)
         self.slots = ModelSlots(self.schemas[0], leases, None, self.facts, self.counters)
 
     def _has_room(self, uid: int) -> None:
@@ -120,16 +120,16 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.notify()
 
     @staticmethod
-    def _no_slots(message: Slot) -> None:
+    def _refuse_slot(message: Slot) -> None:
         raise AssertionError(f"a doorbell on a path without any: {message}")
 
     # -- the inbox's port -------------------------------------------------------------------------------------
 
     def consumed(self, uid: int, size: int) -> None:
-        self.shell.consumed(uid, size)
+        self.io.consumed(uid, size)
 
     def ask(self, uids: list[int]) -> None:
-        self.shell.call(lambda: self.protocol.ask_overdue(uids, clock.now()))
+        self.io.call(lambda: self.protocol.ask_overdue(uids, clock.now()))
 
     def ready(self) -> None:
         self.facts.notify()
@@ -144,7 +144,7 @@ class Simulated(Communication[ZeroMQConfig]):
         limit = timeout_seconds + (0 if self.uid == 0 else GRACE_SECONDS)
         yield JoinWait(
             self.facts, lambda: self.protocol.joined,
-            lambda: self.shell.call(lambda: self.protocol.give_up(clock.now())), limit, GRACE_SECONDS, clock.now(),
+            lambda: self.io.call(lambda: self.protocol.give_up(clock.now())), limit, GRACE_SECONDS, clock.now(),
         )
 
     @property
@@ -171,12 +171,12 @@ class Simulated(Communication[ZeroMQConfig]):
         for payload, _ in grouped(outgoing):
             self.sender.checked(payload, phase)
         self.slots.sent_to = tuple(outgoing)
-        self.place.witness.published(self, key, outgoing)
+        self.setup.observer.published(self, key, outgoing)
         dropped = yield from self.sender.steps(outgoing, key, self._lease_of, clock.now)
-        self.place.witness.withheld(self, key, dropped)
+        self.setup.observer.withheld(self, key, dropped)
         self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped})
         made = SimulatedExchange(self.inbox, key, expected, frozenset(outgoing), dropped)
-        made.witness = lambda arrival: self.place.witness.arrived(self, key, arrival)
+        made.observer = lambda arrival: self.setup.observer.arrived(self, key, arrival)
         return made
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
@@ -184,7 +184,7 @@ class Simulated(Communication[ZeroMQConfig]):
         sent = to_be_published(outgoing, self.schemas[channel], self.sender, self.facts)
         for payload, _ in grouped(sent):
             self.sender.checked(payload, channel)
-        self.place.witness.posted(self, (round, channel), sent)
+        self.setup.observer.posted(self, (round, channel), sent)
         dropped = without_waits(self.sender.steps(sent, (round, channel), self._lease_of, clock.now))
         self.counters.sent(sent)
         return frozenset(outgoing) - sent.keys() | dropped
@@ -200,7 +200,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.raise_if_over()
         found = self.inbox.owned(channel, self.inbox.mailbox.take(channel, round))
         for each in found:
-            self.place.witness.collected(self, channel, each)
+            self.setup.observer.collected(self, channel, each)
         return found
 
     def _lease_of(self, tensor: Tensor) -> object:
@@ -210,14 +210,14 @@ class Simulated(Communication[ZeroMQConfig]):
         return self.slots.steps(current, timeout_seconds)
 
     def computed(self, round: int) -> Wait | None:
-        seconds = self.place.compute_seconds(round)
-        return Until(clock.now() + seconds) if seconds > 0 else None
+        seconds = self.setup.compute_seconds(round)
+        return WaitUntil(clock.now() + seconds) if seconds > 0 else None
 
     # -- means, barriers, reports -----------------------------------------------------------------------------
 
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
         self.facts.raise_if_over()
-        self.place.witness.contributed(self, key, tensor)
+        self.setup.observer.contributed(self, key, tensor)
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
         shape, device = tensor.shape, tensor.device
         return SteppedMean(lambda seconds: self.mean_steps(key, closing, shape, device, seconds),
@@ -231,7 +231,7 @@ class Simulated(Communication[ZeroMQConfig]):
         yield wait
         assert wait.result is not None
         mean, contributors = wait.result
-        self.place.witness.averaged(self, key, mean.view(shape), contributors)
+        self.setup.observer.averaged(self, key, mean.view(shape), contributors)
         return mean.view(shape).to(device), contributors
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
@@ -288,7 +288,7 @@ class Simulated(Communication[ZeroMQConfig]):
     def stop_asked(self) -> None:
         of = self.reconfiguration
         if of is not None:
-            self.shell.call(lambda: of.stop(clock.now()))
+            self.io.call(lambda: of.stop(clock.now()))
 
     def join(self) -> None:
         if self.reconfiguration is None:
@@ -305,19 +305,19 @@ class Simulated(Communication[ZeroMQConfig]):
         """Returns the next generation, as steps (`PendingGeneration.steps`)."""
         of, alone = self.reconfiguration, self.config.start_timeout_seconds
         assert of is not None
-        wait = GenerationWait(of, alone, alone + self.config.timeout_seconds, self._put_away, clock.now())
+        wait = GenerationWait(of, alone, alone + self.config.timeout_seconds, self._install, clock.now())
         yield wait
         assert wait.generation is not None
         return of.generation
 
-    def _put_away(self, generation: Generation) -> None:
+    def _install(self, generation: Generation) -> None:
         """Replaces everything of the old generation by that of `generation`."""
         self.protocol.install(generation, self._restart, self._begin_generation, clock.now())
-        self.place.witness.installed(self, generation)
+        self.setup.observer.installed(self, generation)
 
     def _restart(self, fresh: Collection[int]) -> None:
         self.links.restart(fresh)
-        self.shell.credits.clear()
+        self.io.credits.clear()
 
     # -- orders -----------------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.orders.apart = value
 
     def order(self, action: Action) -> None:
-        self.shell.call(lambda: self.protocol.order(action, clock.now()))
+        self.io.call(lambda: self.protocol.order(action, clock.now()))
 
     def next_step(self, round: int) -> Next:
         return self.facts.orders.next(round)
@@ -346,7 +346,7 @@ class Simulated(Communication[ZeroMQConfig]):
     def announce_stop(self) -> None:
         self.facts.stopping = True
         self.facts.notify()
-        self.shell.call(lambda: self.protocol.ask_stop(clock.now()))
+        self.io.call(lambda: self.protocol.ask_stop(clock.now()))
 
     @property
     def stopping(self) -> bool:
@@ -377,7 +377,7 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def depart(self, rounds: int, neighbors: Collection[int]) -> None:
         self.inbox.end(rounds)
-        self.shell.call(lambda: self.protocol.depart(rounds, neighbors, clock.now()))
+        self.io.call(lambda: self.protocol.depart(rounds, neighbors, clock.now()))
 
     def fail(self, uid: int, reason: str) -> None:
         of = self.reconfiguration
@@ -387,19 +387,19 @@ class Simulated(Communication[ZeroMQConfig]):
             else:
                 of.suspect([uid], reason, clock.now(), dead=True)
             return
-        self.shell.call(lambda: self.protocol.fail(uid, reason, clock.now()))
+        self.io.call(lambda: self.protocol.fail(uid, reason, clock.now()))
         if uid != self.uid:
             self.facts.fail(PeerLost(f"node {uid} failed: {reason}", [uid]))
 
     def close(self) -> None:
         """Ends the process at once."""
-        self.shell.closed = True
+        self.io.closed = True
 
     def close_steps(self) -> Steps[None]:
         """Waits, for a few seconds at most, until all messages have left, then ends the process."""
         in_vain = self.facts.failure is not None or bool(self.facts.regrouping)
         left = RunningTime(0.5 if in_vain else CLOSE_SECONDS, clock.now())
         while not self.links.finished(clock.now()) and not left.over(clock.now()):
-            yield Until(clock.now() + LOOK_SECONDS)
+            yield WaitUntil(clock.now() + CLOSE_POLL_SECONDS)
         self.links.goodbye(clock.now())
         self.close()

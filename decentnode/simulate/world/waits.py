@@ -16,7 +16,7 @@ STEPPED = "a simulated node's waits are steps"
 """The error of calls that can only block."""
 
 
-class Until(Wait):
+class WaitUntil(Wait):
     """Waits for a point in time."""
 
     def __init__(self, deadline: float) -> None:
@@ -41,15 +41,15 @@ class SteppedFacts(RunFacts):
 class SimulatedExchange(InboxExchange):
     """An exchange that reports what is mixed to the witness."""
 
-    witness: Callable[[Arrival], None]
+    observer: Callable[[Arrival], None]
 
     def steps(self, timeout_seconds: float) -> Iterator[Arrival | Wait]:
         for step in super().steps(timeout_seconds):
             if isinstance(step, Arrival):
-                self.witness(step)
+                self.observer(step)
             yield step
             if isinstance(step, Arrival):
-                self.witness(step)
+                self.observer(step)
 
 
 class SteppedMean(Pending):

@@ -33,9 +33,9 @@ from decentnode.faults import (
 from decentnode.node.node import Node
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.place import Place
+from decentnode.simulate.world.observer import Observer
+from decentnode.simulate.world.process_setup import ProcessSetup
 from decentnode.simulate.world.transport import Simulated
-from decentnode.simulate.world.witness import Witness
 from decentnode.wire.generation import Caller, Limits
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Described, Granted, Knock, Turned
 
@@ -75,7 +75,7 @@ class Process:
         self.world, self.uid, self.life, self.granted = world, uid, life, granted
         self.heap = world.heap
         self.node = world.make_node(uid, self._transport)
-        self.shell, self.facts = self.transport.shell, self.transport.facts
+        self.shell, self.facts = self.transport.io, self.transport.facts
         self.facts.notified = self._notified
         self.facts.waiting_began = lambda _since: None  # not needed: the alarm is set anew after every event
         self.shell.settled = self._settled
@@ -86,18 +86,18 @@ class Process:
         self.dead = False
         self.wait: Wait | None = None
         """The wait that must be over before it continues."""
-        self._due = self._stepping = False
-        self._steps = self._life()
+        self._is_scheduled = self._is_stepping = False
+        self._steps = self._main_steps()
 
     def _transport(self, schemas: tuple[Schema, ...]) -> Simulated:
-        self.transport = Simulated(self.world.setting.config, schemas, self._place())
+        self.transport = Simulated(self.world.setting.config, schemas, self._make_setup())
         return self.transport
 
-    def _place(self) -> Place:
+    def _make_setup(self) -> ProcessSetup:
         world = self.world
-        return Place(
+        return ProcessSetup(
             uid=self.uid, num_nodes=world.setting.num_nodes + world.setting.newcomers, network=world.network,
-            witness=world.witness,
+            observer=world.observer,
             digest="simulated", limits=world.setting.limits, compute_seconds=self._compute_seconds,
             founders=world.setting.num_nodes, granted=self.granted,
         )  # fmt: skip
@@ -105,7 +105,7 @@ class Process:
     def _compute_seconds(self, round: int) -> float:
         return self.world.setting.compute_seconds(self.uid, round) * math.prod(self.world.slowness.get(self.uid, ()))
 
-    def _life(self) -> Steps[None]:
+    def _main_steps(self) -> Steps[None]:
         if self.life or self.granted is not None:
             self.transport.join()
         else:
@@ -113,7 +113,7 @@ class Process:
         yield from self.node.steps()
         yield from self.transport.close_steps()
 
-    def _failing(self, error: Exception) -> Steps[None]:
+    def _fail_steps(self, error: Exception) -> Steps[None]:
         """Ends the process as a daemon's process ends: reports the failure to the others, unless it only follows from a
         failure elsewhere."""
         if not isinstance(error, PeerLost):
@@ -126,33 +126,33 @@ class Process:
         return not (self.over or self.dead)
 
     def begin(self) -> None:
-        self._go_on()
+        self._resume()
 
     def _notified(self) -> None:
-        if not self._due:
-            self._due = True
-            self.heap.at(self.heap.now, self._go_on)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self.heap.at(self.heap.now, self._resume)
 
     def _settled(self) -> None:
-        if isinstance(self.wait, PlaceWait) and not self._stepping:  # there is no notification of the last lease's end
+        if isinstance(self.wait, PlaceWait) and not self._is_stepping:  # the last lease's end is not notified
             self._notified()
         self.world.settled(self)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Steps the node until it has to wait."""
-        self._due = False
+        self._is_scheduled = False
         if not self.alive:
             return
-        if self.heap.now < self.shell.thaws_at:
-            self._due = True
-            self.heap.at(self.shell.thaws_at, self._go_on)
+        if self.heap.now < self.shell.suspended_until:
+            self._is_scheduled = True
+            self.heap.at(self.shell.suspended_until, self._resume)
             return
-        self._stepping = True
+        self._is_stepping = True
         while self.alive and self._step():
             pass
         if not self.dead:
             self.shell.settle()
-        self._stepping = False
+        self._is_stepping = False
 
     def _step(self) -> bool:
         """Advances the node by one step if its wait is over; returns whether there may be another step."""
@@ -160,7 +160,7 @@ class Process:
         if self.wait is not None:
             try:
                 if not self.wait.step(self.heap.now):
-                    self._look_again(self.wait, self.wait.deadline)
+                    self._schedule_check(self.wait, self.wait.deadline)
                     return False
             except DecentnodeError as error:
                 raised = error
@@ -172,18 +172,18 @@ class Process:
         except DecentnodeError as error:
             if self.error is not None:
                 raise
-            self.error, self.wait, self._steps = error, None, self._failing(error)
+            self.error, self.wait, self._steps = error, None, self._fail_steps(error)
         if self.node.round != round:
             self.world.entered(self)
         return self.alive
 
-    def _look_again(self, wait: Wait, due: float) -> None:
-        def look() -> None:
+    def _schedule_check(self, wait: Wait, due: float) -> None:
+        def check() -> None:
             if self.wait is wait and wait.deadline == due:
-                self._go_on()
+                self._resume()
 
         assert due > self.heap.now, f"{type(wait).__name__} is not over at its deadline"
-        self.heap.at(due, look)
+        self.heap.at(due, check)
 
     # -- faults -----------------------------------------------------------------------------------------------
 
@@ -198,8 +198,8 @@ class Process:
 class World:
     """A run of whole nodes on virtual time."""
 
-    def __init__(self, setting: Setting, make_node: MakeNode, witness: Witness | None = None) -> None:
-        self.setting, self.make_node, self.witness = setting, make_node, witness or Witness()
+    def __init__(self, setting: Setting, make_node: MakeNode, observer: Observer | None = None) -> None:
+        self.setting, self.make_node, self.observer = setting, make_node, observer or Observer()
         self.heap = EventHeap()
         self.network = VirtualNetwork(self.heap, setting.faults.links, setting.seed)
         self.slowness: dict[int, list[float]] = {}
@@ -237,7 +237,7 @@ class World:
                 if fault.at_seconds is not None:
                     self.heap.at(fault.at_seconds, lambda i=index, fault=fault: self.strike(i, fault))  # type: ignore[misc]
             if setting.faults.lossy_seconds is not None:
-                self.heap.at(setting.faults.lossy_seconds, self._heal)
+                self.heap.at(setting.faults.lossy_seconds, self._stop_losses)
             return self.heap.run(lambda: not any(each.alive for each in self.processes.values()), until_seconds)
 
     def admit(self, ask: int, at: str) -> None:
@@ -252,7 +252,7 @@ class World:
         assert reconfiguration is not None
         knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, f"tcp://{at}:7000", f"tcp://{at}:7001", REACH_DIRECT, "")
         answer: Granted | Described | Turned | None = None
-        if process.alive and self.heap.now >= process.shell.thaws_at:
+        if process.alive and self.heap.now >= process.shell.suspended_until:
             answer = reconfiguration.knocked(knock, Caller(), self.heap.now)
             process.shell.settle()
         if isinstance(answer, Granted):
@@ -279,7 +279,7 @@ class World:
         self.began(process)
         return process
 
-    def _heal(self) -> None:
+    def _stop_losses(self) -> None:
         self.network.faulty = False
 
     def entered(self, process: Process) -> None:
@@ -295,7 +295,7 @@ class World:
         self.happened[fault.do] += 1
         now, network = self.heap.now, self.network
         if isinstance(fault, Cut):
-            network.sever(*fault.sides, fault.seconds)
+            network.partition(*fault.sides, fault.seconds)
         elif isinstance(fault, Break | HalfOpen):
             plane = CONTROL if fault.plane == "control" else BULK
             (network.cut if isinstance(fault, Break) else network.halve)(fault.source, fault.to, plane)
@@ -310,7 +310,7 @@ class World:
                     if process.dead:
                         self._begin(process.uid, process.life + 1).begin()
                 elif process.alive and isinstance(fault, Pause):
-                    process.shell.freeze(now + fault.seconds)
+                    process.shell.suspend(now + fault.seconds)
                 elif process.alive and isinstance(fault, Kill):
                     process.kill()
 

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 from decentnode.launch.supervising.entry import die_with_parent
-from decentnode.simulate.world.drawn import draw, survive
+from decentnode.simulate.world.random_world import draw_world, run_world
 
 RARE = (
     "double suspicion", "two leaders", "short", "outside", "resend under lease", "late reader", "connection_renewed",
@@ -39,7 +39,7 @@ def shard(first: int, count: int) -> tuple[Counter[str], list[tuple[int, str]]]:
     events, failed = Counter[str](), list[tuple[int, str]]()
     for seed in range(first, first + count):
         try:
-            events += survive(seed)
+            events += run_world(seed)
         except Exception as error:
             failed.append((seed, f"{type(error).__name__}: {error}"))
     return events, failed
@@ -52,9 +52,9 @@ def command(seed: int) -> str:
 
 def one(seed: int) -> int:
     """Run one world and show what went wrong."""
-    print(draw(seed))
+    print(draw_world(seed))
     try:
-        events = survive(seed)
+        events = run_world(seed)
     except Exception:
         traceback.print_exc()
         return 1

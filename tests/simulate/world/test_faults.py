@@ -126,7 +126,7 @@ def test_a_node_that_nobody_hears_over_a_dead_connection_is_heard_over_another()
         if process.uid == 3 and stage == "promised":
             world.heap.after(0.0, process.kill)
 
-    history.struck = struck
+    history.on_stage = struck
     assert world.run(LIMIT) and not any(process.error for process in world.lives)
     assert members_of(made)[-1] == [0, 1, 2] and made.nodes[0].round == 10 and world.processes[3].dead
 

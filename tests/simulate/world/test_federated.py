@@ -18,7 +18,7 @@ from decentnode.node.node import Node
 from decentnode.sharing.base import Sharing
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.records import check_payloads
-from decentnode.simulate.world.replay import ReplayWorld, setting_of
+from decentnode.simulate.world.replay import ReplayWorld, replay_setting
 from decentnode.simulate.world.world import World
 from decentnode.wire.generation import Limits
 from tests.graph.contract import make
@@ -86,7 +86,7 @@ def test_a_client_that_is_always_late_holds_up_no_evaluation(name: str) -> None:
              for uid in (1, LATE)}  # fmt: skip
     assert all(steps[1]) and 3 < sum(map(bool, steps[LATE])) < 12 and len(steps[LATE]) == 20
     again = Made(made.graph, made.rule, rounds=20, evaluate_every=0, missing="return_weight")
-    ReplayWorld(setting_of(NODES, CONFIG, None), again.make, copy.deepcopy(history.lives)).replay()
+    ReplayWorld(replay_setting(NODES, CONFIG, None), again.make, copy.deepcopy(history.lives)).replay()
     for uid, node in made.nodes.items():
         assert torch.equal(again.nodes[uid].training.model.parameters, node.training.model.parameters)
 
@@ -117,7 +117,7 @@ def test_a_run_with_a_late_client_is_repeated_record_by_record() -> None:
     lives = copy.deepcopy(history.lives)
     assert check_payloads(lives) > 0
     again = Made(made.graph, made.rule, rounds=8, evaluate_every=0, missing="return_weight")
-    replayed = ReplayWorld(setting_of(NODES, CONFIG, None), again.make, lives)
+    replayed = ReplayWorld(replay_setting(NODES, CONFIG, None), again.make, lives)
     replayed.replay()
     for uid, node in made.nodes.items():
         assert torch.equal(again.nodes[uid].training.model.parameters, node.training.model.parameters)
@@ -189,7 +189,7 @@ def test_a_server_that_is_back_from_its_checkpoint_has_what_it_had(name: str, tm
         check_control(made)
     again = Made(made.graph, made.rule, rounds=ROUNDS, evaluate_every=0, missing="regroup", checkpoint={"every": 1})
     limits = Limits(3.0, 20.0, NODES // 2 + 1, ROUNDS, frozenset({0}))
-    ReplayWorld(setting_of(NODES, CONFIG, limits), again.make, copy.deepcopy(history.lives)).replay()
+    ReplayWorld(replay_setting(NODES, CONFIG, limits), again.make, copy.deepcopy(history.lives)).replay()
     for uid, node in made.nodes.items():
         assert torch.equal(again.nodes[uid].training.model.parameters, node.training.model.parameters)
 

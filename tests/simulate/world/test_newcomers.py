@@ -82,7 +82,7 @@ def test_a_newcomer_that_dies_and_asks_again_from_its_place_gets_its_uid() -> No
 def test_newcomers_do_not_make_up_for_members_of_the_mapping() -> None:
     """Of two sides of a broken network with newcomers at one, the side with most of the mapping's nodes goes on."""
     made, world = begun(newcomers=2, rounds=300)
-    world.heap.at(5.0, lambda: world.network.sever([0, 1, 2], [3, 4, 5], 20.0))
+    world.heap.at(5.0, lambda: world.network.partition([0, 1, 2], [3, 4, 5], 20.0))
     asks(world, 1.0, 0, "10.0.0.1")
     asks(world, 2.0, 0, "10.0.0.2")
     assert world.run(LIMIT) and not any(process.error for process in world.lives)

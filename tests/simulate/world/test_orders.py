@@ -31,7 +31,7 @@ def run(
     def give(uid: int, action: Action) -> None:
         process = found[0].processes[uid]
         process.node.communication.order(action)
-        process.transport.shell.settle()
+        process.transport.io.settle()
 
     def seconds(uid: int, round: int) -> float:
         for at, action in orders:

@@ -24,9 +24,9 @@ from decentnode.metrics.history import History as Recorder
 from decentnode.node.checkpoints.making import Checkpoints
 from decentnode.node.checkpoints.resume_agreement import ResumeFrom
 from decentnode.node.node import Node
-from decentnode.simulate.world.drawn import LR, ROUNDS, Run, draw
 from decentnode.simulate.world.history import History
 from decentnode.simulate.world.quadratic import Quadratic
+from decentnode.simulate.world.random_world import LR, ROUNDS, Run, draw_world
 from decentnode.simulate.world.records import (
     Difference,
     Event,
@@ -36,7 +36,7 @@ from decentnode.simulate.world.records import (
     check_generations,
     check_payloads,
 )
-from decentnode.simulate.world.replay import Outcome, ReplayWorld, setting_of
+from decentnode.simulate.world.replay import ReplayResult, ReplayWorld, replay_setting
 from decentnode.simulate.world.run_again import checkpoints_of
 from decentnode.simulate.world.world import Process, Setting, World
 from decentnode.wire.generation import Limits
@@ -60,19 +60,19 @@ LIMITS = Limits(3.0, 20.0, 3, 30)
 
 @functools.cache
 def recorded(seed: int) -> Run:
-    run = Run(draw(seed), History(record=True))
-    run.survive()
+    run = Run(draw_world(seed), History(record=True))
+    run.execute()
     return run
 
 
-def again(run: Run, lives: Lives, lr: float = LR) -> tuple[ReplayWorld, Outcome]:
+def again(run: Run, lives: Lives, lr: float = LR) -> tuple[ReplayWorld, ReplayResult]:
     def make_node(uid: int, make_communication: Any) -> Any:
         node = run.make_node(uid, make_communication)
         assert isinstance(node.training, Quadratic)
         node.training.lr = lr
         return node
 
-    world = ReplayWorld(setting_of(run.drawn.nodes, run.communication, run.limits), make_node, lives)
+    world = ReplayWorld(replay_setting(run.drawn_world.nodes, run.communication, run.limits), make_node, lives)
     return world, world.replay()
 
 
@@ -87,7 +87,7 @@ def same_models(one: World, other: World, without: Collection[int] = ()) -> bool
 def test_a_world_with_faults_is_repeated_record_by_record(seed: int) -> None:
     run = recorded(seed)
     lives = copy.deepcopy(run.history.lives)
-    least = run.limits.min_nodes if run.limits is not None else run.drawn.nodes
+    least = run.limits.min_nodes if run.limits is not None else run.drawn_world.nodes
     assert check_payloads(lives) > 0
     assert check_generations(lives, min_nodes=least, rounds=ROUNDS) <= len(run.history.generations)
     world, outcome = again(run, lives)
@@ -176,7 +176,7 @@ def test_an_exchange_of_which_a_part_came_is_mixed_as_far_again(missing: str, ru
     assert cut == [{3: 1 << 18}, {3: 1 << 18}]
     repeated = Made(graph, RULES[rule], **options)
     lives = copy.deepcopy(history.lives)
-    ReplayWorld(setting_of(4, config, limits), repeated.make, lives).replay()  # type: ignore[arg-type]
+    ReplayWorld(replay_setting(4, config, limits), repeated.make, lives).replay()  # type: ignore[arg-type]
     for uid in range(3):
         one, other = (of.nodes[uid].training.model.parameters for of in (made, repeated))
         assert torch.equal(one, other)
@@ -203,7 +203,7 @@ def test_a_run_that_is_stopped_is_stopped_again(missing: str, plan: tuple[Kill, 
 
     world.heap.at(stopped_at, stop)
     assert world.run(1e4) and not any(process.error for process in world.lives if not process.dead)
-    again = ReplayWorld(setting_of(NODES, CONFIG, limits), repeated.make, history.lives)  # type: ignore[arg-type]
+    again = ReplayWorld(replay_setting(NODES, CONFIG, limits), repeated.make, history.lives)  # type: ignore[arg-type]
     again.replay()
     assert all(life.next is None for each in history.lives.values() for life in each)
     for uid in {*range(NODES)} - {uid for fault in plan for uid in fault.nodes}:
@@ -228,7 +228,7 @@ def test_a_member_that_dies_before_it_enters_is_no_member_that_enters() -> None:
         if (process.uid, process.life, stage) == (3, 1, "committed"):
             world.heap.after(1.5 * latency, process.kill)  # its answer has arrived, and the leader's not yet
 
-    history.struck = struck
+    history.on_stage = struck
     assert world.run(1e4) and not any(process.error for process in world.lives if not process.dead)
     lives = history.lives
     assert [[event.members for event in life.events if event.kind == "entered"] for life in lives[3]] == [
@@ -236,7 +236,7 @@ def test_a_member_that_dies_before_it_enters_is_no_member_that_enters() -> None:
     entered = [event for event in lives[0][0].events if event.kind == "entered"]
     assert [(event.members, event.fresh) for event in entered] == [
         ((0, 1, 2), set()), ((0, 1, 2, 3), {3}), ((0, 1, 2), set()), ((0, 1, 2, 3), {3})]  # fmt: skip
-    again = ReplayWorld(setting_of(NODES, CONFIG, limits), repeated.make, lives)  # type: ignore[arg-type]
+    again = ReplayWorld(replay_setting(NODES, CONFIG, limits), repeated.make, lives)  # type: ignore[arg-type]
     assert len(again.replay().generations) == 4 and same_models(world, again)
 
 
@@ -272,7 +272,7 @@ def test_a_node_that_comes_back_to_its_checkpoint_does_so_again(tmp_path: Path, 
     shutil.rmtree(tmp_path)
     (restored,) = [event for event in lives[3][1].events if event.kind == "restored"]
     assert restored.fields.get("round") == (4 if recent else None)
-    again = ReplayWorld(setting_of(NODES, CONFIG, LIMITS), made.make, lives)  # type: ignore[arg-type]
+    again = ReplayWorld(replay_setting(NODES, CONFIG, LIMITS), made.make, lives)  # type: ignore[arg-type]
     assert not again.replay().skipped and same_models(world, again)
 
 
@@ -288,7 +288,7 @@ def test_another_checkpoint_is_a_difference(tmp_path: Path, fields: dict[str, An
     (at,) = [at for at, event in enumerate(events) if event.kind == "restored"]
     events[at] = replace(events[at], fields={**events[at].fields, **fields})
     with pytest.raises(Difference, match=said) as raised:
-        ReplayWorld(setting_of(NODES, CONFIG, LIMITS), made.make, lives).replay()  # type: ignore[arg-type]
+        ReplayWorld(replay_setting(NODES, CONFIG, LIMITS), made.make, lives).replay()  # type: ignore[arg-type]
     assert str(raised.value).startswith(f"nodes/003/events.jsonl, line {events[at].line}: node 3 (started again")
 
 
@@ -313,17 +313,17 @@ def in_process(made: Made, folder: Path, resume: Path | None = None) -> Lives:
 def test_a_run_that_went_on_is_repeated_from_its_files(tmp_path: Path, rule: str, without: tuple[int, ...]) -> None:
     graph = suited(RULES[rule](), NODES)
     in_process(Made(graph, RULES[rule], rounds=6, checkpoint=EVERY), tmp_path / "a" / "checkpoints")
-    for place in (tmp_path / "a" / "checkpoints").iterdir():
+    for setup in (tmp_path / "a" / "checkpoints").iterdir():
         for uid in range(NODES):
-            if uid in without or not place.name.startswith("00000004"):
-                (place / f"{uid:03d}.json").unlink()
+            if uid in without or not setup.name.startswith("00000004"):
+                (setup / f"{uid:03d}.json").unlink()
     options: dict[str, Any] = {"rounds": 9, "checkpoint": EVERY, "evaluate_every": 2}
     made = Made(graph, RULES[rule], **options)
     lives = in_process(made, tmp_path / "b" / "checkpoints", tmp_path / "a" / "checkpoints")
     files = checkpoints_of(tmp_path / "b", lives)
     assert files.keys() == {(uid, lives[uid][0].events[0].fields["cut"]) for uid in range(NODES) if uid not in without}
     repeated = Made(graph, RULES[rule], **options)
-    ReplayWorld(setting_of(NODES, CONFIG, None), repeated.make, lives, files).replay()  # type: ignore[arg-type]
+    ReplayWorld(replay_setting(NODES, CONFIG, None), repeated.make, lives, files).replay()  # type: ignore[arg-type]
     for uid in range(NODES):
         assert made.nodes[uid].round == repeated.nodes[uid].round == 9
         one, other = (of.nodes[uid].training.model.parameters for of in (made, repeated))

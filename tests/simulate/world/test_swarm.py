@@ -18,9 +18,9 @@ from decentnode.communication.zeromq.protocol.link_sender import LinkSender
 from decentnode.communication.zeromq.protocol.reconfigure import Reconfiguration
 from decentnode.faults import Link
 from decentnode.node.generations.beginning import NodeGenerations
-from decentnode.simulate.world.drawn import Run, draw, survive
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
+from decentnode.simulate.world.random_world import Run, draw_world, run_world
 from decentnode.wire.membership.leader import Leader
 from decentnode.wire.membership.state import MemberState
 from decentnode.wire.membership.watch import Watch
@@ -40,7 +40,7 @@ def test_a_swarm_of_worlds(first: int) -> None:
     failed = []
     for seed in range(first, first + PER_CASE):
         try:
-            survive(seed)
+            run_world(seed)
         except Exception as error:
             failed.append(f"{command(seed)}   # {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)
@@ -52,9 +52,9 @@ MERGED = (4, 20, 34, 41, 47)
 
 @pytest.mark.parametrize("seed", [*MERGED, *range(1000, 1000 + scale(0, 2000))])
 def test_worlds_whose_sides_all_go_on(seed: int) -> None:
-    drawn = draw(seed)
+    drawn = draw_world(seed)
     run = Run(replace(drawn, sides=drawn.missing == "regroup"))
-    run.survive()
+    run.execute()
     if seed in MERGED:
         merged = [each for each in run.history.generations.values() if each.merging]
         assert merged and all(each.first_round <= run.rounds for each in merged)
@@ -65,16 +65,16 @@ def test_rare_branches_come_about_in_it() -> None:
     """What never came about would not be shown to be right."""
     events = Counter[str]()
     for seed in TAKE:
-        events += survive(seed)
+        events += run_world(seed)
     assert max(TAKE) < 200 and [kind for kind in RARE if not events[kind]] == []
 
 
 STORY = """
 import hashlib
-from decentnode.simulate.world.drawn import Run, draw
+from decentnode.simulate.world.random_world import Run, draw_world
 for seed in (3, 12):
-    run = Run(draw(seed))
-    run.survive()
+    run = Run(draw_world(seed))
+    run.execute()
     models = b"".join(bytes(t.model.parameters.numpy()) for t in run.trainings.values())
     print(seed, run.world.heap.count, hashlib.sha256(repr(run.history.log).encode() + models).hexdigest())
 """
@@ -199,10 +199,10 @@ def test_a_fault_of_the_past_is_found(fault: Callable[[pytest.MonkeyPatch], None
         fault(patch)
         for seed in seeds:
             try:
-                Run(draw(seed)).survive()
+                Run(draw_world(seed)).execute()
             except Exception as error:
                 assert said in str(error)
                 break
         else:
             pytest.fail("it is not found")
-    Run(draw(seed)).survive()
+    Run(draw_world(seed)).execute()

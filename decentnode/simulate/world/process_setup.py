@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.witness import Witness
+from decentnode.simulate.world.observer import Observer
 from decentnode.wire.generation import Limits
 from decentnode.wire.messages import Granted
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessSetup:
     """The environment of a simulated process."""
 
     uid: int
     num_nodes: int
     network: VirtualNetwork
-    witness: Witness
+    observer: Observer
     digest: str
     """Digest of config and graph; nodes with a different one are refused."""
     limits: Limits | None

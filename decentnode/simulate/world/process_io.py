@@ -23,7 +23,7 @@ from decentnode.wire.messages import Message
 from decentnode.wire.session import Session
 
 
-class Shell:
+class ProcessIO:
     """Drives the links and the protocol of one process by arriving messages and by deadlines, and by nothing else. It
     implements the ports of the links and of the sender."""
 
@@ -36,7 +36,7 @@ class Shell:
         """Whether the process has ended: it receives nothing, and has no deadlines."""
         self.settled: Callable[[], None] = lambda: None
         """Called after every event of the process."""
-        self.leased_resends = 0
+        self.resends_under_lease = 0
         """Number of messages that were sent again from memory that is under lease; the reader resets it."""
         self._calls: deque[Callable[[], None]] = deque()
         self._alarm = Alarm(self.heap, lambda: self.next_deadline, self._tick)
@@ -60,14 +60,14 @@ class Shell:
 
     # -- events -----------------------------------------------------------------------------------------------
 
-    def freeze(self, until: float) -> None:
+    def suspend(self, until: float) -> None:
         """Suspends the process until this time."""
-        self._socket.thaws_at = max(until, self.thaws_at)
+        self._socket.suspended_until = max(until, self.suspended_until)
 
     @property
-    def thaws_at(self) -> float:
+    def suspended_until(self) -> float:
         """The time until which the process is suspended."""
-        return self._socket.thaws_at
+        return self._socket.suspended_until
 
     def _receive(self, plane: int, frames: list[memoryview], uid: int | None) -> None:
         if not self.closed:
@@ -75,8 +75,8 @@ class Shell:
             self.settle()
 
     def _writable(self, uid: int, plane: int) -> None:
-        if self.heap.now < self.thaws_at:
-            self.heap.at(self.thaws_at, lambda: self._writable(uid, plane))
+        if self.heap.now < self.suspended_until:
+            self.heap.at(self.suspended_until, lambda: self._writable(uid, plane))
         elif not self.closed:
             self.links.sender.writable(uid, plane, self.heap.now)
             self.settle()
@@ -88,8 +88,8 @@ class Shell:
 
     def _tick(self) -> None:
         now = self.heap.now
-        if now < self.thaws_at:
-            self.heap.at(self.thaws_at, self._tick)
+        if now < self.suspended_until:
+            self.heap.at(self.suspended_until, self._tick)
             return
         if self.closed:
             return
@@ -103,8 +103,8 @@ class Shell:
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         taken = self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
-        if taken and isinstance(body, Held):
-            self.leased_resends += uid in body.sent_to
+        if taken and isinstance(body, ZeroCopyBody):
+            self.resends_under_lease += uid in body.sent_to
             body.sent_to.add(uid)
         return taken
 
@@ -139,7 +139,7 @@ class Shell:
         return self.links.sender.owing()
 
 
-class Held:
+class ZeroCopyBody:
     """The body of a message that is sent without a copy (`HeldBody`): like a zero-copy socket, the network reads the
     memory only when the message arrives."""
 
@@ -152,7 +152,7 @@ class Held:
         return self.buffer.nbytes
 
 
-def held(body: memoryview, shared: bool) -> Body:
+def hold_body(body: memoryview, shared: bool) -> Body:
     """Returns the body of a message, as `link_state.Hold` does."""
-    kept: HeldBody = Held(body)
+    kept: HeldBody = ZeroCopyBody(body)
     return kept if shared else bytes(body)

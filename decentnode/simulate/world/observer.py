@@ -14,7 +14,7 @@ from decentnode.wire.generation import Generation
 from decentnode.wire.session import Session
 
 
-class Witnessed(Protocol):
+class ObservedTransport(Protocol):
     """The part of a simulated node's transport that a witness uses."""
 
     uid: int
@@ -22,29 +22,29 @@ class Witnessed(Protocol):
     session: Session
 
 
-class Witness:
+class Observer:
     """Is called for what a transport does with models, and may check it; this base class does nothing."""
 
-    def published(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def published(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         """A node sends its payloads of a (round, phase), by neighbor."""
 
-    def withheld(self, of: Witnessed, key: ExchangeKey, uids: Collection[int]) -> None:
+    def withheld(self, of: ObservedTransport, key: ExchangeKey, uids: Collection[int]) -> None:
         """The payloads published for a (round, phase) are not sent to these nodes, which accepted nothing of them."""
 
-    def arrived(self, of: Witnessed, key: ExchangeKey, arrival: Arrival) -> None:
+    def arrived(self, of: ObservedTransport, key: ExchangeKey, arrival: Arrival) -> None:
         """A slice is about to be mixed; called again after it was mixed."""
 
-    def posted(self, of: Witnessed, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def posted(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         """A node publishes payloads for mailboxes, by receiver."""
 
-    def collected(self, of: Witnessed, channel: int, found: Collected) -> None:
+    def collected(self, of: ObservedTransport, channel: int, found: Collected) -> None:
         """A node takes a payload out of a mailbox."""
 
-    def contributed(self, of: Witnessed, key: str, tensor: Tensor) -> None:
+    def contributed(self, of: ObservedTransport, key: str, tensor: Tensor) -> None:
         """A node contributes to a mean over all members."""
 
-    def averaged(self, of: Witnessed, key: str, mean: Tensor, contributors: int) -> None:
+    def averaged(self, of: ObservedTransport, key: str, mean: Tensor, contributors: int) -> None:
         """A node receives the result of a mean."""
 
-    def installed(self, of: Witnessed, generation: Generation) -> None:
+    def installed(self, of: ObservedTransport, generation: Generation) -> None:
         """A process has replaced its old generation by this one."""
