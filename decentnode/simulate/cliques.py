@@ -19,9 +19,9 @@ from decentnode.experiment.virtual_time import CallCostsConfig
 from decentnode.graph.base import RoundView, averaging_group_of
 from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.payload import Payload
-from decentnode.simulate.timeline.collectives import CallCosts, Calls, Kind, Phase
+from decentnode.simulate.timeline.collectives import CallCosts, Calls, Kind, PhaseBuilder
 from decentnode.simulate.timeline.network import MESSAGE, Network, Transfers
-from decentnode.simulate.traffic import KEPT, Exchanged, Traffic, view_of
+from decentnode.simulate.traffic import CACHED_TRANSFERS, ExchangedFragment, Traffic, view_of
 
 MULTIPROCESSORS = 132
 """Number of streaming multiprocessors of an H100 or H200."""
@@ -101,7 +101,7 @@ class CliqueTransfers:
             return plain
         known = self._known.get(id(plain))  # `Traffic` returns the same object for all rounds with the same edges
         if known is None:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= CACHED_TRANSFERS:
                 self._known.clear()
             due = self._traffic.due(round)
             made = tuple(
@@ -112,7 +112,7 @@ class CliqueTransfers:
         return known[1]
 
     def _joined(self, plain: Transfers, kinds: Sequence[Kind | None]) -> Transfers:
-        phase = Phase()
+        phase = PhaseBuilder()
         inside: list[list[tuple[tuple[int, int], float]]] = [[] for _ in self._cliques]
         outside: list[tuple[tuple[int, int], float]] = []
         for i, j, size in zip(plain.source.tolist(), plain.target.tolist(), plain.sizes.tolist(), strict=True):
@@ -132,13 +132,13 @@ class CliqueTransfers:
                 phase.add_call(flows, mixed, calls.costs.busy_share)
             else:
                 batched = self._backends[at] == "nccl" or self._config.batched
-                joins, seconds = calls.exchanged(edges, sizes, batched=batched)
-                phase.add(edges, sizes, joins, seconds, calls.costs.busy_share)
+                modes, seconds = calls.point_to_point(edges, sizes, batched=batched)
+                phase.add(edges, sizes, modes, seconds, calls.costs.busy_share)
         return phase.transfers()
 
     # -- calls of a whole clique
 
-    def _kind(self, at: int, due: Sequence[tuple[Exchanged, int]], round: int, phase: int) -> Kind | None:
+    def _kind(self, at: int, due: Sequence[tuple[ExchangedFragment, int]], round: int, phase: int) -> Kind | None:
         """Returns the collective call by which a clique exchanges all fragments of a round; None if they, or some of
         them, are sent point to point."""
         clique = self._cliques[at]
@@ -152,7 +152,7 @@ class CliqueTransfers:
         return kind if kind is None or self._whole[at] else None
 
     def _kind_of(
-        self, each: Exchanged, number: int, clique: tuple[int, ...], round: int, phase: int, scatters: bool
+        self, each: ExchangedFragment, number: int, clique: tuple[int, ...], round: int, phase: int, scatters: bool
     ) -> Kind | None:
         rule, elements = each.rule, each.fragment.elements
         if rule.requirements.scalars:
@@ -177,7 +177,7 @@ class CliqueTransfers:
         return kind_of(AveragingGroup(clique, own), outgoing, schema, scatters)
 
     def _planned(
-        self, each: Exchanged, group: tuple[int, ...], uid: int, round: int, phase: int
+        self, each: ExchangedFragment, group: tuple[int, ...], uid: int, round: int, phase: int
     ) -> RoundView:
         """Returns a node's view of the round, as planned by its rule. group: the graph's averaging group, given to its
         members."""

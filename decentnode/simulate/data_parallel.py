@@ -14,7 +14,7 @@ from typing import Literal
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.graph.base import Graph, averaging_group_of
 from decentnode.graph.schedules import AlternatingExponentialRing, AlternatingExponentialRingConfig
-from decentnode.simulate.timeline.collectives import CallCosts, Calls, averages
+from decentnode.simulate.timeline.collectives import CallCosts, Calls, group_averages
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network
 from decentnode.simulate.timeline.rounds import Clock, time_line
@@ -49,7 +49,7 @@ def groups_of(graph: Graph, round: int) -> list[tuple[int, ...]]:
 
 def all_reduce_clock(compute: Compute, calls: Calls, network: Network, gradient_bytes: float) -> Clock:
     """Returns the clock of data-parallel training. compute: times of one local step. gradient_bytes: of one node."""
-    everybody = [averages(calls, [range(compute.num_nodes)], gradient_bytes)]
+    everybody = [group_averages(calls, [range(compute.num_nodes)], gradient_bytes)]
     return Clock(compute, network, lambda _: everybody, leaves_after=FORWARD_SHARE)
 
 
@@ -71,5 +71,5 @@ def iteration_seconds(
     section = {"name": method, "nodes": cluster.nodes, "nodes_per_machine": cluster.nodes_per_machine}
     graph = AlternatingExponentialRing(AlternatingExponentialRingConfig.model_validate(section), seed=1)
     period = graph.period or 1
-    rounds = [[averages(calls, groups_of(graph, r), model_bytes)] for r in range(period)]
+    rounds = [[group_averages(calls, groups_of(graph, r), model_bytes)] for r in range(period)]
     return time_line(Clock(compute, network, lambda r: rounds[r % period], overlapped=True), ROUNDS).steady_seconds()

@@ -16,28 +16,28 @@ from decentnode.node.schedules.schedules import payload_schema, sent_dtype
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import rule_view
-from decentnode.simulate.timeline.network import NOBODY, Transfers
+from decentnode.simulate.timeline.network import NO_TRANSFERS, Transfers
 
 UPDATE = 1e-2
 """Size of the update, relative to the model, after which a rule's payload is measured; it matters for rules that send
 differences."""
-KEPT = 256
+CACHED_TRANSFERS = 256
 """Number of sets of transfers that are cached; enough for the longest usual period of a graph."""
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class ExchangedFragment:
     """A fragment of the parameters, or all of them, with the rule that exchanges it and the size of its payloads."""
 
     fragment: Fragment
     rule: Sharing
     dtype: torch.dtype
     """Dtype of the model."""
-    bytes_of: tuple[float, ...]
+    phase_bytes: tuple[float, ...]
     """Bytes of one payload in each phase."""
     alike: bool = False
     """Whether all neighbors get the same payload, judging by the first phase."""
-    bytes_to_others: float = 0.0
+    bytes_to_inactive: float = 0.0
     """Bytes that a server sends to a client that takes no part in the round."""
 
 
@@ -72,12 +72,12 @@ class Traffic:
             found[list(self._answering(each, server, round))] = True
         return found
 
-    def _answering(self, each: Exchanged, server: int, round: int) -> tuple[int, ...]:
+    def _answering(self, each: ExchangedFragment, server: int, round: int) -> tuple[int, ...]:
         """Returns the clients of a server that take part in a round."""
         view = view_of(each.rule, each.fragment, server, round, self._experiment.seed)
         return each.rule.plan(replace(view, phase=self.steps_before)).sources
 
-    def _measured(self, shared: SharedModel, graph: Graph) -> list[Exchanged]:
+    def _measured(self, shared: SharedModel, graph: Graph) -> list[ExchangedFragment]:
         whole = [Fragment(0, shared.model.num_parameters, graph)]
         fragments: Sequence[Fragment] = shared.fragments or whole
         found = []
@@ -89,14 +89,14 @@ class Traffic:
             # `fresh`, which has sent nothing, plans the rounds; measuring changes the state of `rule`
             if rule.requirements.star:
                 down, others = bytes_down(rule, fragment, self._experiment.seed, dtype)
-                found.append(Exchanged(fragment, fresh, model, (down,) * rule.requirements.phases,
-                                       bytes_to_others=others))  # fmt: skip
+                found.append(ExchangedFragment(fragment, fresh, model, (down,) * rule.requirements.phases,
+                                       bytes_to_inactive=others))  # fmt: skip
             else:
                 sizes, alike = payload_bytes(rule, fragment, self._experiment.seed, dtype)
-                found.append(Exchanged(fragment, fresh, model, sizes, alike))
+                found.append(ExchangedFragment(fragment, fresh, model, sizes, alike))
         return found
 
-    def due(self, round: int) -> list[tuple[Exchanged, int]]:
+    def due(self, round: int) -> list[tuple[ExchangedFragment, int]]:
         """Returns the fragments that a round exchanges, each with the number of the exchange in its graph."""
         found = []
         for each in self.exchanged:
@@ -113,34 +113,34 @@ class Traffic:
         key: tuple[object, ...] = tuple((each.fragment.index, self._phase_of(each, number, round))
                                         for each, number in due)  # fmt: skip
         if key not in self._known:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= CACHED_TRANSFERS:
                 self._known.clear()
             self._known[key] = tuple(self._transfers(due, round, phase) for phase in range(self.phases))
         return self._known[key]
 
-    def _phase_of(self, each: Exchanged, number: int, round: int) -> object:
+    def _phase_of(self, each: ExchangedFragment, number: int, round: int) -> object:
         """Returns a key on which the edges of an exchange depend."""
         period = each.fragment.graph.period
         if _plans(each.rule):
             return ("round", round)  # the rule's edges may be different in every round
         return number if period is None else number % period
 
-    def _transfers(self, due: list[tuple[Exchanged, int]], round: int, phase: int) -> Transfers:
+    def _transfers(self, due: list[tuple[ExchangedFragment, int]], round: int, phase: int) -> Transfers:
         total: dict[tuple[int, int], float] = {}
         for index, (each, number) in enumerate(due):
-            size = each.bytes_of[phase]
+            size = each.phase_bytes[phase]
             if index == 0 and phase == self.phases - 1:
                 size += self.buffer_bytes
             trains = self._clients(round) if phase == 0 and self._servers else None
             for edge in self._edges(each, number, round, phase):
                 served = trains is None or trains[edge[1]]
-                total[edge] = total.get(edge, 0.0) + (size if served else each.bytes_to_others)
+                total[edge] = total.get(edge, 0.0) + (size if served else each.bytes_to_inactive)
         if not total:
-            return NOBODY
+            return NO_TRANSFERS
         source, target = zip(*total, strict=True)
         return Transfers.of(source, target, list(total.values()))
 
-    def _edges(self, each: Exchanged, number: int, round: int, phase: int) -> list[tuple[int, int]]:
+    def _edges(self, each: ExchangedFragment, number: int, round: int, phase: int) -> list[tuple[int, int]]:
         graph, rule = each.fragment.graph, each.rule
         if not _plans(rule):
             return [(uid, j) for uid in range(self.num_nodes) for j in graph.neighbors(uid, number)]

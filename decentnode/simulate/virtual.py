@@ -21,7 +21,7 @@ from decentnode.node.schedules.schedules import SCHEDULES
 from decentnode.simulate.cliques import CliqueTransfers
 from decentnode.simulate.timeline.compute import Compute
 from decentnode.simulate.timeline.network import Network
-from decentnode.simulate.timeline.rounds import Clock, TimeLine, TransfersOf, time_line
+from decentnode.simulate.timeline.rounds import Clock, TimeLine, TransfersOfRound, time_line
 from decentnode.simulate.traffic import Traffic
 
 MEASURED_ROUNDS = 5
@@ -97,7 +97,7 @@ def make_clock(
     compute = make_compute(experiment, section.compute or ComputeConfig.model_validate({}), step_seconds)
     network = make_network(experiment, links or section.links or LinksConfig.model_validate({}), compute)
     traffic = traffic or Traffic(experiment)
-    transfers: TransfersOf = traffic
+    transfers: TransfersOfRound = traffic
     asynchronous = SCHEDULES[experiment.node.schedule].asynchronous
     if isinstance(experiment.communication, TorchConfig) and not asynchronous:
         transfers = CliqueTransfers(experiment, traffic, network)

@@ -20,9 +20,9 @@ from decentnode.experiment import Experiment, load
 from decentnode.experiment.virtual_time import CallCostsConfig, ComputeConfig, LinksConfig
 from decentnode.sharing import SHARINGS
 from decentnode.simulate.cliques import COSTS, CliqueTransfers, backend_of, costs_of, gpus_of
-from decentnode.simulate.timeline.collectives import TREE_BYTES, CallCosts, Calls, Phase, averages
+from decentnode.simulate.timeline.collectives import TREE_BYTES, CallCosts, Calls, PhaseBuilder, group_averages
 from decentnode.simulate.timeline.compute import Compute
-from decentnode.simulate.timeline.network import BATCH, MEETING, MESSAGE, Network, Transfers
+from decentnode.simulate.timeline.network import BATCH, MESSAGE, RENDEZVOUS, Network, Transfers
 from decentnode.simulate.timeline.rounds import Clock, TimeLine, time_line
 from decentnode.simulate.virtual import make_clock
 
@@ -42,7 +42,7 @@ def clock(made: Network, transfers: Transfers, *, seconds: list[float], **option
 
 
 def joined(edges: list[tuple[int, int]], size: float, join: int, seconds: float = 0.0, **more: Any) -> Transfers:
-    phase = Phase()
+    phase = PhaseBuilder()
     phase.add(edges, [size] * len(edges), [join] * len(edges), [seconds] * len(edges), **more)
     return phase.transfers()
 
@@ -61,7 +61,7 @@ def test_a_ring_takes_as_long_as_its_steps_one_by_one(nodes: int, kind: Any) -> 
     for _ in range((2 if kind == "all_reduce" else 1) * (nodes - 1)):
         now = [max(now[i], now[i - 1] + part / rate + latency + hop) for i in range(nodes)]
     flows = calls.average(range(nodes), size, kind)
-    phase = Phase()
+    phase = PhaseBuilder()
     phase.add_call(flows, size)
     assert made.arrivals(phase.transfers(), np.zeros(nodes), 0) == pytest.approx(now[0])
 
@@ -71,7 +71,7 @@ def test_chunks_are_calls_one_after_the_other() -> None:
     costs = CallCosts(0.1, 0.0, 0.01, 0.0)
     one, four = Calls(costs, made).average(range(3), 4e6), Calls(costs, made, 1e6).average(range(3), 4e6)
     assert four.seconds == pytest.approx(4 * one.seconds) and four.edges == one.edges
-    assert [Calls(costs, made, 1e6).calls_for(size) for size in (0, 1, 1e6, 1e6 + 1)] == [1, 1, 1, 2]
+    assert [Calls(costs, made, 1e6).num_calls(size) for size in (0, 1, 1e6, 1e6 + 1)] == [1, 1, 1, 2]
 
 
 def test_two_machines_send_a_model_once_and_more_of_them_take_the_faster_of_ring_and_trees() -> None:
@@ -90,10 +90,10 @@ def test_two_machines_send_a_model_once_and_more_of_them_take_the_faster_of_ring
 
 def test_a_batch_costs_more_with_every_neighbor_and_nothing_else() -> None:
     calls = Calls(CallCosts(0.1, 0.01, 0.001, 0.002), network([0, 0, 1]), 1e6)
-    joins, seconds = calls.exchanged([(0, 1), (1, 0), (0, 2)], [1e6, 1e6, 3e6], batched=True)
-    assert joins == [BATCH] * 3
+    modes, seconds = calls.point_to_point([(0, 1), (1, 0), (0, 2)], [1e6, 1e6, 3e6], batched=True)
+    assert modes == [BATCH] * 3
     assert seconds == pytest.approx([0.1 + 0.02 + 0.001, 0.1 + 0.02 + 0.001, 3 * (0.1 + 0.02 + 0.002)])
-    assert calls.exchanged([(0, 1)], [0.0], batched=False)[0] == [MEETING]
+    assert calls.point_to_point([(0, 1)], [0.0], batched=False)[0] == [RENDEZVOUS]
 
 
 # -- when transfers begin and end
@@ -106,35 +106,35 @@ def test_a_message_leaves_alone_a_meeting_needs_both_and_a_batch_ends_as_one() -
     sent = clock(made, joined(edges, 0.0, MESSAGE), seconds=seconds)
     assert sent.end[0].tolist() == [2.25, 4.25, 4.0]
     assert sent.waits_for[0].tolist() == [1, 2, -1]
-    met = clock(made, joined(edges, 0.0, MEETING), seconds=seconds)
+    met = clock(made, joined(edges, 0.0, RENDEZVOUS), seconds=seconds)
     assert met.end[0].tolist() == [2.25, 4.25, 4.25], "node 2 gets nothing before it has begun to receive"
     batch = clock(made, joined(edges, 0.0, BATCH), seconds=seconds)
     assert batch.end[0].tolist() == [2.25, 4.25, 4.25]
     one_way = clock(made, joined([(0, 1), (1, 2)], 0.0, BATCH), seconds=seconds)
     assert one_way.end[0].tolist() == [1.0, 4.25, 4.25], "node 1 has its own sends in the batch in which it receives"
-    assert clock(made, joined([(0, 1), (1, 2)], 0.0, MEETING), seconds=seconds).end[0].tolist() == [1.0, 2.25, 4.25]
+    assert clock(made, joined([(0, 1), (1, 2)], 0.0, RENDEZVOUS), seconds=seconds).end[0].tolist() == [1.0, 2.25, 4.25]
 
 
 def test_a_collective_call_waits_for_its_slowest_member_and_names_it() -> None:
     made = network([0, 1, 2, 3, 4], between_machines={"mbit_per_second": 8})
     calls = Calls(FREE, made)
-    found = clock(made, averages(calls, [[0, 1, 2, 3]], 1e6), seconds=[1.0, 1.0, 3.0, 1.0, 1.0])
+    found = clock(made, group_averages(calls, [[0, 1, 2, 3]], 1e6), seconds=[1.0, 1.0, 3.0, 1.0, 1.0])
     assert found.end[0].tolist() == pytest.approx([4.5, 4.5, 4.5, 4.5, 1.0])  # 1.5 MB over each link of 1 MB/s
     assert found.waits_for[0].tolist() == [2, 2, 1, 2, -1]
-    assert averages(calls, [[0]], 1e6).sizes.size == 0
+    assert group_averages(calls, [[0]], 1e6).sizes.size == 0
 
 
-@given(seconds=st.lists(st.floats(0.5, 2), min_size=6, max_size=6), joins=st.lists(
-    st.sampled_from([MESSAGE, MEETING, BATCH, 0]), min_size=30, max_size=30))  # fmt: skip
-def test_nobody_has_anything_before_both_ends_were_ready_but_messages(seconds: list[float], joins: list[int]) -> None:
+@given(seconds=st.lists(st.floats(0.5, 2), min_size=6, max_size=6), modes=st.lists(
+    st.sampled_from([MESSAGE, RENDEZVOUS, BATCH, 0]), min_size=30, max_size=30))  # fmt: skip
+def test_nobody_has_anything_before_both_ends_were_ready_but_messages(seconds: list[float], modes: list[int]) -> None:
     edges = [(i, j) for i in range(6) for j in range(6) if i != j]
-    phase = Phase()
-    phase.add(edges, [1e5] * 30, joins, [0.01] * 30)
+    phase = PhaseBuilder()
+    phase.add(edges, [1e5] * 30, modes, [0.01] * 30)
     transfers, made = phase.transfers(), network([0, 0, 0, 1, 1, 1], uplink_mbit_per_second=100)
     ready = np.array(seconds)
     begins = transfers.begins(ready)
     arrived = made.arrivals(transfers, begins, 0)
-    meets = transfers.joining.joins != MESSAGE
+    meets = transfers.dependencies.modes != MESSAGE
     assert (begins >= ready[transfers.source]).all() and (arrived > begins).all()
     assert (begins[meets] >= ready[transfers.target][meets]).all()
     alone = made.arrivals(Transfers(transfers.source, transfers.target, transfers.sizes), ready[transfers.source], 0)
@@ -154,9 +154,9 @@ def test_an_exchange_takes_its_share_of_the_compute_beside_it() -> None:
 
 def test_an_exchange_takes_nothing_of_nodes_that_are_not_in_it() -> None:
     made = network([0, 1, 2, 3], between_machines={"mbit_per_second": 8})
-    phase = Phase()
+    phase = PhaseBuilder()
     phase.add([(0, 1), (1, 0)], [0.5e6] * 2, [BATCH] * 2, [0.0] * 2, busy_share=0.2)
-    phase.add([(2, 3), (3, 2)], [0.5e6] * 2, [MEETING] * 2, [0.0] * 2)
+    phase.add([(2, 3), (3, 2)], [0.5e6] * 2, [RENDEZVOUS] * 2, [0.0] * 2)
     found = clock(made, phase.transfers(), seconds=[1.0] * 4, overlapped=True)
     assert found.computed[0].tolist() == pytest.approx([1.1, 1.1, 1.0, 1.0])
 
@@ -174,27 +174,28 @@ def experiment(*overrides: str, nodes: int = 4, machines: int = 1) -> Experiment
     return load(QUICKSTART, [*placed(nodes, machines), *overrides], check=False)
 
 
-def joins_of(found: Experiment) -> list[set[int]]:
+def modes_of(found: Experiment) -> list[set[int]]:
     made = make_clock(found, step_seconds=1.0)
     assert isinstance(made.transfers, CliqueTransfers)
-    return [{MESSAGE} if each.joining is None else set(each.joining.joins.tolist()) for each in made.transfers(0)]
+    phases = [each.dependencies for each in made.transfers(0)]
+    return [{MESSAGE} if each is None else set(each.modes.tolist()) for each in phases]
 
 
 CLIQUE = "communication={name: collective, backend: gloo}"
 KINDS = {
     "one call": ([CLIQUE], [{0}]),
-    "without calls": (["communication={name: collective, backend: gloo, use_collectives: false}"], [{MEETING}]),
+    "without calls": (["communication={name: collective, backend: gloo, use_collectives: false}"], [{RENDEZVOUS}]),
     "by NCCL": (["communication={name: collective, backend: nccl, use_collectives: false}"], [{BATCH}]),
-    "a graph with fewer edges": ([CLIQUE, "graph={name: ring, nodes: 4}"], [{MEETING}]),
+    "a graph with fewer edges": ([CLIQUE, "graph={name: ring, nodes: 4}"], [{RENDEZVOUS}]),
     "codes are gathered": ([CLIQUE, "sharing={name: full, compression: {name: int8}}"], [{0}]),
-    "of unknown length": ([CLIQUE, "sharing={name: choco, fraction: 0.1, step_size: 0.1}"], [{MEETING}]),
-    "with numbers beside": ([CLIQUE, "sharing={name: push_sum}"], [{MEETING}]),
-    "who may be missed": ([CLIQUE, "node.missing=return_weight"], [{MEETING}]),
-    "looked at one by one": ([CLIQUE, "communication.non_finite=reject"], [{MEETING}]),
+    "of unknown length": ([CLIQUE, "sharing={name: choco, fraction: 0.1, step_size: 0.1}"], [{RENDEZVOUS}]),
+    "with numbers beside": ([CLIQUE, "sharing={name: push_sum}"], [{RENDEZVOUS}]),
+    "who may be missed": ([CLIQUE, "node.missing=return_weight"], [{RENDEZVOUS}]),
+    "looked at one by one": ([CLIQUE, "communication.non_finite=reject"], [{RENDEZVOUS}]),
     "three phases by NCCL": (["communication={name: collective, backend: nccl}",
                               "sharing={name: hierarchical, groups: [[0, 1, 2, 3]]}"], [{0}, {MESSAGE}, {0}]),
     "rounds that skip who is away": ([CLIQUE, "simulate.compute={step_seconds: 1, when_away: skip, "
-                                     "churn: {up_seconds: 9, away_seconds: 9}}"], [{MEETING}]),
+                                     "churn: {up_seconds: 9, away_seconds: 9}}"], [{RENDEZVOUS}]),
     "no clique": (["communication=auto"], [{MESSAGE}]),
 }  # fmt: skip
 
@@ -202,18 +203,18 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_operations_are_those_that_the_transport_chooses(name: str) -> None:
     overrides, expected = KINDS[name]
-    assert joins_of(experiment(*overrides)) == expected
+    assert modes_of(experiment(*overrides)) == expected
 
 
 def test_cliques_of_machines_call_inside_and_send_messages_between() -> None:
     found = experiment("communication={name: auto, backend: nccl, cliques: machine}", nodes=6, machines=2)
     made = make_clock(found, step_seconds=1.0).transfers(0)[0]
     between = made.source // 3 != made.target // 3
-    assert made.joining is not None and (made.joining.joins[between] == MESSAGE).all()
-    assert (made.joining.joins[~between] == BATCH).all() and (~between).sum() == 12
-    assert not made.joining.seconds[between].any() and (made.joining.seconds[~between] > 0).all()
+    assert made.dependencies is not None and (made.dependencies.modes[between] == MESSAGE).all()
+    assert (made.dependencies.modes[~between] == BATCH).all() and (~between).sum() == 12
+    assert not made.dependencies.seconds[between].any() and (made.dependencies.seconds[~between] > 0).all()
     on_one = experiment("mapping.device=cuda:0", "communication={name: auto, cliques: machine}")
-    assert joins_of(on_one) == [{MESSAGE}], "nodes on one GPU read each other's memory"
+    assert modes_of(on_one) == [{MESSAGE}], "nodes on one GPU read each other's memory"
 
 
 def test_the_backend_is_that_of_the_devices() -> None:

@@ -98,7 +98,7 @@ def test_flows_end_when_they_would_wherever_one_stops_to_look(
     found = np.full((2, n), np.nan)
     with pytest.MonkeyPatch.context() as patch:
         for row, times in enumerate([[np.inf], [*sorted(stops), np.inf]]):
-            patch.setattr(fluid, "FEW", 0 if row else 100)  # by clocks of their own, or by one
+            patch.setattr(fluid, "SINGLE_SET_FLOWS", 0 if row else 100)  # by clocks of their own, or by one
             followed = Fluid(2)
             followed.add(uses, np.array(work[:n]), most, np.array(begins[:n]), np.arange(n))
             for until in times:

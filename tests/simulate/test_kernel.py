@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from decentnode.simulate.timeline import fluid, kernel
 from decentnode.simulate.timeline.fair import fair_rates
-from decentnode.simulate.timeline.fluid import Fluid, connected
+from decentnode.simulate.timeline.fluid import Fluid, connected_components
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="no C compiler")
 
-Flows = tuple[np.ndarray, ...]
+CallTransfers = tuple[np.ndarray, ...]
 
 
 @st.composite
-def flows(draw: st.DrawFn) -> Flows:
+def flows(draw: st.DrawFn) -> CallTransfers:
     """(uses, capacity, most, work, begins) of up to 60 flows, some with the same numbers, which are fixed at once."""
     draws = np.random.default_rng(draw(st.integers(0, 2**32)))
     count, resources, each = draw(st.integers(1, 60)), draw(st.integers(1, 30)), draw(st.integers(1, 4))
@@ -31,12 +31,12 @@ def flows(draw: st.DrawFn) -> Flows:
 
 
 @given(flows())
-def test_rates_have_the_same_bits(world: Flows) -> None:
+def test_rates_have_the_same_bits(world: CallTransfers) -> None:
     uses, capacity, most, *_ = world
     assert (kernel.fair_rates(uses, capacity, most) == fair_rates(uses, capacity, most)).all()
 
 
-def ends(world: Flows, pace: float) -> list[tuple[list[int], list[float], float]]:
+def ends(world: CallTransfers, pace: float) -> list[tuple[list[int], list[float], float]]:
     """What every step of the flows tells, in steps of at least `pace` seconds."""
     uses, capacity, most, work, begins = world
     made, found = Fluid(uses.shape[1]), []
@@ -49,9 +49,9 @@ def ends(world: Flows, pace: float) -> list[tuple[list[int], list[float], float]
 
 @settings(max_examples=20)
 @given(flows(), st.sampled_from([(0, 8), (0, 1000), (1000, 1000), (24, 3)]), st.sampled_from([0.0, 0.3, np.inf]))
-def test_flows_have_the_same_bits(world: Flows, few_and_exact: tuple[int, int], pace: float) -> None:
+def test_flows_have_the_same_bits(world: CallTransfers, few_and_exact: tuple[int, int], pace: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(("FEW", "EXACT_FLOWS"), few_and_exact, strict=True):
+        for name, value in zip(("SINGLE_SET_FLOWS", "EXACT_FLOWS"), few_and_exact, strict=True):
             patch.setattr(fluid, name, value)
         compiled = ends(world, pace)
         patch.setattr(kernel, "library", lambda: None)
@@ -61,7 +61,7 @@ def test_flows_have_the_same_bits(world: Flows, few_and_exact: tuple[int, int], 
 @given(st.integers(1, 30), st.lists(st.tuples(st.integers(0, 29), st.integers(0, 29)), max_size=40))
 def test_what_is_joined_has_the_same_numbers(count: int, edges: list[tuple[int, int]]) -> None:
     a, b = np.array(edges, int).reshape(-1, 2).T % count
-    compiled = connected(count, a, b)
+    compiled = connected_components(count, a, b)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "library", lambda: None)
-        assert (compiled == connected(count, a, b)).all()
+        assert (compiled == connected_components(count, a, b)).all()

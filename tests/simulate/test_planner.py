@@ -16,7 +16,7 @@ from decentnode.experiment import load
 from decentnode.graph.spectrum import contraction, rounds_to_consensus
 from decentnode.simulate.planner import consensus
 from decentnode.simulate.planner.candidates import Choices, Plan, pareto, ranked
-from decentnode.simulate.planner.consensus import of_graph, of_rule
+from decentnode.simulate.planner.consensus import graph_consensus, rule_consensus
 
 ROOT = Path(__file__).parents[2]
 TWO_MACHINES = str(ROOT / "configs" / "two_machines.yaml")
@@ -33,29 +33,29 @@ def graph_of(text: str, *more: str) -> Any:
 ])  # fmt: skip
 def test_consensus_of_graphs_is_that_of_their_products(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(text, "weights=null")
-    found = of_graph(graph, 1e-3)
+    found = graph_consensus(graph, 1e-3)
     assert found.rate == pytest.approx(contraction(graph)) and not found.measured
     worst = rounds_to_consensus(graph)
     assert worst is not None and found.rounds is not None and found.rounds <= worst <= found.rounds + 4 * graph.period
     monkeypatch.setattr(consensus, "SPECTRAL_NODES", 1)
-    assert of_graph(graph, 1e-3).rate <= found.rate + 0.02
+    assert graph_consensus(graph, 1e-3).rate <= found.rate + 0.02
 
 
 def test_graphs_that_are_drawn_anew_and_graphs_in_parts() -> None:
-    drawn = of_graph(graph_of("{name: random_matching, nodes: 16}", "weights=null"), 1e-3)
+    drawn = graph_consensus(graph_of("{name: random_matching, nodes: 16}", "weights=null"), 1e-3)
     assert drawn.rounds is not None and 10 < drawn.rounds < 80
     assert drawn.rate**drawn.rounds == pytest.approx(1e-3, rel=0.9)
     lonely = graph_of("{name: alternating_ring, nodes: 4}", "weights=null")
     lonely.period, lonely._out = 1, {}  # only its first round, again and again
-    assert of_graph(lonely, 1e-3) == consensus.Consensus(1.0, None, False)
+    assert graph_consensus(lonely, 1e-3) == consensus.Consensus(1.0, None, False)
 
 
 @pytest.mark.parametrize("text", ["{name: full}", "{name: local_sgd, every: 2}"])
 def test_rules_that_mix_agree_with_the_spectrum(text: str) -> None:
     experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
                       check=False)  # fmt: skip
-    found = of_rule(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-2, 1)
-    spectral = of_graph(experiment.make_graph(), 1e-2)
+    found = rule_consensus(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-2, 1)
+    spectral = graph_consensus(experiment.make_graph(), 1e-2)
     assert found is not None and found.measured and found.rounds is not None and spectral.rounds is not None
     rests = 2 if "every" in text else 1
     assert found.rounds == pytest.approx(rests * spectral.rounds, rel=0.25)
@@ -66,7 +66,7 @@ def test_coarse_codecs_agree_slowly_or_never() -> None:
     def measured(text: str) -> consensus.Consensus:
         experiment = load(ROOT / "configs" / "quickstart.yaml", ["graph={name: ring, nodes: 8}", f"sharing={text}"],
                           check=False)  # fmt: skip
-        found = of_rule(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-6, 1)
+        found = rule_consensus(experiment.sharing, [tuple(range(8))], experiment.make_graph(), 1e-6, 1)
         assert found is not None
         return found
 

@@ -11,8 +11,8 @@ import pytest
 from decentnode.errors import UsageError
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.simulate.timeline.compute import Compute
-from decentnode.simulate.timeline.network import NOBODY, Network, Transfers
-from decentnode.simulate.timeline.rounds import Clock, TimeLine, TransfersOf, time_line
+from decentnode.simulate.timeline.network import NO_TRANSFERS, Network, Transfers
+from decentnode.simulate.timeline.rounds import Clock, TimeLine, TransfersOfRound, time_line
 
 MBIT = 1e6 / 8
 
@@ -27,7 +27,7 @@ def ring(n: int, size: float = 0.0) -> Transfers:
 
 
 def run(
-    n: int, transfers: TransfersOf | Transfers, rounds: int, compute: dict[str, Any], links: dict[str, Any],
+    n: int, transfers: TransfersOfRound | Transfers, rounds: int, compute: dict[str, Any], links: dict[str, Any],
     machines: list[int] | None = None, **options: Any,
 ) -> TimeLine:  # fmt: skip
     config = ComputeConfig.model_validate({"step_seconds": 1.0, **compute})
@@ -146,7 +146,7 @@ def test_mixing_and_overhead_take_time() -> None:
 def test_phases_come_one_after_the_other() -> None:
     size = 1e6
     links = {"between_machines": {"mbit_per_second": 8}}
-    phases = [ring(4, size), NOBODY, ring(4, size / 2)]
+    phases = [ring(4, size), NO_TRANSFERS, ring(4, size / 2)]
     found = run(4, lambda _: phases, 3, {}, links)
     assert found.steady_seconds() == pytest.approx(1 + 1 + 0.5)
 

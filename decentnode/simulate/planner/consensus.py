@@ -47,7 +47,7 @@ class Consensus:
     product of the mixing matrices."""
 
 
-def of_graph(graph: Graph, target: float) -> Consensus:
+def graph_consensus(graph: Graph, target: float) -> Consensus:
     """Returns the consensus of x <- W(t) x. For a time-varying graph, it is that of the product of a period, or of the
     first rounds."""
     if graph.period is None:
@@ -112,7 +112,7 @@ def _snapshot(payloads: dict[int, Payload]) -> dict[int, Payload]:
     return {uid: copies[id(payload)] for uid, payload in payloads.items()}
 
 
-def of_rule(
+def rule_consensus(
     sharing: object, machines: list[tuple[int, ...]], graph: Graph, target: float, seed: int
 ) -> Consensus | None:
     """Returns the measured consensus of a rule with its codec; None for graphs of more than MEASURED_NODES nodes.

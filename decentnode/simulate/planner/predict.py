@@ -12,7 +12,7 @@ from decentnode.experiment import Experiment
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
 from decentnode.simulate.cliques import calls_of
 from decentnode.simulate.data_parallel import BUCKET_BYTES, all_reduce_clock
-from decentnode.simulate.planner.consensus import Consensus, of_graph, of_rule
+from decentnode.simulate.planner.consensus import Consensus, graph_consensus, rule_consensus
 from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import time_line
 from decentnode.simulate.traffic import Traffic
@@ -69,7 +69,7 @@ class Prediction:
         return asdict(self)
 
 
-def memory_of(experiment: Experiment, model: float, transfers: Iterable[Transfers]) -> float:
+def predict_memory(experiment: Experiment, model: float, transfers: Iterable[Transfers]) -> float:
     """Returns the bytes of a node's tensors: parameters, gradients and optimizer, two publish slots (one of which is
     the parameters themselves), the update that the overlapped schedule keeps, and the payloads that neighbors may have
     sent.
@@ -89,7 +89,7 @@ def memory_of(experiment: Experiment, model: float, transfers: Iterable[Transfer
     return float(copies * model + received)
 
 
-def consensus_of(experiment: Experiment, traffic: Traffic, target: float) -> Consensus:
+def predict_consensus(experiment: Experiment, traffic: Traffic, target: float) -> Consensus:
     """Returns how fast nodes reach consensus: from the spectrum for linear rules that exchange in every round, else
     measured, or from the spectrum if the graph is too large to measure."""
     rule = traffic.exchanged[0].rule
@@ -97,8 +97,8 @@ def consensus_of(experiment: Experiment, traffic: Traffic, target: float) -> Con
     needs = rule.requirements
     plain = needs.linear and not needs.overrides_topology and all(rule.exchange_number(r) == r for r in range(4))
     machines = experiment.make_mapping().nodes_by_machine()
-    measured = None if plain else of_rule(experiment.sharing, machines, graph, target, experiment.seed)
-    return measured or of_graph(graph, target)
+    measured = None if plain else rule_consensus(experiment.sharing, machines, graph, target, experiment.seed)
+    return measured or graph_consensus(graph, target)
 
 
 def predict(
@@ -123,7 +123,7 @@ def predict(
                 total[0] += size / rounds
                 total[1] += seconds / rounds
     busiest = max(loads, key=lambda name: loads[name][1], default="")
-    consensus = consensus_of(experiment, traffic, target)
+    consensus = predict_consensus(experiment, traffic, target)
     exchanged = made.transfers(next(r for r in range(4096) if traffic.due(r)))
     round_seconds, steps = found.steady_seconds(), local_steps(experiment)
     batch = int(getattr(experiment.training, "batch_size", 1))
@@ -136,7 +136,7 @@ def predict(
         busiest, loads[busiest][1] if busiest else 0.0, loads[busiest][0] if busiest else 0.0,
         rounds * loads[busiest][1] / made.over if busiest else 0.0,
         consensus.rate, consensus.rounds, None if consensus.rounds is None else consensus.rounds * round_seconds,
-        consensus.measured, memory_of(experiment, traffic.model_bytes, exchanged),
+        consensus.measured, predict_memory(experiment, traffic.model_bytes, exchanged),
         traffic.num_nodes * steps * batch / round_seconds if round_seconds else 0.0, tuple(overrides),
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ class Availability:
         """Raises DataError for a node that is never available."""
         self._periods = np.array(periods, float)
         begins, sums, ends, owner = [], [], [], []
-        self._up = np.zeros(len(intervals))
+        self._up_seconds = np.zeros(len(intervals))
         """[N] seconds of a period in which the node is available."""
         for uid, (found, period) in enumerate(zip(intervals, periods, strict=True)):
             spans = [(max(0.0, a), min(b, period)) for a, b in found if b > a and a < period]
@@ -33,18 +33,18 @@ class Availability:
             for a, b in spans:
                 begins.append(a)
                 ends.append(b)
-                sums.append(self._up[uid])
+                sums.append(self._up_seconds[uid])
                 owner.append(uid)
-                self._up[uid] += b - a
+                self._up_seconds[uid] += b - a
         self._begin, self._end = np.array(begins), np.array(ends)
         self._before = np.array(sums)
         """Seconds of the period in which the node was available before each interval."""
         owners = np.array(owner)
         self._first = np.searchsorted(owners, np.arange(len(intervals)))
         # One sorted array for all nodes: an offset puts each node's entries into a range of their own.
-        self._apart = float(self._periods.max()) + 1.0
-        self._keys = self._begin + self._apart * owners
-        self._sums = self._before + self._apart * owners
+        self._offset = float(self._periods.max()) + 1.0
+        self._keys = self._begin + self._offset * owners
+        self._sums = self._before + self._offset * owners
 
     def _at(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (index of the last interval that has begun, or of the first if none has; the time within the period;
@@ -52,7 +52,7 @@ class Availability:
         nodes = np.arange(len(self._periods))
         cycle = np.floor(times / self._periods)
         within = times - cycle * self._periods
-        index = np.searchsorted(self._keys, within + self._apart * nodes, "right") - 1
+        index = np.searchsorted(self._keys, within + self._offset * nodes, "right") - 1
         return np.maximum(index, self._first), within, cycle
 
     def present(self, times: np.ndarray) -> np.ndarray:
@@ -60,21 +60,21 @@ class Availability:
         index, within, _ = self._at(times)
         return (within >= self._begin[index]) & (within < self._end[index])
 
-    def worked(self, times: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    def finish_work(self, times: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Returns when each node has been available for `seconds` [N] since `times` [N]."""
         index, within, cycle = self._at(times)
-        there = np.clip(within - self._begin[index], 0.0, self._end[index] - self._begin[index])
-        total = cycle * self._up + self._before[index] + there + seconds
+        elapsed = np.clip(within - self._begin[index], 0.0, self._end[index] - self._begin[index])
+        total = cycle * self._up_seconds + self._before[index] + elapsed + seconds
         # Work that ends exactly with an interval ends then, and not when the next one begins.
-        cycle = np.maximum(np.ceil(total / self._up - 1e-12) - 1, 0.0)
-        rest = total - cycle * self._up
+        cycle = np.maximum(np.ceil(total / self._up_seconds - 1e-12) - 1, 0.0)
+        rest = total - cycle * self._up_seconds
         nodes = np.arange(len(self._periods))
-        index = np.searchsorted(self._sums, rest + self._apart * nodes, "left") - 1
+        index = np.searchsorted(self._sums, rest + self._offset * nodes, "left") - 1
         index = np.maximum(index, self._first)
         ends = cycle * self._periods + self._begin[index] + rest - self._before[index]
         return np.where(seconds > 0, np.maximum(ends, times), times)
 
-    def returns(self, times: np.ndarray) -> np.ndarray:
+    def next_available(self, times: np.ndarray) -> np.ndarray:
         """Returns when each node is next available: at its time [N] if it is available then."""
         index, within, cycle = self._at(times)
         later = index + (within >= self._end[index])
@@ -84,7 +84,7 @@ class Availability:
         return np.where(self.present(times), times, (cycle + again) * self._periods + begin)
 
 
-def drawn(config: ChurnConfig, nodes: int, seed: int) -> Availability:
+def draw_availability(config: ChurnConfig, nodes: int, seed: int) -> Availability:
     """Returns availability with exponentially distributed times up and away. Every node starts at a random point of
     them."""
     intervals, periods = [], []

@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from decentnode.simulate.timeline.network import BATCH, MEETING, NOBODY, Joining, Network, Transfers
+from decentnode.simulate.timeline.network import BATCH, NO_TRANSFERS, RENDEZVOUS, Dependencies, Network, Transfers
 
 TREE_BYTES = 2 / 0.92
 """Bytes that pass the busiest machine for each byte of an all-reduce along trees of three machines or more, by NCCL's
@@ -38,7 +38,7 @@ class CallCosts:
 
 
 @dataclass(frozen=True)
-class Flows:
+class CallTransfers:
     """One call as concurrent transfers, and the seconds that it takes apart from their bytes."""
 
     edges: list[tuple[int, int, float]]
@@ -53,13 +53,13 @@ class Calls:
         """chunk_bytes: the largest part of a payload that one call carries."""
         self.costs, self._network, self._chunk_bytes = costs, network, chunk_bytes
 
-    def calls_for(self, size: float) -> int:
+    def num_calls(self, size: float) -> int:
         """Returns the number of calls that a payload of `size` bytes takes."""
         return max(1, math.ceil(size / self._chunk_bytes))
 
     # -- point to point
 
-    def exchanged(
+    def point_to_point(
         self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], *, batched: bool
     ) -> tuple[list[int], list[float]]:
         """Returns (joins, seconds apart from the bytes) of payloads that nodes send each other, one of each per edge.
@@ -70,8 +70,8 @@ class Calls:
         for (i, j), size in zip(edges, sizes, strict=True):
             peers = max(degree[i], degree[j])
             one = self.costs.call_seconds + self.costs.peer_seconds * peers + self._hop(i, j)
-            found.append(self.calls_for(size) * one)
-        return [BATCH if batched else MEETING] * len(edges), found
+            found.append(self.num_calls(size) * one)
+        return [BATCH if batched else RENDEZVOUS] * len(edges), found
 
     def _hop(self, i: int, j: int) -> float:
         where = self._network.machine_of
@@ -79,7 +79,7 @@ class Calls:
 
     # -- groups
 
-    def average(self, group: Sequence[int], size: float, kind: Kind = "all_reduce") -> Flows:
+    def average(self, group: Sequence[int], size: float, kind: Kind = "all_reduce") -> CallTransfers:
         """Returns the transfers of a collective call of the whole group, with the algorithm that is fastest on idle
         links.
 
@@ -88,13 +88,14 @@ class Calls:
         found = [self._ring(group, size, kind)]
         if self.costs.trees and kind == "all_reduce" and len(self._machines(group)) > 1:
             found.append(self._tree(group, size))
-        return min(found, key=self._alone) if len(found) > 1 else found[0]
+        return min(found, key=self._idle_seconds) if len(found) > 1 else found[0]
 
-    def _alone(self, flows: Flows) -> float:
+    def _idle_seconds(self, flows: CallTransfers) -> float:
         source, target, sizes = zip(*flows.edges, strict=True)
         count = len(source)
-        joining = Joining(np.zeros(count, int), np.full(count, flows.seconds), np.zeros(count), np.zeros(count))
-        return self._network.quiet_seconds(Transfers.of(source, target, sizes, joining=joining))
+        seconds, zeros = np.full(count, flows.seconds), np.zeros(count)
+        dependencies = Dependencies(np.zeros(count, int), seconds, zeros, zeros)
+        return self._network.idle_seconds(Transfers.of(source, target, sizes, dependencies=dependencies))
 
     def _machines(self, group: Sequence[int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -102,7 +103,7 @@ class Calls:
             found.setdefault(int(self._network.machine_of[uid]), []).append(uid)
         return found
 
-    def _ring(self, group: Sequence[int], size: float, kind: Kind) -> Flows:
+    def _ring(self, group: Sequence[int], size: float, kind: Kind) -> CallTransfers:
         """Returns the ring algorithm: every node passes on n - 1 parts, in each of the two halves of an all-reduce, and
         each step waits for the one before."""
         order = [uid for members in self._machines(group).values() for uid in members]
@@ -110,10 +111,10 @@ class Calls:
         turns = (2 if kind == "all_reduce" else 1) * (len(order) - 1) / len(order)
         passed = turns * size * (1 if kind == "all_reduce" else len(order))
         around = sum(self._hop(i, j) + self._network.latency(i, j) for i, j in pairs)
-        seconds = self.calls_for(size) * (self.costs.call_seconds + turns * around)
-        return Flows([(i, j, passed) for i, j in pairs], seconds)
+        seconds = self.num_calls(size) * (self.costs.call_seconds + turns * around)
+        return CallTransfers([(i, j, passed) for i, j in pairs], seconds)
 
-    def _tree(self, group: Sequence[int], size: float) -> Flows:
+    def _tree(self, group: Sequence[int], size: float) -> CallTransfers:
         """Returns the tree algorithm: sums go along a chain to one node of each machine, from there up two trees of
         machines with half of the bytes each, and the same way back (NCCL's double binary trees)."""
         machines = self._machines(group)
@@ -130,57 +131,57 @@ class Calls:
         edges += [(i, j, share * size) for i, j in crossing]
         between = max(self._hop(i, j) + self._network.latency(i, j) for i, j in crossing)
         steps = 2 * (inside + math.ceil(math.log2(count)) * between)
-        return Flows(edges, self.calls_for(size) * (self.costs.call_seconds + steps))
+        return CallTransfers(edges, self.num_calls(size) * (self.costs.call_seconds + steps))
 
 
-class Phase:
+class PhaseBuilder:
     """Collects the transfers of one phase of a round."""
 
     def __init__(self) -> None:
         self._edges: list[tuple[int, int]] = []
         self._sizes: list[float] = []
-        self._joins: list[int] = []
+        self._modes: list[int] = []
         self._seconds: list[float] = []
         self._mixed: list[float] = []
         self._busy: list[float] = []
         self._calls = 0
 
     def add(
-        self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], joins: Sequence[int], seconds: Sequence[float],
+        self, edges: Sequence[tuple[int, int]], sizes: Sequence[float], modes: Sequence[int], seconds: Sequence[float],
         busy_share: float = 0.0,
     ) -> None:
         """Adds payloads that are mixed as they arrive."""
         self._edges += edges
         self._sizes += sizes
         self._mixed += sizes
-        self._joins += joins
+        self._modes += modes
         self._seconds += seconds
         self._busy += [busy_share] * len(edges)
 
-    def add_call(self, flows: Flows, mixed: float, busy_share: float = 0.0) -> None:
+    def add_call(self, flows: CallTransfers, mixed: float, busy_share: float = 0.0) -> None:
         """Adds a collective call. mixed: bytes that each member mixes at the end."""
         receivers = [j for _, j, _ in flows.edges]
-        ways = Counter(receivers)
+        incoming = Counter(receivers)
         self._edges += [(i, j) for i, j, _ in flows.edges]
         self._sizes += [size for _, _, size in flows.edges]
-        self._mixed += [mixed / ways[j] for j in receivers]
-        self._joins += [self._calls] * len(receivers)
+        self._mixed += [mixed / incoming[j] for j in receivers]
+        self._modes += [self._calls] * len(receivers)
         self._seconds += [flows.seconds] * len(receivers)
         self._busy += [busy_share] * len(receivers)
         self._calls += 1
 
     def transfers(self) -> Transfers:
         if not self._edges:
-            return NOBODY
+            return NO_TRANSFERS
         source, target = zip(*self._edges, strict=True)
-        joining = Joining(np.array(self._joins, int), np.array(self._seconds), np.array(self._mixed),
+        dependencies = Dependencies(np.array(self._modes, int), np.array(self._seconds), np.array(self._mixed),
                           np.array(self._busy))  # fmt: skip
-        return Transfers.of(source, target, self._sizes, joining=joining)
+        return Transfers.of(source, target, self._sizes, dependencies=dependencies)
 
 
-def averages(calls: Calls, groups: Sequence[Sequence[int]], size: float) -> Transfers:
+def group_averages(calls: Calls, groups: Sequence[Sequence[int]], size: float) -> Transfers:
     """Returns the transfers of disjoint groups that average at the same time, `size` bytes per node."""
-    phase = Phase()
+    phase = PhaseBuilder()
     for group in groups:
         if len(group) > 1:
             phase.add_call(calls.average(group, size), size, calls.costs.busy_share)

@@ -56,10 +56,10 @@ class Compute:
         if config.availability is not None:
             self.availability = traces.availability(base_dir / config.availability, self.num_nodes, seed)
         elif config.churn is not None:
-            self.availability = availability.drawn(config.churn, self.num_nodes, seed)
+            self.availability = availability.draw_availability(config.churn, self.num_nodes, seed)
         self.machine_of = np.array(machine_of)
         self.num_machines = int(self.machine_of.max()) + 1
-        self._straggling = [self._stragglers(index) for index in range(len(config.stragglers))]
+        self._straggler_uids = [self._stragglers(index) for index in range(len(config.stragglers))]
 
     @property
     def varies(self) -> bool:
@@ -97,7 +97,7 @@ class Compute:
         if self.config.spread:
             draws = rng.stream(self._seed, rng.GLOBAL, "spread of compute", round)
             found = found * lognormal(draws, self.config.spread, self.num_nodes)
-        for index, (each, nodes) in enumerate(zip(self.config.stragglers, self._straggling, strict=True)):
+        for index, (each, nodes) in enumerate(zip(self.config.stragglers, self._straggler_uids, strict=True)):
             if each.chance < 1:
                 draws = rng.stream(self._seed, rng.GLOBAL, f"straggling {index}", round)
                 nodes = nodes[draws.random(nodes.size) < each.chance]
@@ -112,8 +112,8 @@ class Compute:
             capacity = np.full(self.num_machines, self.config.cores)
             sharing = FairSharing(self.machine_of[:, None], capacity, seconds, np.ones(self.num_nodes))
             seconds = sharing.ends(begins) - begins
-        return self.worked(begins, seconds)
+        return self.finish_work(begins, seconds)
 
-    def worked(self, begins: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    def finish_work(self, begins: np.ndarray, seconds: np.ndarray) -> np.ndarray:
         """Returns the same as `ends`, if `seconds` already takes the sharing of cores into account."""
-        return begins + seconds if self.availability is None else self.availability.worked(begins, seconds)
+        return begins + seconds if self.availability is None else self.availability.finish_work(begins, seconds)

@@ -19,13 +19,13 @@ EXACT_FLOWS = 1024
 For a larger set they are computed anew when COARSE of its flows have ended, or after COARSE of the time within which
 half of them end; a flow that begins gets its rate then, or COARSE of that time later."""
 COARSE = 1 / 32
-AT_LEAST = 1 / 32
+MIN_PROGRESS = 1 / 32
 """If more than EXACT_FLOWS are in flight in all, they are advanced at least until this share of them has ended, or for
 this share of the time that a flow takes. Flows that would begin in the meantime, because others have ended, begin at
 its end."""
-FEW = 24
+SINGLE_SET_FLOWS = 24
 """Up to this many flows are simulated as one set: finding out which of them share resources would take longer."""
-REMEMBERED = 64
+CACHED_PATTERNS = 64
 """Number of begin patterns whose durations are cached: without randomness, rounds repeat."""
 
 
@@ -37,7 +37,7 @@ class Fluid:
         self.now = 0.0
         """The time up to which flows have been simulated."""
         self._uses = np.empty((0, resources_each), int)
-        self._most, self._work, self._left, self._begin = np.empty(0), np.empty(0), np.empty(0), np.empty(0)
+        self._max_rates, self._work, self._work_left, self._begin = np.empty(0), np.empty(0), np.empty(0), np.empty(0)
         self._keys = np.empty(0, int)
 
     def add(
@@ -48,57 +48,57 @@ class Fluid:
         wide = np.full((len(uses), self._uses.shape[1]), -1)
         wide[:, : uses.shape[1]] = uses
         self._uses = np.concatenate([self._uses, wide])
-        self._work, self._left = np.append(self._work, work), np.append(self._left, work)
-        self._most = np.append(self._most, most)
+        self._work, self._work_left = np.append(self._work, work), np.append(self._work_left, work)
+        self._max_rates = np.append(self._max_rates, most)
         self._begin = np.append(self._begin, begins)
         self._keys = np.append(self._keys, keys)
 
     def advance(self, until: float, capacity: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Simulates the flows until `until`, or until the first begin or end after it if there is none before; if there
-        are many, further (AT_LEAST). capacity: [R]. Returns (keys, end times) of the flows that ended."""
+        are many, further (MIN_PROGRESS). capacity: [R]. Returns (keys, end times) of the flows that ended."""
         until = max(until, self.now)
         active = self._begin <= self.now
         if np.isfinite(until) and np.count_nonzero(active) > EXACT_FLOWS:
             rates = fair_rates if kernel.library() is None else kernel.fair_rates
-            rate = rates(self._uses[active], capacity, self._most[active])
-            some = float(np.quantile(self._left[active] / rate, AT_LEAST))
-            until = max(until, self.now + min(some, AT_LEAST * float(np.median(self._work[active] / rate))))
+            rate = rates(self._uses[active], capacity, self._max_rates[active])
+            some = float(np.quantile(self._work_left[active] / rate, MIN_PROGRESS))
+            until = max(until, self.now + min(some, MIN_PROGRESS * float(np.median(self._work[active] / rate))))
         at = np.flatnonzero(self._begin <= until)
         later = float(self._begin.min(initial=np.inf, where=self._begin > until))
         if not at.size:
             bound = later if np.isfinite(later) else until
             self.now = bound if np.isfinite(bound) else self.now
             return np.empty(0, int), np.empty(0)
-        ends, self._left[at], self.now = self._followed(at, until, later, capacity)
+        ends, self._work_left[at], self.now = self._simulate(at, until, later, capacity)
         over = np.isfinite(ends)
         keys, rest = self._keys[at[over]], np.ones(self._keys.size, bool)
         rest[at[over]] = False
-        self._uses, self._most, self._work = self._uses[rest], self._most[rest], self._work[rest]
-        self._left, self._begin, self._keys = self._left[rest], self._begin[rest], self._keys[rest]
+        self._uses, self._max_rates, self._work = self._uses[rest], self._max_rates[rest], self._work[rest]
+        self._work_left, self._begin, self._keys = self._work_left[rest], self._begin[rest], self._keys[rest]
         return keys, ends[over]
 
-    def _followed(
+    def _simulate(
         self, at: np.ndarray, until: float, later: float, capacity: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, float]:
         """Simulates the flows `at`. Returns (when each of them ends, infinite if that is later; the work that is left
         then; the time up to which they were simulated). later: when the first of the other flows begins."""
-        uses, most, left, begin = self._uses[at], self._most[at], self._left[at].copy(), self._begin[at]
+        uses, most, left, begin = self._uses[at], self._max_rates[at], self._work_left[at].copy(), self._begin[at]
         uses = uses[:, (uses >= 0).any(axis=0)]
         label = np.zeros(at.size, int)
-        if at.size > FEW:
-            label = meeting(uses, np.maximum(begin, self.now), left, most, capacity)
+        if at.size > SINGLE_SET_FLOWS:
+            label = group_flows(uses, np.maximum(begin, self.now), left, most, capacity)
         clock = np.full(int(label.max()) + 1, self.now)
-        follow = _follow if kernel.library() is None else kernel.follow
-        rules = kernel.Rules(EXACT_FLOWS, COARSE)
+        follow = _simulate_sets if kernel.library() is None else kernel.simulate
+        rules = kernel.RateRules(EXACT_FLOWS, COARSE)
         ends, bound = follow(uses, capacity, most, begin, label, left, clock, until=until, later=later, rules=rules)
         return ends, left, bound if np.isfinite(bound) else max(self.now, float(ends.max()))
 
 
-def _follow(
+def _simulate_sets(
     uses: np.ndarray, capacity: np.ndarray, most: np.ndarray, begin: np.ndarray, label: np.ndarray, left: np.ndarray,
-    clock: np.ndarray, *, until: float, later: float, rules: kernel.Rules,
+    clock: np.ndarray, *, until: float, later: float, rules: kernel.RateRules,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
-    """Does what `kernel.follow` does, where there is no C compiler."""
+    """Does what `kernel.simulate` does, where there is no C compiler."""
     # Each set gets its own copy of the resources: other sets use them at other times.
     names, own = np.unique(np.append(np.where(uses < 0, -1, uses + label[:, None] * capacity.size), -1),
                            return_inverse=True)  # fmt: skip
@@ -131,7 +131,7 @@ def _follow(
 
 
 def _next(
-    begins: np.ndarray, clock: np.ndarray, of: np.ndarray, last: np.ndarray, rules: kernel.Rules
+    begins: np.ndarray, clock: np.ndarray, of: np.ndarray, last: np.ndarray, rules: kernel.RateRules
 ) -> np.ndarray:  # fmt: skip
     """Returns until when the rates of each set of flows stay constant [sets]. begins: [sets] when the next flow of each
     begins. of: [F], the set of each flow in flight. last: [F] seconds until it ends at its present rate."""
@@ -148,7 +148,7 @@ def _next(
     return target
 
 
-def meeting(
+def group_flows(
     uses: np.ndarray, begin: np.ndarray, work: np.ndarray, most: np.ndarray, capacity: np.ndarray
 ) -> np.ndarray:  # fmt: skip
     """Returns a label for each flow [F], equal for flows that may share a resource at some time, directly or through
@@ -160,7 +160,7 @@ def meeting(
         longest = np.where(work > 0, work / np.minimum(most, share[uses].min(axis=1, initial=np.inf)), 0.0)
     end = begin + longest * (1 + 1e-6)
     while True:
-        label = _linked(uses, begin, end)
+        label = _group_by_times(uses, begin, end)
         # The rates of a large set are not exact, so that its flows may take longer than this bound.
         large = (np.bincount(label) > EXACT_FLOWS)[label] & np.isfinite(end)
         if not large.any():
@@ -168,8 +168,8 @@ def meeting(
         end = np.where(large, np.inf, end)
 
 
-def _linked(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Returns the labels as `meeting` does, for flows that are in flight between `begin` and `end`, [F] each."""
+def _group_by_times(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Returns the labels as `group_flows` does, for flows that are in flight between `begin` and `end`, [F] each."""
     flow, by_end = np.argsort(begin, kind="stable"), np.argsort(end, kind="stable")
     resource = uses[flow].ravel()
     flow = np.repeat(flow, uses.shape[1])[resource >= 0]
@@ -182,19 +182,19 @@ def _linked(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     # The last end of the flows that began earlier on a resource: a running maximum that restarts with each resource.
     latest = np.maximum.accumulate(resource * by_end.size + rank[flow]) - resource * by_end.size
     linked = (resource[1:] == resource[:-1]) & (begin[flow[1:]] <= end[by_end[latest[:-1]]])
-    return connected(len(uses), flow[:-1][linked], flow[1:][linked])
+    return connected_components(len(uses), flow[:-1][linked], flow[1:][linked])
 
 
-def connected(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def connected_components(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns the number of the connected component of each of `count` vertices, with edges between `a` and `b`."""
-    label = (_join if kernel.library() is None else kernel.join)(count, a, b)
+    label = (_join_labels if kernel.library() is None else kernel.join)(count, a, b)
     there = np.zeros(count, bool)
     there[label] = True
     found: np.ndarray = (np.cumsum(there) - 1)[label]
     return found
 
 
-def _join(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _join_labels(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Does what `kernel.join` does, where there is no C compiler."""
     label = np.arange(count)
     while True:
@@ -242,18 +242,18 @@ class FairSharing:
         if np.isinf(first):
             return found
         if factors is not None:
-            found[self._sharing] = first + self._followed(own - first, self.work * factors)
+            found[self._sharing] = first + self._simulate(own - first, self.work * factors)
             return found
         pattern = np.round(own - first, 12).tobytes()
         known = self._known.get(pattern)
         if known is None:
-            if len(self._known) >= REMEMBERED:
+            if len(self._known) >= CACHED_PATTERNS:
                 self._known.clear()
-            known = self._known[pattern] = self._followed(own - first, self.work)
+            known = self._known[pattern] = self._simulate(own - first, self.work)
         found[self._sharing] = first + known
         return found
 
-    def _followed(self, begins: np.ndarray, work: np.ndarray) -> np.ndarray:
+    def _simulate(self, begins: np.ndarray, work: np.ndarray) -> np.ndarray:
         ends, there = begins.copy(), np.flatnonzero(np.isfinite(begins))
         flows, fluid = self._sharing[there], Fluid(self.uses.shape[1])
         fluid.add(self.uses[flows], work[flows], self.most[flows], begins[there], there)

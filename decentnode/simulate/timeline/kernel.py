@@ -14,7 +14,7 @@ from decentnode import native
 from decentnode.simulate.timeline.fair import EQUAL
 
 
-class Rules(NamedTuple):
+class RateRules(NamedTuple):
     """When rates are computed anew: EXACT_FLOWS and COARSE of `fluid`."""
 
     exact_flows: int
@@ -51,9 +51,9 @@ def fair_rates(uses: np.ndarray, capacity: np.ndarray, most: np.ndarray) -> np.n
     return found
 
 
-def follow(
+def simulate(
     uses: np.ndarray, capacity: np.ndarray, most: np.ndarray, begin: np.ndarray, label: np.ndarray, left: np.ndarray,
-    clock: np.ndarray, *, until: float, later: float, rules: Rules,
+    clock: np.ndarray, *, until: float, later: float, rules: RateRules,
 ) -> tuple[np.ndarray, float]:  # fmt: skip
     """Simulates flows. Returns (when each ends [F], infinite if that is later; the time up to which they were
     simulated).

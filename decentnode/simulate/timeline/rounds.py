@@ -1,7 +1,7 @@
 """Virtual time: when every round begins and ends on every node.
 
-Rounds are computed one after the other (apart.py) as long as the transfers of one never overlap with those of another;
-from the first that do, all rounds in progress are simulated together (together.py).
+Rounds are computed one after the other (sequential.py) as long as the transfers of one never overlap with those of
+another; from the first that do, all rounds in progress are simulated together (concurrent.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from decentnode.simulate.timeline.apart import Apart, Overlap
 from decentnode.simulate.timeline.compute import Compute
+from decentnode.simulate.timeline.concurrent import ConcurrentRounds
 from decentnode.simulate.timeline.network import Network, Transfers
-from decentnode.simulate.timeline.one_round import Rules, TransfersOf
-from decentnode.simulate.timeline.together import Together
+from decentnode.simulate.timeline.one_round import RoundSchedule, TransfersOfRound
+from decentnode.simulate.timeline.sequential import Overlap, SequentialRounds
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Clock:
     """Computes a time line round by round, so that a running simulation can use it."""
 
     def __init__(
-        self, compute: Compute, network: Network, transfers: TransfersOf, *, overlapped: bool = False,
+        self, compute: Compute, network: Network, transfers: TransfersOfRound, *, overlapped: bool = False,
         mixes_in_background: bool = True, leaves_after: float | None = None, asynchronous: bool = False,
         steps_before: int = 0, trains: Callable[[int], np.ndarray] | None = None, rounds: int | None = None,
     ) -> None:
@@ -91,11 +91,11 @@ class Clock:
         never stop."""
         self.compute, self.network, self.transfers = compute, network, transfers
         self.asynchronous = asynchronous
-        self._rules = Rules(
+        self._schedule = RoundSchedule(
             compute, transfers, overlapped=overlapped, mixes_in_background=mixes_in_background,
             leaves_after=leaves_after, asynchronous=asynchronous, steps_before=steps_before, trains=trains,
         )  # fmt: skip
-        self._rounds: Apart | Together = Apart(self._rules, network, rounds)
+        self._rounds: SequentialRounds | ConcurrentRounds = SequentialRounds(self._schedule, network, rounds)
         self.round = 0
         """The number of the next round."""
         self.arrivals: tuple[tuple[Transfers, np.ndarray], ...] = ()
@@ -105,7 +105,7 @@ class Clock:
 
     def stop_after(self, rounds: int) -> None:
         """Makes nodes stop after this many rounds. Must be called before the first step."""
-        assert self.round == 0 and isinstance(self._rounds, Apart)
+        assert self.round == 0 and isinstance(self._rounds, SequentialRounds)
         self._rounds.rounds = rounds
 
     def step(self) -> tuple[np.ndarray, ...]:
@@ -113,8 +113,8 @@ class Clock:
         try:
             row = self._rounds.next()
         except Overlap as found:
-            assert isinstance(self._rounds, Apart)
-            self._rounds = Together(self._rules, self.network, found.state, self._rounds.rounds)
+            assert isinstance(self._rounds, SequentialRounds)
+            self._rounds = ConcurrentRounds(self._schedule, self.network, found.state, self._rounds.rounds)
             row = self._rounds.next()
         self.round += 1
         self.arrivals = row.arrivals

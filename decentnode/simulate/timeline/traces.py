@@ -74,16 +74,16 @@ def availability(path: Path, nodes: int, seed: int) -> Availability:
 def _spans(active: Any, inactive: Any, period: float) -> Intervals:
     """Returns the intervals of one device. If the first change is an "inactive", the device was available before it."""
     changes = sorted([(float(t), 1) for t in active] + [(float(t), 0) for t in inactive])
-    there: float | None = 0.0 if changes and changes[0][1] == 0 else None
+    available_since: float | None = 0.0 if changes and changes[0][1] == 0 else None
     spans = []
     for at, on in changes:
-        if on and there is None:
-            there = at
-        elif not on and there is not None:
-            spans.append((there, min(at, period)))
-            there = None
-    if there is not None:
-        spans.append((there, period))
+        if on and available_since is None:
+            available_since = at
+        elif not on and available_since is not None:
+            spans.append((available_since, min(at, period)))
+            available_since = None
+    if available_since is not None:
+        spans.append((available_since, period))
     return [(a, b) for a, b in spans if b > a]
 
 
@@ -97,10 +97,10 @@ def matrix(path: Path) -> np.ndarray:
     if not rows or len(rows) > MAX_PLACES or any(len(row) != len(rows) for row in rows):
         raise DataError(f"{path}: must have as many numbers in each line as lines, at most {MAX_PLACES}")
     found = np.array(rows)
-    apart = ~np.eye(len(rows), dtype=bool)
-    if not np.isfinite(found[apart]).all() or (found[apart] <= 0).any():
+    off_diagonal = ~np.eye(len(rows), dtype=bool)
+    if not np.isfinite(found[off_diagonal]).all() or (found[off_diagonal] <= 0).any():
         raise DataError(f"{path}: bandwidths between two places must be above 0")
-    found[~apart & ~(found > 0)] = np.inf  # bandwidth within a place, if the file omits it
+    found[~off_diagonal & ~(found > 0)] = np.inf  # bandwidth within a place, if the file omits it
     return found
 
 

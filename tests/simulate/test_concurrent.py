@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decentnode.experiment.virtual_time import ComputeConfig, LinksConfig
-from decentnode.simulate.timeline.collectives import Phase
+from decentnode.simulate.timeline.collectives import PhaseBuilder
 from decentnode.simulate.timeline.compute import Compute
+from decentnode.simulate.timeline.concurrent import ConcurrentRounds
 from decentnode.simulate.timeline.fair import fair_rates
-from decentnode.simulate.timeline.network import BATCH, MEETING, MESSAGE, Network, Transfers
-from decentnode.simulate.timeline.one_round import Row, Rules
+from decentnode.simulate.timeline.network import BATCH, MESSAGE, RENDEZVOUS, Network, Transfers
+from decentnode.simulate.timeline.one_round import RoundSchedule, TimeLineRow
 from decentnode.simulate.timeline.rounds import Clock, TimeLine, time_line
-from decentnode.simulate.timeline.together import Together
 
 MBIT = 1e6 / 8
 
@@ -42,7 +42,7 @@ def sent(edges: list[tuple[int, int]], size: float) -> Transfers:
 
 
 def is_together(clock: Clock) -> bool:
-    return isinstance(clock._rounds, Together)
+    return isinstance(clock._rounds, ConcurrentRounds)
 
 
 # -- closed forms
@@ -130,7 +130,7 @@ def by_events(world: World, rounds: int) -> list[list[float]]:
     """The ends of rounds, by one loop over begins and ends of single transfers."""
     clock = world.clock()
     network, compute = clock.network, clock.compute
-    ways = [network.ways(each) for each in world.phases]
+    routes = [network.routes(each) for each in world.phases]
     capacity = network.capacity
     arrived: dict[tuple[int, int, int, int], float] = {}  # by round, phase, source and target
     begun: dict[tuple[int, int, int], float] = {}  # when the flow of a round, phase and index began
@@ -168,7 +168,7 @@ def by_events(world: World, rounds: int) -> list[list[float]]:
         coming = [begin for begin, _, _ in flows if begin > now + 1e-12]
         rates = np.empty(0)
         if active:
-            uses = np.array([ways[p].uses[f] for _, (_, p, f), _ in active])
+            uses = np.array([routes[p].uses[f] for _, (_, p, f), _ in active])
             rates = fair_rates(uses, capacity, np.full(len(active), math.inf))
         lasts = [0.0 if math.isinf(rate) else flow[2][0] / rate for flow, rate in zip(active, rates, strict=True)]
         step = min([*lasts, *(begin - now for begin in coming)])
@@ -177,7 +177,7 @@ def by_events(world: World, rounds: int) -> list[list[float]]:
             if last <= step * (1 + 1e-9) + 1e-12:
                 r, p, f = flow[1]
                 source, target = int(world.phases[p].source[f]), int(world.phases[p].target[f])
-                arrived[r, p, source, target] = now + step + float(ways[p].latency[f])
+                arrived[r, p, source, target] = now + step + float(routes[p].latency[f])
                 flows.remove(flow)
         now += step
 
@@ -187,7 +187,8 @@ def by_events(world: World, rounds: int) -> list[list[float]]:
 @given(worlds(), st.sampled_from([0, 24]))
 def test_rounds_are_those_of_a_loop_over_events(world: World, few: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decentnode.simulate.timeline.fluid.FEW", few)  # whether sets have clocks of their own
+        # whether sets have clocks of their own
+        patch.setattr("decentnode.simulate.timeline.fluid.SINGLE_SET_FLOWS", few)
         found = time_line(world.clock(), 4)
     assert found.end == pytest.approx(np.array(by_events(world, 4)), rel=1e-6)
 
@@ -234,7 +235,7 @@ def test_rounds_that_do_not_meet_are_the_same_either_way(world: World) -> None:
 def together(clock: Clock, rounds: int) -> TimeLine:
     """The times without the look whether rounds meet."""
     clock.stop_after(rounds)
-    clock._rounds = Together(clock._rules, clock.network, clock._rounds._state, rounds)  # type: ignore[union-attr]
+    clock._rounds = ConcurrentRounds(clock._schedule, clock.network, clock._rounds._state, rounds)  # type: ignore[union-attr]
     rows = [clock.step() for _ in range(rounds)]
     return TimeLine(*(np.array(each) for each in zip(*rows, strict=True)))
 
@@ -246,12 +247,12 @@ def assert_alike(a: TimeLine, b: TimeLine) -> None:
     assert ((a.waits_for >= 0) == (b.waits_for >= 0))[sure].all()
 
 
-@pytest.mark.parametrize("join", [MESSAGE, MEETING, BATCH, 0], ids=["message", "meeting", "batch", "call"])
+@pytest.mark.parametrize("join", [MESSAGE, RENDEZVOUS, BATCH, 0], ids=["message", "meeting", "batch", "call"])
 @pytest.mark.parametrize("more", [
     {}, {"overlapped": True}, {"steps_before": 1}, {"overlapped": True, "busy": 0.2},
 ], ids=["sequential", "overlapped", "served", "busy"])  # fmt: skip
 def test_operations_of_nodes_in_step_are_the_same_either_way(join: int, more: dict[str, Any]) -> None:
-    n, phase, options = 4, Phase(), dict(more)
+    n, phase, options = 4, PhaseBuilder(), dict(more)
     edges = [(i, (i + 1) % n) for i in range(n)]
     phase.add(edges, [1e6] * n, [join] * n, [0.01] * n, options.pop("busy", 0.0))
     phases = [phase.transfers()] * (2 if "steps_before" in options else 1)
@@ -293,14 +294,14 @@ def test_many_transfers_under_way_take_about_what_they_take_one_by_one(monkeypat
 def test_rounds_of_which_nothing_new_is_known_are_not_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody waits for a slow node all rounds of the others are open at once."""
     n, rounds, computed = 8, 40, 0
-    row = Rules.row
+    row = RoundSchedule.row
 
-    def counted(*arguments: Any) -> Row:
+    def counted(*arguments: Any) -> TimeLineRow:
         nonlocal computed
         computed += 1
         return row(*arguments)
 
-    monkeypatch.setattr(Rules, "row", counted)
+    monkeypatch.setattr(RoundSchedule, "row", counted)
     edges = [(i, (i + k) % n) for i in range(n) for k in (1, 2)]
     world = World(n, [sent(edges, 1e6)], {"factors": [1, 1, 10, *[1] * (n - 3)]}, {"node_mbit_per_second": 40},
                   [*range(n)], {"asynchronous": True})  # fmt: skip
