@@ -45,12 +45,12 @@ def gpus_of(experiment: Experiment) -> dict[int, int]:
     """Returns the nodes whose models are on a GPU according to the config, each with a number that identifies the GPU.
     The device `cuda`, and with NCCL also `auto`, means a GPU of its own for every node of a machine."""
     mapping = experiment.make_mapping()
-    asks = getattr(experiment.communication, "backend", "auto") == "nccl"
+    wants_nccl = getattr(experiment.communication, "backend", "auto") == "nccl"
     found: dict[int, int] = {}
     numbers: dict[tuple[int, int], int] = {}
     for uid in range(mapping.num_nodes):
         place = mapping.place(uid)
-        if place.device.startswith("cuda") or (place.device == "auto" and asks):
+        if place.device.startswith("cuda") or (place.device == "auto" and wants_nccl):
             number = int(place.device.partition(":")[2] or place.rank)
             found[uid] = numbers.setdefault((place.machine, number), len(numbers) + 1)
     return found
@@ -86,80 +86,83 @@ class CliqueTransfers:
         self._calls = [calls_of(experiment, network, clique, communication.chunk_bytes) for clique in self._cliques]
         compute = experiment.simulate.compute
         skips = compute is not None and compute.when_away == "skip" and bool(compute.availability or compute.churn)
-        self._may_call = communication.use_collectives and experiment.node.missing == "fail" and not skips
+        self._allows_collectives = communication.use_collectives and experiment.node.missing == "fail" and not skips
         """Whether the members of a clique may exchange by one collective call; not if rounds may proceed without some
         of them."""
-        self._whole: dict[int, bool] = {}
+        self._is_complete: dict[int, bool] = {}
         """For each clique: whether all edges between its members use torch.distributed."""
-        self._clique_at = {uid: at for at, clique in enumerate(self._cliques) for uid in clique}
-        self._known: dict[int, tuple[tuple[Transfers, ...], tuple[Transfers, ...]]] = {}
+        self._clique_index = {uid: index for index, clique in enumerate(self._cliques) for uid in clique}
+        self._cache: dict[int, tuple[tuple[Transfers, ...], tuple[Transfers, ...]]] = {}
 
     def __call__(self, round: int) -> tuple[Transfers, ...]:
         """Returns the transfers of each phase of a round; the same objects again if the edges are the same."""
         plain = self._traffic(round)
         if not self._cliques:
             return plain
-        known = self._known.get(id(plain))  # `Traffic` returns the same object for all rounds with the same edges
+        known = self._cache.get(id(plain))  # `Traffic` returns the same object for all rounds with the same edges
         if known is None:
-            if len(self._known) >= CACHED_TRANSFERS:
-                self._known.clear()
+            if len(self._cache) >= CACHED_TRANSFERS:
+                self._cache.clear()
             due = self._traffic.due(round)
             made = tuple(
-                self._joined(each, [self._kind(at, due, round, phase) for at in range(len(self._cliques))])
+                self._phase_transfers(each, [self._collective_of_clique(index, due, round, phase)
+                                             for index in range(len(self._cliques))])
                 for phase, each in enumerate(plain)
             )
-            known = self._known[id(plain)] = plain, made  # `plain` is kept, so that its id is not reused
+            known = self._cache[id(plain)] = plain, made  # `plain` is kept, so that its id is not reused
         return known[1]
 
-    def _joined(self, plain: Transfers, kinds: Sequence[Kind | None]) -> Transfers:
+    def _phase_transfers(self, plain: Transfers, kinds: Sequence[Kind | None]) -> Transfers:
         phase = PhaseBuilder()
         inside: list[list[tuple[tuple[int, int], float]]] = [[] for _ in self._cliques]
         outside: list[tuple[tuple[int, int], float]] = []
         for i, j, size in zip(plain.source.tolist(), plain.target.tolist(), plain.sizes.tolist(), strict=True):
             by_clique = self.routing.path(i, j) == "collective"
-            (inside[self._clique_at[i]] if by_clique else outside).append(((i, j), size))
+            (inside[self._clique_index[i]] if by_clique else outside).append(((i, j), size))
         if outside:
             edges, sizes = map(list, zip(*outside, strict=True))
             phase.add(edges, sizes, [MESSAGE] * len(edges), [0.0] * len(edges))
-        for at, found in enumerate(inside):
-            calls, kind = self._calls[at], kinds[at]
+        for index, found in enumerate(inside):
+            calls, kind = self._calls[index], kinds[index]
             if not found:
                 continue
             edges, sizes = map(list, zip(*found, strict=True))
             if kind is not None:
                 mixed = sum(size for (_, j), size in found if j == edges[0][1]) if kind == "all_gather" else sizes[0]
-                flows = calls.average(self._cliques[at], sizes[0], kind)
+                flows = calls.average(self._cliques[index], sizes[0], kind)
                 phase.add_call(flows, mixed, calls.costs.busy_share)
             else:
-                batched = self._backends[at] == "nccl" or self._config.batched
+                batched = self._backends[index] == "nccl" or self._config.batched
                 modes, seconds = calls.point_to_point(edges, sizes, batched=batched)
                 phase.add(edges, sizes, modes, seconds, calls.costs.busy_share)
         return phase.transfers()
 
     # -- calls of a whole clique
 
-    def _kind(self, at: int, due: Sequence[tuple[ExchangedFragment, int]], round: int, phase: int) -> Kind | None:
+    def _collective_of_clique(
+        self, index: int, due: Sequence[tuple[ExchangedFragment, int]], round: int, phase: int
+    ) -> Kind | None:
         """Returns the collective call by which a clique exchanges all fragments of a round; None if they, or some of
         them, are sent point to point."""
-        clique = self._cliques[at]
-        if not due or not self._may_call or len(clique) < 3:
+        clique = self._cliques[index]
+        if not due or not self._allows_collectives or len(clique) < 3:
             return None
-        kinds = {self._kind_of(each, number, clique, round, phase, self._backends[at] == "nccl")
+        kinds = {self._collective_of_fragment(each, number, clique, round, phase, self._backends[index] == "nccl")
                  for each, number in due}  # fmt: skip
         kind = kinds.pop() if len(kinds) == 1 else None
-        if kind is not None and at not in self._whole:
-            self._whole[at] = all(self.routing.path(a, b) == "collective" for a, b in combinations(clique, 2))
-        return kind if kind is None or self._whole[at] else None
+        if kind is not None and index not in self._is_complete:
+            self._is_complete[index] = all(self.routing.path(a, b) == "collective" for a, b in combinations(clique, 2))
+        return kind if kind is None or self._is_complete[index] else None
 
-    def _kind_of(
+    def _collective_of_fragment(
         self, each: ExchangedFragment, number: int, clique: tuple[int, ...], round: int, phase: int, scatters: bool
     ) -> Kind | None:
         rule, elements = each.rule, each.fragment.elements
         if rule.requirements.scalars:
             return None
         first = averaging_group_of(each.fragment.graph, clique[0], number)  # the same for all members of a group
-        view = self._planned(each, first, clique[0], round, phase)
-        if any(self._planned(each, first, uid, round, phase).averaging != clique for uid in clique):
+        view = self._planned_view(each, first, clique[0], round, phase)
+        if any(self._planned_view(each, first, uid, round, phase).averaging != clique for uid in clique):
             return None
         schedule, dtype = self._experiment.node.schedule, each.dtype
         tensors = payload_schema(schedule, rule, elements, dtype)
@@ -168,7 +171,7 @@ class CliqueTransfers:
         own = rule.own_contribution(model, view)
         if own is not None and self._config.non_finite == "reject":
             return None
-        if rule.requirements.linear or (own is None and (each.alike or phase)):  # later phases are not predictable
+        if rule.requirements.linear or (own is None and (each.is_shared or phase)):  # later phases are not predictable
             outgoing = dict.fromkeys(view.neighbors, Payload({}))
         elif own is None:
             return None
@@ -176,7 +179,7 @@ class CliqueTransfers:
             outgoing = rule.outgoing(model, view)
         return kind_of(AveragingGroup(clique, own), outgoing, schema, scatters)
 
-    def _planned(
+    def _planned_view(
         self, each: ExchangedFragment, group: tuple[int, ...], uid: int, round: int, phase: int
     ) -> RoundView:
         """Returns a node's view of the round, as planned by its rule. group: the graph's averaging group, given to its

@@ -26,7 +26,7 @@ from decentnode.simulate.timeline.network import Transfers
 from decentnode.simulate.timeline.rounds import Clock
 from decentnode.simulate.world.waits import WaitUntil
 
-UNKNOWN = {
+UNPREDICTABLE = {
     "ad_psgd": "the time when a pair is averaged depends on which node answers which offer",
     "epidemic": "a round waits for arriving models, so its time depends on the other nodes",
 }
@@ -37,7 +37,7 @@ def check_schedule(experiment: Experiment) -> None:
     """Raises UsageError if the times of the rounds of the experiment's asynchronous schedule are not known
     beforehand."""
     name = experiment.node.schedule
-    why = UNKNOWN.get(name)
+    why = UNPREDICTABLE.get(name)
     config = experiment.node.asynchronous or AsynchronousConfig.model_validate({})
     if why is None and config.stale == "wait":
         why = "with stale: wait a round waits for its neighbors"
@@ -72,7 +72,7 @@ class OwnRounds(Hub):
         self._last_ends: dict[int, float] = {}
         """By uid: when its last round ended."""
         self._numbers = itertools.count()
-        self._under_way: list[tuple[float, int, tuple[int, int, int, int, Payload, int]]] = []
+        self._in_flight: list[tuple[float, int, tuple[int, int, int, int, Payload, int]]] = []
         self._begun: set[int] = set()
         self._nodes: Sequence[Node] = ()
 
@@ -82,7 +82,7 @@ class OwnRounds(Hub):
             _, _, computed, end, *_ = self._clock.step()
             arrived: dict[tuple[int, int], float] = {}
             for transfers, times in self._clock.arrivals:
-                arrived.update(_by_edge(transfers, times))
+                arrived.update(_times_by_edge(transfers, times))
             self._rounds[number] = _Round(computed, end, arrived)
         return self._rounds[round]
 
@@ -95,17 +95,17 @@ class OwnRounds(Hub):
     def post(self, channel: int, target: int, source: int, round: int, payload: Payload, kept: int) -> None:
         known = self._round(round)
         arrives = known.arrived.get((source, target), float(known.computed[source]))
-        what = channel, target, source, round, payload, kept
-        heapq.heappush(self._under_way, (arrives, next(self._numbers), what))
+        arguments = channel, target, source, round, payload, kept
+        heapq.heappush(self._in_flight, (arrives, next(self._numbers), arguments))
 
     def computed(self) -> Wait:
         """Returns a wait that is always over: `turn` decides when a node goes on."""
         return WaitUntil(0.0)
 
     def deliver(self) -> None:
-        while self._under_way and self._under_way[0][0] <= self.now:
-            _, _, what = heapq.heappop(self._under_way)
-            super().post(*what)
+        while self._in_flight and self._in_flight[0][0] <= self.now:
+            _, _, arguments = heapq.heappop(self._in_flight)
+            super().post(*arguments)
 
     # -- the order of the nodes
 
@@ -138,6 +138,6 @@ class OwnRounds(Hub):
         return {**record, "virtual_seconds": when}
 
 
-def _by_edge(transfers: Transfers, times: np.ndarray) -> Iterable[tuple[tuple[int, int], float]]:
+def _times_by_edge(transfers: Transfers, times: np.ndarray) -> Iterable[tuple[tuple[int, int], float]]:
     pairs = zip(transfers.source.tolist(), transfers.target.tolist(), strict=True)
     return zip(pairs, times.tolist(), strict=True)

@@ -18,7 +18,7 @@ from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.rounds import rule_view
 from decentnode.simulate.timeline.network import NO_TRANSFERS, Transfers
 
-UPDATE = 1e-2
+UPDATE_SCALE = 1e-2
 """Size of the update, relative to the model, after which a rule's payload is measured; it matters for rules that send
 differences."""
 CACHED_TRANSFERS = 256
@@ -35,7 +35,7 @@ class ExchangedFragment:
     """Dtype of the model."""
     phase_bytes: tuple[float, ...]
     """Bytes of one payload in each phase."""
-    alike: bool = False
+    is_shared: bool = False
     """Whether all neighbors get the same payload, judging by the first phase."""
     bytes_to_inactive: float = 0.0
     """Bytes that a server sends to a client that takes no part in the round."""
@@ -55,11 +55,11 @@ class Traffic:
         shared = shared_model(experiment, module)
         self.model_bytes = shared.model.num_parameters * shared.model.dtype.itemsize
         self.buffer_bytes = float(shared.model.buffers.numel() * shared.model.buffers.dtype.itemsize)
-        self.exchanged = self._measured(shared, graph)
+        self.exchanged = self._measure_payloads(shared, graph)
         self.phases = self.exchanged[0].rule.requirements.phases
         self.steps_before = self.exchanged[0].rule.requirements.steps_before
         self._servers = graph.servers if self.exchanged[0].rule.requirements.star else {}
-        self._known: dict[tuple[object, ...], tuple[Transfers, ...]] = {}
+        self._cache: dict[tuple[object, ...], tuple[Transfers, ...]] = {}
 
     @property
     def trains(self) -> Callable[[int], np.ndarray] | None:
@@ -69,15 +69,15 @@ class Traffic:
     def _clients(self, round: int) -> np.ndarray:
         found, (each, *_) = np.zeros(self.num_nodes, bool), self.exchanged
         for server in self._servers:
-            found[list(self._answering(each, server, round))] = True
+            found[list(self._active_clients(each, server, round))] = True
         return found
 
-    def _answering(self, each: ExchangedFragment, server: int, round: int) -> tuple[int, ...]:
+    def _active_clients(self, each: ExchangedFragment, server: int, round: int) -> tuple[int, ...]:
         """Returns the clients of a server that take part in a round."""
         view = view_of(each.rule, each.fragment, server, round, self._experiment.seed)
         return each.rule.plan(replace(view, phase=self.steps_before)).sources
 
-    def _measured(self, shared: SharedModel, graph: Graph) -> list[ExchangedFragment]:
+    def _measure_payloads(self, shared: SharedModel, graph: Graph) -> list[ExchangedFragment]:
         whole = [Fragment(0, shared.model.num_parameters, graph)]
         fragments: Sequence[Fragment] = shared.fragments or whole
         found = []
@@ -92,8 +92,8 @@ class Traffic:
                 found.append(ExchangedFragment(fragment, fresh, model, (down,) * rule.requirements.phases,
                                        bytes_to_inactive=others))  # fmt: skip
             else:
-                sizes, alike = payload_bytes(rule, fragment, self._experiment.seed, dtype)
-                found.append(ExchangedFragment(fragment, fresh, model, sizes, alike))
+                sizes, is_shared = payload_bytes(rule, fragment, self._experiment.seed, dtype)
+                found.append(ExchangedFragment(fragment, fresh, model, sizes, is_shared))
         return found
 
     def due(self, round: int) -> list[tuple[ExchangedFragment, int]]:
@@ -110,18 +110,18 @@ class Traffic:
         """Returns the transfers of each phase of a round; the same objects again if the edges are the same. Those of
         all fragments in one phase are in flight at the same time."""
         due = self.due(round)
-        key: tuple[object, ...] = tuple((each.fragment.index, self._phase_of(each, number, round))
+        key: tuple[object, ...] = tuple((each.fragment.index, self._edges_key(each, number, round))
                                         for each, number in due)  # fmt: skip
-        if key not in self._known:
-            if len(self._known) >= CACHED_TRANSFERS:
-                self._known.clear()
-            self._known[key] = tuple(self._transfers(due, round, phase) for phase in range(self.phases))
-        return self._known[key]
+        if key not in self._cache:
+            if len(self._cache) >= CACHED_TRANSFERS:
+                self._cache.clear()
+            self._cache[key] = tuple(self._transfers(due, round, phase) for phase in range(self.phases))
+        return self._cache[key]
 
-    def _phase_of(self, each: ExchangedFragment, number: int, round: int) -> object:
+    def _edges_key(self, each: ExchangedFragment, number: int, round: int) -> object:
         """Returns a key on which the edges of an exchange depend."""
         period = each.fragment.graph.period
-        if _plans(each.rule):
+        if _chooses_receivers(each.rule):
             return ("round", round)  # the rule's edges may be different in every round
         return number if period is None else number % period
 
@@ -142,7 +142,7 @@ class Traffic:
 
     def _edges(self, each: ExchangedFragment, number: int, round: int, phase: int) -> list[tuple[int, int]]:
         graph, rule = each.fragment.graph, each.rule
-        if not _plans(rule):
+        if not _chooses_receivers(rule):
             return [(uid, j) for uid in range(self.num_nodes) for j in graph.neighbors(uid, number)]
         found = []
         for uid in range(self.num_nodes):
@@ -151,7 +151,7 @@ class Traffic:
         return found
 
 
-def _plans(rule: Sharing) -> bool:
+def _chooses_receivers(rule: Sharing) -> bool:
     """Returns whether a rule chooses its receivers itself, instead of sending to all neighbors in the graph."""
     return rule.requirements.overrides_topology or rule.requirements.star
 
@@ -182,7 +182,7 @@ def payload_bytes(
             if planned[0].neighbors:
                 break
         rule.begin(model, planned[0])
-        model += UPDATE * torch.randn(model.shape, generator=draws).to(dtype)
+        model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
         if rule.requirements.sequential:
             rule.adjust(model, planned[0], 1.0)
         payloads = rule.outgoing(model, planned[0])
@@ -201,6 +201,6 @@ def bytes_down(rule: Sharing, fragment: Fragment, seed: int, dtype: torch.dtype)
     with torch.no_grad():
         rule.begin(model, view)
         rule.outgoing(model, view)  # the first payloads of some rules are whole models
-        model += UPDATE * torch.randn(model.shape, generator=draws).to(dtype)
+        model += UPDATE_SCALE * torch.randn(model.shape, generator=draws).to(dtype)
         sizes = [float(sum(payload.bytes())) for payload in rule.outgoing(model, view).values()]
     return max(sizes, default=0.0), min(sizes, default=0.0)

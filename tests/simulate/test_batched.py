@@ -181,7 +181,7 @@ def test_the_roundings_of_steps_that_are_filled_up_do_not_add_up() -> None:
 def test_other_rules_are_mixed_row_by_row_in_the_same_run(rule: str) -> None:
     # A few rounds: what the largest entries are, or the sign of one, turns the last bit of a model into more.
     engine = compare(experiment(f"sharing={rule}", "node.rounds=6"), "layers")
-    assert engine.exchange.name == "rows" and rule in engine.rows_because
+    assert engine.exchange.name == "rows" and rule in engine.rows_reason
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -369,7 +369,7 @@ def test_what_batched_cannot_compute_is_stepped_and_named(overrides: list[str], 
 
 def test_auto_takes_the_faster_and_says_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"layers": 3.0, "vmap": 2.0, "rows": 4.0, "stepped": 5.0}
-    monkeypatch.setattr(choice, "timed", lambda _, name: {choice.Way(name, 1): times[name]})
+    monkeypatch.setattr(choice, "time_method", lambda _, name: {choice.StepMethod(name, 1): times[name]})
     found = choose(experiment())
     assert found.batched is not None and found.batched.steps.name == "vmap"
     assert "local steps by vmap" in found.reason and "stepped 5000000 us" in found.reason
@@ -381,7 +381,7 @@ def test_auto_takes_the_faster_and_says_what_it_timed(monkeypatch: pytest.Monkey
 
 
 def test_steps_are_really_timed() -> None:
-    found = choice.timed(experiment(), "layers")
+    found = choice.time_method(experiment(), "layers")
     assert all(seconds > 0 and way.name == "layers" for way, seconds in found.items())
 
 

@@ -13,7 +13,7 @@ from decentnode.errors import Diverged, NodeFailed
 from decentnode.simulate.engines import jobs, row_processes
 from decentnode.simulate.engines.batched import Batched
 from decentnode.simulate.engines.population import Population
-from decentnode.simulate.engines.row_processes import RowProcesses, can_fork, parts_together, shared_like
+from decentnode.simulate.engines.row_processes import RowProcesses, can_fork, merge_parts, shared_like
 from decentnode.simulate.engines.steps import RowSteps
 from tests.simulate.test_batched import Kept, compare, experiment
 
@@ -105,7 +105,7 @@ def test_the_answer_to_a_job_that_was_interrupted_is_not_taken_for_the_next(thre
 
 
 def test_nodes_go_to_parts_in_turn() -> None:
-    assert parts_together([["a", "d"], ["b", "e"], ["c"]], 5) == ["a", "b", "c", "d", "e"]
+    assert merge_parts([["a", "d"], ["b", "e"], ["c"]], 5) == ["a", "b", "c", "d", "e"]
 
 
 def test_shared_memory_begins_with_the_values() -> None:

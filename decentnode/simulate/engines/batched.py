@@ -14,12 +14,12 @@ from decentnode import clock
 from decentnode.errors import Diverged
 from decentnode.node.measuring.course import Course
 from decentnode.node.schedules.schedules import SCHEDULES
-from decentnode.simulate.engines.evaluation import Evaluator, Found
-from decentnode.simulate.engines.exchange import Exchange, Sent, make_exchange
+from decentnode.simulate.engines.evaluation import EvaluationResult, Evaluator
+from decentnode.simulate.engines.exchange import PopulationExchange, RoundTraffic, make_exchange
 from decentnode.simulate.engines.forward import Unsuitable
 from decentnode.simulate.engines.population import Population
 from decentnode.simulate.engines.stacked_steps import StackedSteps
-from decentnode.simulate.engines.steps import Local, Steps
+from decentnode.simulate.engines.steps import Local, LocalSteps
 from decentnode.training.supervised import Supervised
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.orders import Action
@@ -67,23 +67,23 @@ class Sink(abc.ABC):
 class Batched:
     """A run whose nodes are computed together. Only `ask_stop` and `order` may be called from other threads."""
 
-    def __init__(self, population: Population, steps: Steps) -> None:
+    def __init__(self, population: Population, steps: LocalSteps) -> None:
         """Raises Unsuitable if this engine cannot compute the run, and what the parts of nodes raise."""
         experiment = population.experiment
-        if reason := refused(experiment):
+        if reason := unsupported_feature(experiment):
             raise Unsuitable(reason)
         if any(type(each) is not Supervised for each in population.trainings):
             raise Unsuitable(f"training {experiment.training.name} is a custom class")
         self.config = experiment.node
         self.population, self.steps = population, steps
-        self.exchange: Exchange
-        self.exchange, self.rows_because = make_exchange(population)
+        self.exchange: PopulationExchange
+        self.exchange, self.rows_reason = make_exchange(population)
         forward = steps.forward if isinstance(steps, StackedSteps) else None
         self._evaluator = Evaluator(population, forward)
         self.course = Course(self.config, population.trainings[0])
         self.round = 0
         """Number of finished rounds."""
-        self.found: Found | None = None
+        self.found: EvaluationResult | None = None
         """The last evaluation."""
         self.evaluated = -1
         count = population.num_nodes
@@ -92,7 +92,7 @@ class Batched:
         self._seconds: list[float] = []
         self._train_seconds = 0.0
         self._stop_asked = self._paused = self._evaluate_asked = False
-        self._news = threading.Event()
+        self._order_event = threading.Event()
 
     @property
     def over(self) -> bool:
@@ -102,7 +102,7 @@ class Batched:
     def ask_stop(self) -> None:
         """Ends the run after the current round. Any thread or signal handler may call it."""
         self._stop_asked = True
-        self._news.set()
+        self._order_event.set()
 
     def order(self, action: Action) -> None:
         """Pauses or resumes the run, or has it evaluate before the next round. Any thread may call it."""
@@ -110,29 +110,29 @@ class Batched:
             self._evaluate_asked = True
         else:
             self._paused = action != "resume"
-        self._news.set()
+        self._order_event.set()
 
-    def _obey_orders(self, sink: Sink) -> None:
+    def _execute_orders(self, sink: Sink) -> None:
         """Executes orders, before a round. Blocking while the run is paused."""
-        held = False
+        is_paused = False
         while not self._stop_asked and (self._paused or self._evaluate_asked):
-            self._news.clear()
+            self._order_event.clear()
             if self._evaluate_asked:
                 self._evaluate_asked = False
                 if self.evaluated != self.round:
                     self._evaluate(sink, ordered=True)
-                self._tell_order(sink, "evaluated")
-            elif not held:
-                held = True
-                self._tell_order(sink, "paused")
+                self._record_order(sink, "evaluated")
+            elif not is_paused:
+                is_paused = True
+                self._record_order(sink, "paused")
                 sink.hold()
             else:
-                self._news.wait(HOLD_SECONDS)
+                self._order_event.wait(HOLD_SECONDS)
                 sink.tick()
-        if held:
-            self._tell_order(sink, "resumed")
+        if is_paused:
+            self._record_order(sink, "resumed")
 
-    def _tell_order(self, sink: Sink, what: str) -> None:
+    def _record_order(self, sink: Sink, what: str) -> None:
         record = {"kind": "control", "what": what, "round": self.round, "time": clock.wall()}
         for uid in range(self.population.num_nodes):
             sink.take_record(uid, dict(record))
@@ -144,7 +144,7 @@ class Batched:
         if self.config.rounds and every and not self._stop_asked:
             self._evaluate(sink)
         while not self.over and not self._stop_asked:
-            self._obey_orders(sink)
+            self._execute_orders(sink)
             if self._stop_asked:
                 break
             sink.take_round(self.step())
@@ -177,7 +177,7 @@ class Batched:
         self.round += 1
         return found
 
-    def _count(self, sent: Sent) -> None:
+    def _count(self, sent: RoundTraffic) -> None:
         self._data += sent.data
         self._metadata += sent.metadata
 
@@ -223,7 +223,7 @@ class Batched:
         }  # fmt: skip
 
 
-def refused(experiment: Any) -> str:
+def unsupported_feature(experiment: Any) -> str:
     """Returns a feature of the experiment that only the engine `stepped` supports; "" if there is none."""
     if SCHEDULES[experiment.node.schedule].asynchronous:
         return f"schedule {experiment.node.schedule}, in which nodes are in different rounds"

@@ -14,23 +14,23 @@ from decentnode.errors import Diverged
 from decentnode.experiment import Experiment
 from decentnode.experiment.initial_model import make_model
 from decentnode.samples import LazySamples
-from decentnode.simulate.engines.batched import Batched, refused
+from decentnode.simulate.engines.batched import Batched, unsupported_feature
 from decentnode.simulate.engines.forward import Forward, Layers, Unsuitable, Vmap, random_part
 from decentnode.simulate.engines.population import Population
 from decentnode.simulate.engines.stacked_steps import StackedSteps
-from decentnode.simulate.engines.steps import RowSteps, Steps
+from decentnode.simulate.engines.steps import LocalSteps, RowSteps
 
-PROBED_NODES = 100
+TIMED_NODES = 100
 """Largest number of nodes that are timed."""
 TIMED_ROUNDS = 3
 TIMED_SECONDS = 2.0
 """A method that has taken this long is not timed again."""
-CLEARLY = 0.95
+MAX_TIME_RATIO = 0.95
 """Another method is chosen instead of `stepped` only if its steps take less than this share of the time."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     """The chosen engine of a run."""
 
     name: str
@@ -42,7 +42,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Way:
+class StepMethod:
     """A method for the local steps, and the number of threads on which each of torch's operations runs."""
 
     name: str
@@ -67,70 +67,70 @@ def workers_for(experiment: Experiment) -> int:
     return min(cores(), data.num_nodes)
 
 
-def choose(experiment: Experiment, resume: bool = False) -> Choice:
+def choose(experiment: Experiment, resume: bool = False) -> EngineChoice:
     """Returns the engine for a run, as section `simulate` of the experiment says. Blocking for some seconds if methods
     are timed. Sets the number of torch's threads to that of the choice."""
     wanted = experiment.simulate.engine
     if wanted == "stepped":
-        return Choice("stepped", "as requested")
-    reason = "--resume" if resume else refused(experiment)
+        return EngineChoice("stepped", "as requested")
+    reason = "--resume" if resume else unsupported_feature(experiment)
     if reason:
-        return Choice("stepped", f"batched cannot compute {reason}")
+        return EngineChoice("stepped", f"batched cannot compute {reason}")
     try:
-        way, told = _way(experiment)
+        way, reason_for_method = _choose_method(experiment)
         if way is None:
-            return Choice("stepped", told)
+            return EngineChoice("stepped", reason_for_method)
         torch.set_num_threads(way.threads)
         population = Population(experiment, workers_for(experiment) if way.name == "rows" else 1)
         batched = Batched(population, WAYS[way.name](population))
     except Unsuitable as unsuitable:
-        return Choice("stepped", f"batched cannot compute {unsuitable}")
-    mixing = f"; models are mixed row by row: {batched.rows_because}" if batched.rows_because else ""
-    return Choice("batched", f"{told}{mixing}", batched, way.threads)
+        return EngineChoice("stepped", f"batched cannot compute {unsuitable}")
+    mixing = f"; models are mixed row by row: {batched.rows_reason}" if batched.rows_reason else ""
+    return EngineChoice("batched", f"{reason_for_method}{mixing}", batched, way.threads)
 
 
-def _way(experiment: Experiment) -> tuple[Way | None, str]:
+def _choose_method(experiment: Experiment) -> tuple[StepMethod | None, str]:
     """Returns (the method for the local steps, or None for the engine `stepped`; the reason). Raises Unsuitable."""
     engine, steps = experiment.simulate.engine, experiment.simulate.steps
-    times: dict[Way, float] = {}
+    times: dict[StepMethod, float] = {}
     why: dict[str, str] = {}
     for name in WAYS if steps == "auto" else (steps,):
         try:
-            times |= timed(experiment, name)
+            times |= time_method(experiment, name)
         except Unsuitable as unsuitable:
             why[name] = str(unsuitable)
     if not times:
         raise Unsuitable(why[steps])
-    best = min(times, key=lambda way: times[way])
-    stepped = Way("stepped", 1)
+    fastest = min(times, key=lambda way: times[way])
+    stepped = StepMethod("stepped", 1)
     if engine == "auto":
-        times |= timed(experiment, stepped.name)
-        if times[best] > CLEARLY * times[stepped]:
-            best = stepped
-    told = ", ".join(f"{way} {1e6 * each:.0f} us" for way, each in times.items())
-    told = f"local steps by {best}; per node and round {told}"
-    told += "".join(f"; no {name}: {text}" for name, text in why.items())
-    return None if best == stepped else best, told
+        times |= time_method(experiment, stepped.name)
+        if times[fastest] > MAX_TIME_RATIO * times[stepped]:
+            fastest = stepped
+    reason_for_method = ", ".join(f"{way} {1e6 * each:.0f} us" for way, each in times.items())
+    reason_for_method = f"local steps by {fastest}; per node and round {reason_for_method}"
+    reason_for_method += "".join(f"; no {name}: {text}" for name, text in why.items())
+    return None if fastest == stepped else fastest, reason_for_method
 
 
-def timed(experiment: Experiment, name: str) -> dict[Way, float]:
+def time_method(experiment: Experiment, name: str) -> dict[StepMethod, float]:
     """Returns the seconds per node and round that the local steps take by a method, with one thread and, for methods
     that parallelize single operations, also with as many threads as cores. Raises Unsuitable. Blocking."""
     workers = workers_for(experiment) if name == "rows" else 1
-    found: dict[Way, float] = {}
-    population = Population(experiment, workers, nodes=PROBED_NODES)
+    found: dict[StepMethod, float] = {}
+    population = Population(experiment, workers, nodes=TIMED_NODES)
     try:
         with native.torch_threads(1):
             steps = WAYS["rows" if name == "stepped" else name](population)
         for count in (1, cores()) if name in ("layers", "vmap") and cores() > 1 else (1,):
             with native.torch_threads(count):
-                found[Way(name, count)] = _seconds(steps)
+                found[StepMethod(name, count)] = _seconds(steps)
         return found
     finally:
         population.close()
 
 
-def _seconds(steps: Steps) -> float:
+def _seconds(steps: LocalSteps) -> float:
     """Returns the shortest time of a few rounds, per node, after a warm-up round."""
     taken, began = [], clock.now()
     for round in range(1 + TIMED_ROUNDS):
@@ -143,11 +143,11 @@ def _seconds(steps: Steps) -> float:
     return min(taken[1:] or taken)
 
 
-def _stacked(kind: type[Forward]) -> Callable[[Population], Steps]:
+def _stacked(kind: type[Forward]) -> Callable[[Population], LocalSteps]:
     return lambda population: StackedSteps(population, kind(population.model))
 
 
-WAYS: dict[str, Callable[[Population], Steps]] = {
+WAYS: dict[str, Callable[[Population], LocalSteps]] = {
     "layers": _stacked(Layers), "vmap": _stacked(Vmap), "rows": RowSteps,
 }  # fmt: skip
-"""By name of the method, a function that makes the `Steps` of a population."""
+"""By name of the method, a function that makes the `LocalSteps` of a population."""

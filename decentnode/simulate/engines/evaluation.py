@@ -28,7 +28,7 @@ GPU_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationResult:
     """The result of one evaluation."""
 
     merged: Tensor
@@ -54,13 +54,13 @@ class Evaluator:
             raise Unsuitable("training.ema")
         self._population, self._forward = population, forward
         self._splits = population.trainings[0].evaluated
-        self._told = [SplitFigures(split, population.task) for split in self._splits]
+        self._split_figures = [SplitFigures(split, population.task) for split in self._splits]
         fragments = population.shared[0].fragments
         self._shared = fragments[-1].stop if fragments else population.num_parameters
-        self._act = 0
+        self._activation_bytes = 0
         """Bytes of activations per node and sample; 0 until measured."""
 
-    def evaluate(self) -> Found:
+    def evaluate(self) -> EvaluationResult:
         """Evaluates every node's model and the mean of all models. Blocking."""
         population = self._population
         count, size, shared = population.num_nodes, population.num_parameters, self._shared
@@ -75,18 +75,19 @@ class Evaluator:
         ])  # fmt: skip
         norm = float(torch.linalg.vector_norm(centers, dtype=torch.float64).square())
         packed = [
-            [value for told, *both in zip(self._told, own, theirs, strict=True) for value in told.packed(*both)]
+            [value for split, *both in zip(self._split_figures, own, theirs, strict=True)
+             for value in split.packed(*both)]
             for own, theirs in zip(local, of_merged, strict=True)
         ]
         mean = [float(distances.mean()), *torch.tensor(packed, dtype=torch.float64).mean(0).tolist()]
-        figures = [figures_of(self._told, own, mean, count, norm) for own in local]
+        figures = [figures_of(self._split_figures, own, mean, count, norm) for own in local]
         if population.trainings[0].has_validation:
             found = self._local(EvaluatedSplit("validation", shared=False))
             for each, validation in zip(figures, found, strict=True):
                 each |= {f"validation_{name}": value for name, value in validation.metrics.items()}
         sent = (shared + buffers.shape[1]) * parameters.element_size() + 8 * len(mean)
         population.release()
-        return Found(merged, figures, sent)
+        return EvaluationResult(merged, figures, sent)
 
     # -- the nodes' own models
 
@@ -94,7 +95,7 @@ class Evaluator:
         """Returns every node's evaluation of its own model."""
         if split.shared and self._forward is not None and not self._population.task.generated_sums:
             return self._stacked(split, self._forward)
-        return [*map(evaluation_of, self._population.ask("evaluate", split.name))]
+        return [*map(evaluation_of, self._population.run_job("evaluate", split.name))]
 
     def _stacked(self, split: EvaluatedSplit, forward: Forward) -> list[Evaluation]:
         population, task = self._population, self._population.task
@@ -108,7 +109,7 @@ class Evaluator:
                 if not len(chosen):
                     continue
                 inputs, targets = source.take(chosen)
-                block = self._block(forward, inputs, len(chosen))
+                block = self._nodes_per_block(forward, inputs, len(chosen))
                 for first in range(0, population.num_nodes, block):
                     rows = population.rows[first : first + block]
                     outputs = forward(population.views(rows), inputs[None])
@@ -116,15 +117,15 @@ class Evaluator:
         found = [dict(zip(names, each, strict=True)) for each in totals.tolist()]
         return [Evaluation(len(members), sums, task.evaluated(sums)) for sums in found]
 
-    def _block(self, forward: Forward, inputs: Tensor, samples: int) -> int:
+    def _nodes_per_block(self, forward: Forward, inputs: Tensor, samples: int) -> int:
         population = self._population
-        if not self._act:
+        if not self._activation_bytes:
             rows = population.rows[:1].detach().clone().requires_grad_()
             with torch.enable_grad():
                 kept = saved_bytes(lambda: forward(population.views(rows), inputs[None, :2]))
-            self._act = max(64, 2 * kept // min(2, len(inputs)))
+            self._activation_bytes = max(64, 2 * kept // min(2, len(inputs)))
         limit = CPU_BYTES if population.device.type == "cpu" else GPU_BYTES
-        return max(1, min(population.num_nodes, limit // (self._act * samples)))
+        return max(1, min(population.num_nodes, limit // (self._activation_bytes * samples)))
 
     def _sums(self, loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
         """Returns the sums [n, S] float64 of nodes with these outputs [n, B, ...], in the order of `task.all_sums`."""
@@ -151,7 +152,7 @@ class Evaluator:
         population, count = self._population, self._population.num_nodes
         if self._shared < population.num_parameters or (population.forks and not all(each.shared for each in splits)):
             named = [(each.name, each.shared) for each in splits]
-            found = population.ask("evaluate_merged", (self._shared, count, named), merged)
+            found = population.run_job("evaluate_merged", (self._shared, count, named), merged)
             return [[*map(evaluation_of, each)] for each in found]
         with population.holding(merged):
             parts: list[list[Evaluation]] = []

@@ -17,7 +17,7 @@ ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.GELU, nn.Sigmoid, nn.ELU, nn.SiLU, nn.LeakyR
 """Layers without parameters that work elementwise, and Identity."""
 
 
-KNOWN = ("torch.nn.", "decentnode.", "torchvision.ops.misc", *(f"torchvision.models.{each}" for each in (
+KNOWN_MODULES = ("torch.nn.", "decentnode.", "torchvision.ops.misc", *(f"torchvision.models.{each}" for each in (
     "alexnet", "convnext", "efficientnet", "googlenet", "inception", "mnasnet", "mobilenet", "regnet", "resnet",
     "shufflenet", "squeezenet", "vgg", "vision_transformer",
 )))  # fmt: skip
@@ -51,7 +51,7 @@ class Forward(abc.ABC):
         """Raises Unsuitable if the outputs differ from those of the module. inputs: some samples [B, ...]."""
         module, stacked = self.model.module, [p.detach()[None].expand(2, *p.shape) for p in self.model.trainable]
         try:
-            with torch.no_grad(), _unrounded():
+            with torch.no_grad(), _full_precision():
                 wanted = module(inputs)
                 for given in (inputs[None], inputs[None].expand(2, *inputs.shape)):
                     found = self(stacked, given)
@@ -62,7 +62,7 @@ class Forward(abc.ABC):
 
 
 @contextlib.contextmanager
-def _unrounded() -> Iterator[None]:
+def _full_precision() -> Iterator[None]:
     """A block in which GPU convolutions use all bits of their inputs. By default some kernels round inputs to ten bits
     of mantissa (TF32) and others do not, and convolutions of all nodes at once use different kernels."""
     try:
@@ -87,7 +87,7 @@ class Layers(Forward):
         known = {id(p): place for place, p in enumerate(model.trainable)}
         module = model.module
         self._layers: list[nn.Module] = [*module] if isinstance(module, nn.Sequential) else [module]
-        self._places: list[tuple[int, ...]] = []
+        self._parameter_indices: list[tuple[int, ...]] = []
         """For each layer, the indices of its weight and bias among the parameters."""
         for layer in self._layers:
             kind = type(layer)
@@ -95,17 +95,17 @@ class Layers(Forward):
                 own = [p for p in (layer.weight, layer.bias) if p is not None]
                 if not all(id(p) in known for p in own):
                     raise Unsuitable("a part of a linear layer is not trained")
-                self._places.append(tuple(known[id(p)] for p in own))
+                self._parameter_indices.append(tuple(known[id(p)] for p in own))
             elif kind in ACTIVATIONS or (isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1)):
-                self._places.append(())
+                self._parameter_indices.append(())
             else:
                 raise Unsuitable(f"{kind.__name__} is not a linear layer")
-        if len({place for places in self._places for place in places}) != len(model.trainable):
+        if len({place for places in self._parameter_indices for place in places}) != len(model.trainable):
             raise Unsuitable("parameters are used twice")
 
     def __call__(self, parameters: Sequence[Tensor], inputs: Tensor) -> Tensor:
         count, x = len(parameters[0]), inputs
-        for layer, places in zip(self._layers, self._places, strict=True):
+        for layer, places in zip(self._layers, self._parameter_indices, strict=True):
             if places:
                 weight = parameters[places[0]].transpose(1, 2)
                 x = x.expand(count, *x.shape[1:])
@@ -148,6 +148,6 @@ def random_part(module: nn.Module) -> str:
         draws = isinstance(part, nn.modules.dropout._DropoutNd | nn.RReLU) and getattr(part, "p", True)
         draws = draws or getattr(part, "draws", False)
         if draws or (isinstance(part, nn.RNNBase | nn.MultiheadAttention) and part.dropout) \
-                or not kind.__module__.startswith(KNOWN):  # fmt: skip
+                or not kind.__module__.startswith(KNOWN_MODULES):  # fmt: skip
             return kind.__name__
     return ""

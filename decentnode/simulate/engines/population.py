@@ -17,7 +17,7 @@ from decentnode.config.component import load_class
 from decentnode.experiment import Experiment
 from decentnode.simulate.engines.forward import random_part
 from decentnode.simulate.engines.jobs import JOBS
-from decentnode.simulate.engines.row_processes import RowProcesses, can_fork, parts_together, shared_like
+from decentnode.simulate.engines.row_processes import RowProcesses, can_fork, merge_parts, shared_like
 from decentnode.training import TRAININGS
 from decentnode.training.base import Training
 
@@ -66,7 +66,9 @@ class Population:
         self.rows = torch.zeros(self.num_nodes, width, dtype=model.dtype, device=self.device)
         """[N, P rounded up]: the model of every node, padded with zeros."""
         self.rows[:, : self.num_parameters] = model.parameters
-        self._unbound = [tuple(shared.model.parameters.detach().clone() for _ in range(2)) for shared in self.shared]
+        self._unbound_places = [
+            tuple(shared.model.parameters.detach().clone() for _ in range(2)) for shared in self.shared
+        ]
         """Where the modules' parameters are while no node is bound: two places each, because a flat model remembers its
         last two."""
         self.buffers = model.buffers.expand(self.num_nodes, -1).clone()
@@ -79,9 +81,10 @@ class Population:
             rule.requirements.gradient for rule in self.shared[0].make_rules()
         )
         """Whether nodes are computed by several processes, so that the trainings of this process are not up to date."""
-        self._whole = torch.empty(self.num_parameters + model.buffers.numel(), dtype=model.dtype, device=self.device)
-        self._everybodys: tuple[Tensor, ...] = ()
-        """The shared memory of the rows, buffers, counts and `_whole`, which forks see."""
+        elements = self.num_parameters + model.buffers.numel()
+        self._merged_model = torch.empty(elements, dtype=model.dtype, device=self.device)
+        self._shared_memory: tuple[Tensor, ...] = ()
+        """The shared memory of the rows, buffers, counts and `_merged_model`, which forks see."""
 
     @property
     def model(self) -> Any:
@@ -107,38 +110,38 @@ class Population:
 
     def release(self) -> None:
         """Unbinds all modules from the present rows, so that these can be replaced and their memory is freed."""
-        for shared, (one, other) in zip(self.shared, self._unbound, strict=True):
+        for shared, (one, other) in zip(self.shared, self._unbound_places, strict=True):
             shared.model.rebind(one)
             shared.model.rebind(other)
 
-    def ask(self, job: str, argument: Any = None, whole: Tensor | None = None) -> list[Any]:
+    def run_job(self, job: str, argument: Any = None, whole: Tensor | None = None) -> list[Any]:
         """Returns the results of a job (`JOBS`) for every node, by uid, executed by all workers. Blocking. Raises as
-        `each` does, and NodeFailed if a process ended. whole: a model [P + B], for jobs that take one."""
+        `run_each` does, and NodeFailed if a process ended. whole: a model [P + B], for jobs that take one."""
         if whole is not None:
-            self._whole.copy_(whole)
+            self._merged_model.copy_(whole)
         if not self.forks:
-            return self.each(lambda uid, training: JOBS[job](uid, training, self._whole, argument))
-        self._share()
+            return self.run_each(lambda uid, training: JOBS[job](uid, training, self._merged_model, argument))
+        self._move_to_shared_memory()
         if self._processes is None:
             self._processes = RowProcesses(len(self.shared), self._part_of_job)
         with native.torch_threads(1):  # every worker has a core
-            found = parts_together(self._processes.run(job, argument), self.num_nodes)
+            found = merge_parts(self._processes.run(job, argument), self.num_nodes)
         self.release()
         return found
 
-    def _share(self) -> None:
+    def _move_to_shared_memory(self) -> None:
         """Moves what forks read or change into shared memory. The rows are copied there because rules return new
         tensors, which they may keep and which must then not be changed: the copy is 2 % of a round of GN-LeNet."""
-        if not self._everybodys:
-            own = self.rows, self.buffers, self._whole, *self.counts
-            self._everybodys = tuple(map(shared_like, own))
+        if not self._shared_memory:
+            own = self.rows, self.buffers, self._merged_model, *self.counts
+            self._shared_memory = tuple(map(shared_like, own))
         else:
-            self._everybodys[0].copy_(self.rows)
-            self._everybodys[1].copy_(self.buffers)
-        self.rows, self.buffers, self._whole, *self.counts = self._everybodys
+            self._shared_memory[0].copy_(self.rows)
+            self._shared_memory[1].copy_(self.buffers)
+        self.rows, self.buffers, self._merged_model, *self.counts = self._shared_memory
 
     def _part_of_job(self, worker: int, job: str, argument: Any) -> list[Any]:
-        return self._part(worker, lambda uid, training: JOBS[job](uid, training, self._whole, argument))
+        return self._part(worker, lambda uid, training: JOBS[job](uid, training, self._merged_model, argument))
 
     def _part(self, worker: int, work: Callable[[int, Training], T]) -> list[T]:
         """Returns the results of `work` for the nodes of one worker, computed one after the other."""
@@ -152,7 +155,7 @@ class Population:
                     raise
         return found
 
-    def each(self, work: Callable[[int, Training], T]) -> list[T]:
+    def run_each(self, work: Callable[[int, Training], T]) -> list[T]:
         """Calls `work` with every node's uid and training while the node is bound, on as many threads as there are
         workers. Returns its results by uid. An exception gets the node's uid as an attribute."""
         workers = len(self.shared)
@@ -164,7 +167,7 @@ class Population:
                 parts = [done.result() for done in
                          [self._pool.submit(self._part, worker, work) for worker in range(workers)]]  # fmt: skip
         self.release()
-        return parts_together(parts, self.num_nodes)
+        return merge_parts(parts, self.num_nodes)
 
     def close(self) -> None:
         """Ends the threads and processes. Idempotent."""

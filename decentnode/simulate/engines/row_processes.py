@@ -57,26 +57,26 @@ class RowProcesses:
         self._number = 0
         """The number of the last job: an answer to an earlier one that was interrupted here may still arrive."""
         for part in range(1, count):
-            here, there = Pipe()
+            own_end, fork_end = Pipe()
             pid = os.fork()
             if pid == 0:
-                for end in (*self._ends, here):  # a fork that kept these open would not notice the end of this process
+                for end in (*self._ends, own_end):  # a fork that kept these would not notice our end
                     end.close()
-                _serve(there, lambda job, argument, part=part: work(part, job, argument))  # type: ignore[misc]
-            there.close()
+                _serve(fork_end, lambda job, argument, part=part: work(part, job, argument))  # type: ignore[misc]
+            fork_end.close()
             self._pids.append(pid)
-            self._ends.append(here)
+            self._ends.append(own_end)
 
     def run(self, job: str, argument: Any) -> list[list[Any]]:
         """Returns the results of all parts. Blocking. Raises what a node raised, the lowest uid first; NodeFailed if a
         fork ended, or takes far longer than this process."""
         self._number += 1
-        asked = json.dumps([self._number, job, argument]).encode()
+        request = json.dumps([self._number, job, argument]).encode()
         for part, end in enumerate(self._ends, 1):
             try:
-                end.send_bytes(asked)
+                end.send_bytes(request)
             except OSError as error:
-                raise NodeFailed(self._ended(part)) from error
+                raise NodeFailed(self._end_message(part)) from error
         began, failed = clock.now(), list[BaseException]()
         results: list[Any] = []
         try:
@@ -85,16 +85,16 @@ class RowProcesses:
             failed.append(error)
         deadline = clock.now() + 10 * (clock.now() - began) + PATIENCE_SECONDS
         for part in range(1, len(self._ends) + 1):
-            answer = self._answer(part, deadline)
+            answer = self._receive_answer(part, deadline)
             if "failed" in answer:
-                failed.append(_error_of(answer))
+                failed.append(_error_from(answer))
             else:
                 results.append(answer["results"])
         if failed:
             raise min(failed, key=lambda error: getattr(error, "uid", 0))
         return results
 
-    def _answer(self, part: int, deadline: float) -> Answer:
+    def _receive_answer(self, part: int, deadline: float) -> Answer:
         end = self._ends[part - 1]
         try:
             while True:
@@ -106,9 +106,9 @@ class RowProcesses:
                 if found["number"] == self._number:
                     return found
         except (EOFError, OSError) as error:
-            raise NodeFailed(self._ended(part)) from error
+            raise NodeFailed(self._end_message(part)) from error
 
-    def _ended(self, part: int) -> str:
+    def _end_message(self, part: int) -> str:
         return (f"the process {self._pids[part - 1]}, which computes part {part} of the nodes, ended; unless someone "
                 "stopped it, memory may have run out")  # fmt: skip
 
@@ -149,7 +149,7 @@ def _serve(end: Connection, work: Callable[[str, Any], list[Any]]) -> NoReturn:
         os._exit(1)
 
 
-def _error_of(answer: Answer) -> DecentnodeError:
+def _error_from(answer: Answer) -> DecentnodeError:
     """Returns the error that a fork reported, of the same class if it is one of this project's."""
     kind: Any = getattr(errors, answer["failed"], None)
     if isinstance(kind, type) and issubclass(kind, DecentnodeError) and kind is not errors.ConfigError:
@@ -161,7 +161,7 @@ def _error_of(answer: Answer) -> DecentnodeError:
     return error
 
 
-def parts_together(parts: Sequence[Sequence[Any]], count: int) -> list[Any]:
+def merge_parts(parts: Sequence[Sequence[Any]], count: int) -> list[Any]:
     """Merges the results of the parts by uid; part k has every `len(parts)`-th node, from node k on."""
     found: list[Any] = [None] * count
     for first, results in enumerate(parts):

@@ -24,11 +24,11 @@ class StackedSampler:
         self._cursors = self._starts + np.array([each.cursor for each in samplers])
         self._order = np.empty(sum(each.num_samples for each in samplers), np.int64)
         """The orders of all nodes' present epochs, concatenated, as indices among all samples."""
-        self._places = np.arange(self.batch)
+        self._offsets = np.arange(self.batch)
         for node in range(len(samplers)):
-            self._deal(node)
+            self._start_epoch(node)
 
-    def _deal(self, node: int) -> None:
+    def _start_epoch(self, node: int) -> None:
         start, sampler = self._starts[node], self._samplers[node]
         order = sampler.order_of(int(self._epochs[node]))
         self._order[start : start + sampler.num_samples] = self._members[node][order]
@@ -39,8 +39,8 @@ class StackedSampler:
         for node in np.flatnonzero(self._cursors >= self._stops).tolist():
             self._epochs[node] += 1
             self._cursors[node] = self._starts[node]
-            self._deal(node)
+            self._start_epoch(node)
         counts = np.minimum(self._stops - self._cursors, self.batch)
-        at = self._cursors[:, None] + np.minimum(self._places, counts[:, None] - 1)
+        at = self._cursors[:, None] + np.minimum(self._offsets, counts[:, None] - 1)
         self._cursors += counts
         return self._order[at], counts

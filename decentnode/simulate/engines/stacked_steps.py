@@ -12,7 +12,7 @@ from torch import Tensor
 from decentnode.simulate.engines.forward import Forward, Unsuitable
 from decentnode.simulate.engines.population import Population
 from decentnode.simulate.engines.sampling import StackedSampler
-from decentnode.simulate.engines.steps import Local, Steps, block_rows, raise_if_diverged, saved_bytes
+from decentnode.simulate.engines.steps import Local, LocalSteps, block_rows, raise_if_diverged, saved_bytes
 from decentnode.tensors import moved
 from decentnode.training.base import Direction
 from decentnode.training.losses import LOSSES
@@ -30,7 +30,7 @@ last-level cache."""
 GPU_BLOCK_BYTES = 4 << 30
 
 
-class StackedSteps(Steps):
+class StackedSteps(LocalSteps):
     """Makes the steps of plain supervised training. Batches smaller than those of other nodes are padded with samples
     that have no weight."""
 
@@ -46,7 +46,7 @@ class StackedSteps(Steps):
                **({"label_smoothing": config.label_smoothing} if config.label_smoothing else {})},
             reduction="none",
         )  # fmt: skip
-        self._source, members = joined_samples(trainings)
+        self._source, members = join_samples(trainings)
         inputs, targets = self._source.take(torch.from_numpy(members[0][:2]))
         self._check_parts(targets)
         forward.check(inputs)
@@ -188,7 +188,7 @@ def plain_config(population: Population) -> SupervisedConfig:
     return found
 
 
-def joined_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
+def join_samples(trainings: Sequence[Any]) -> tuple[Source, list[np.ndarray]]:
     """Returns the training samples of all nodes as one source, and for each node the indices of its own. Raises
     Unsuitable if they cannot be joined."""
     pairs = [each.samples_of("train") for each in trainings]

@@ -29,7 +29,7 @@ class Local:
     """Further figures of each node, besides the learning rate; empty if there are none."""
 
 
-class Steps(abc.ABC):
+class LocalSteps(abc.ABC):
     """Makes the local steps of a round on the rows of a population, in place."""
 
     name: str
@@ -48,7 +48,7 @@ class Steps(abc.ABC):
         """Learning rate of the next step."""
 
 
-class RowSteps(Steps):
+class RowSteps(LocalSteps):
     """Every node's own training makes its steps, on its row; as many nodes at a time as there are workers, each on its
     own core."""
 
@@ -61,9 +61,9 @@ class RowSteps(Steps):
     def run(self, round: int, directions: list[Direction] | None = None) -> Local:
         lr = self.learning_rate
         if directions is None:
-            found = self.population.ask("local_steps", round)
+            found = self.population.run_job("local_steps", round)
         else:
-            found = self.population.each(
+            found = self.population.run_each(
                 lambda uid, training: plain_update(training.local_update(round, directions[uid]))
             )
         losses, steps, samples, reports = zip(*found, strict=True)

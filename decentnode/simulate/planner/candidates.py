@@ -159,7 +159,7 @@ class Plan:
     def predictions(self, choices: Choices) -> tuple[list[Prediction], list[Skipped]]:
         """Returns (the predictions of all candidates that can run, the candidates that cannot)."""
         found, skipped = [], []
-        known: set[tuple[str, ...]] = set()
+        seen: set[tuple[str, ...]] = set()
         for labels, overrides in self.candidates(choices):
             name = " ".join([*labels.values(), *(each for each in overrides if each.startswith("training."))])
             try:
@@ -174,15 +174,15 @@ class Plan:
                     raise UsageError(f"rounds of {experiment.sharing.name}, whose clients train between two exchanges, "
                                      "are not predicted")  # fmt: skip
                 key = (str(experiment.graph), str(experiment.sharing), str(experiment.training))
-                if key in known:  # a duplicate, such as the config's own graph given by name
+                if key in seen:  # a duplicate, such as the config's own graph given by name
                     continue
-                known.add(key)
+                seen.add(key)
                 found.append(predict(experiment, links=self._links, step_seconds=self._step(experiment),
                                      target=self._target, module=self._module, overrides=overrides,
                                      labels=labels))  # fmt: skip
             except DecentnodeError as error:
-                said = [line for line in str(error).splitlines() if line.strip() and not line.startswith(" ")]
-                skipped.append(Skipped(name, said[-1].strip(": ")))  # without the hints that follow it
+                lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(" ")]
+                skipped.append(Skipped(name, lines[-1].strip(": ")))  # without the hints that follow it
         return found, skipped
 
 

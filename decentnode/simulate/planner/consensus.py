@@ -22,10 +22,10 @@ from decentnode.sharing.compressed import make_sharing
 from decentnode.sharing.decoding import decode
 from decentnode.sharing.rounds import rule_view
 
-SIDE = 16
+MATRIX_SIDE = 16
 """Rules are measured on models of one SIDE x SIDE matrix."""
 MEASURED_ROUNDS = 60
-FLATTENING = 1 / 3
+STALL_RATIO = 1 / 3
 """If the logarithm of the distance falls in the second half of the rounds by less than this share of its fall in the
 first half, the distance has reached the error that the codec leaves. int8 on a ring of 8 has a share of .22, choco at a
 tenth of the entries .53."""
@@ -66,15 +66,15 @@ class _Mixer:
     def __init__(self, sharing: object, machines: list[tuple[int, ...]], graph: Graph, seed: int) -> None:
         self._graph, self._seed = graph, seed
         draws = torch.Generator().manual_seed(seed)
-        self.models = [torch.randn(SIDE * SIDE, generator=draws) for _ in range(graph.num_nodes)]
+        self.models = [torch.randn(MATRIX_SIDE * MATRIX_SIDE, generator=draws) for _ in range(graph.num_nodes)]
         self.rules = [make_sharing(sharing, machines) for _ in self.models]
         for rule in self.rules:
-            rule.set_parameter_shapes([(SIDE, SIDE)])
-            rule.payload_schema(SIDE * SIDE, torch.float32)
+            rule.set_parameter_shapes([(MATRIX_SIDE, MATRIX_SIDE)])
+            rule.payload_schema(MATRIX_SIDE * MATRIX_SIDE, torch.float32)
 
     def distance(self) -> float:
-        every = torch.stack(self.models).double()
-        return float((every - every.mean(dim=0)).norm())
+        models = torch.stack(self.models).double()
+        return float((models - models.mean(dim=0)).norm())
 
     def round(self, number: int) -> None:
         rules, models = self.rules, self.models
@@ -135,8 +135,8 @@ def rule_consensus(
     tried = len(distances) - 1
     half = tried // 2
     rate = (distances[-1] / distances[half]) ** (1 / (tried - half))
-    slowing = rate > 0 and math.log(rate) > FLATTENING * math.log(distances[half]) / half
-    if not 0 < rate < 1 - 1e-3 or slowing:
+    is_stalled = rate > 0 and math.log(rate) > STALL_RATIO * math.log(distances[half]) / half
+    if not 0 < rate < 1 - 1e-3 or is_stalled:
         return Consensus(min(max(rate, 0.0), 1.0) if math.isfinite(rate) else 1.0, None, True)
     more = math.ceil(math.log(target / distances[-1]) / math.log(rate))
     return Consensus(rate, tried + more, True)

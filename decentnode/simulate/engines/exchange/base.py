@@ -13,7 +13,7 @@ from decentnode.training.base import Direction
 
 
 @dataclass(frozen=True)
-class Sent:
+class RoundTraffic:
     """The traffic of one round."""
 
     data: np.ndarray  # [N] int64, bytes sent by each node
@@ -22,7 +22,7 @@ class Sent:
     """For each node, the JSON of its round record's `edges`."""
 
 
-class Exchange(abc.ABC):
+class PopulationExchange(abc.ABC):
     """What rules do before and after the local steps of a round, and the mixing."""
 
     name: str
@@ -43,7 +43,7 @@ class Exchange(abc.ABC):
         """Lets the rules change the models after the local steps. losses: [N]."""
 
     @abc.abstractmethod
-    def mix(self) -> Sent:
+    def mix(self) -> RoundTraffic:
         """Exchanges and mixes the models, in all phases of the round."""
 
 

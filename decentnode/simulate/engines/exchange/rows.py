@@ -15,14 +15,14 @@ from decentnode.node.schedules.plan import Planners
 from decentnode.sharing.base import Sharing
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.weighed import Weighed
-from decentnode.simulate.engines.exchange.base import Exchange, Sent, edges_as_json
+from decentnode.simulate.engines.exchange.base import PopulationExchange, RoundTraffic, edges_as_json
 from decentnode.simulate.engines.forward import Unsuitable
 from decentnode.simulate.engines.population import Population
 from decentnode.training.base import Direction
 from decentnode.wire.generation import Generation
 
 
-class RowExchange(Exchange):
+class RowExchange(PopulationExchange):
     """Runs every node's own rule on its row, over the in-process transport."""
 
     name = "rows"
@@ -56,14 +56,14 @@ class RowExchange(Exchange):
     def directions(self) -> list[Direction] | None:
         if not self._nodes[0].fragments[0].rule.requirements.gradient:
             return None
-        return [node.direct for node in self._nodes]
+        return [node.change_gradient for node in self._nodes]
 
     def adjust(self, losses: np.ndarray) -> None:
         for node, row, loss in zip(self._nodes, self.population.parameters, losses.tolist(), strict=True):
             for fragment in node.fragments:
                 fragment.adjust(row, loss)
 
-    def mix(self) -> Sent:
+    def mix(self) -> RoundTraffic:
         rows = list(self.population.parameters)
         for phase in range(self._phases):
             for node, row in zip(self._nodes, rows, strict=True):
@@ -83,9 +83,9 @@ class RowExchange(Exchange):
                 node.count_buffers(self.population.buffers.shape[1] * 4)
         return self._sent()
 
-    def _sent(self) -> Sent:
+    def _sent(self) -> RoundTraffic:
         found = [node.sent() for node in self._nodes]
-        return Sent(np.array([each[0] for each in found]), np.array([each[1] for each in found]),
+        return RoundTraffic(np.array([each[0] for each in found]), np.array([each[1] for each in found]),
                     [each[2] for each in found])  # fmt: skip
 
 
@@ -112,7 +112,7 @@ class _Node:
             fragment.enter(round, each)
         self.due = [fragment for fragment in self.fragments if fragment.is_due]
 
-    def direct(self, gradient: Tensor) -> Tensor:
+    def change_gradient(self, gradient: Tensor) -> Tensor:
         for fragment in self.fragments:
             fragment.direct(gradient)
         return gradient

@@ -12,30 +12,30 @@ from decentnode.payload import SCALAR_BYTES
 from decentnode.sharing.fragments import Fragment
 from decentnode.sharing.hooks import Hooks
 from decentnode.sharing.stacked import has_stacked_form
-from decentnode.simulate.engines.exchange.base import Exchange, Sent, edges_as_json
-from decentnode.simulate.engines.exchange.round_plan import Plan, TablePlan, count_edges
+from decentnode.simulate.engines.exchange.base import PopulationExchange, RoundTraffic, edges_as_json
+from decentnode.simulate.engines.exchange.round_edges import RoundEdges, TableEdges, count_edges
 from decentnode.simulate.engines.forward import Unsuitable
 from decentnode.simulate.engines.population import Population
 from decentnode.wire.generation import Generation
 
-KEPT_PLANS = 64
+CACHED_EDGES = 64
 """Number of rounds of a graph's period whose matrices are cached."""
 
 
 class _Mixing:
     """A plan in the form in which rules get it."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RoundEdges) -> None:
         self._plan = plan
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._plan(x)
 
     def shares(self, x: Tensor) -> Tensor:
-        return x if self._plan.at_rest else self._plan.shares.mixed(x)
+        return x if self._plan.is_empty else self._plan.shares.mixed(x)
 
 
-class StackedExchange(Exchange):
+class StackedExchange(PopulationExchange):
     """Exchanges the models of all nodes at once: one rule holds the state of all nodes, and mixing is W X."""
 
     name = "stacked"
@@ -62,9 +62,9 @@ class StackedExchange(Exchange):
         whole = Fragment(0, population.num_parameters, graph)
         self._planners = [Planner(uid, seed, whole, rule, averaging_groups=False) for uid in range(graph.num_nodes)]
         self._generation = Generation(0, tuple(range(graph.num_nodes)))
-        self._own_plan = type(rule).plan is not Hooks.plan or type(rule).plan_buffers is not Hooks.plan_buffers
-        self._period = None if self._own_plan else graph.period
-        self._plans: dict[int | None, tuple[list[Plan], Sent]] = {}
+        self._changes_edges = type(rule).plan is not Hooks.plan or type(rule).plan_buffers is not Hooks.plan_buffers
+        self._period = None if self._changes_edges else graph.period
+        self._cached_edges: dict[int | None, tuple[list[RoundEdges], RoundTraffic]] = {}
         self._before: Tensor | None = None
 
     def begin(self, round: int, lr: float) -> None:
@@ -80,9 +80,9 @@ class StackedExchange(Exchange):
         if not self._overlapped:
             self._rule.adjust(self.population.rows, self._views[0], float(losses.mean()))
 
-    def mix(self) -> Sent:
+    def mix(self) -> RoundTraffic:
         population, rule = self.population, self._rule
-        plans, sent = self._planned()
+        plans, sent = self._round_edges()
         rows = population.rows
         mixed = rows if self._before is None else self._before
         delta = None if self._before is None else rows - self._before
@@ -94,38 +94,38 @@ class StackedExchange(Exchange):
         else:
             rule.finish(mixed, self._views[-1])
         population.take(mixed)
-        if self._buffers and not plans[-1].at_rest:
+        if self._buffers and not plans[-1].is_empty:
             population.buffers = plans[-1].weights.mixed(population.buffers)
         return sent
 
-    def _planned(self) -> tuple[list[Plan], Sent]:
+    def _round_edges(self) -> tuple[list[RoundEdges], RoundTraffic]:
         """Returns (the plans of the round's phases, then that of the buffers; the traffic of the round)."""
         number = self._rule.exchange_number(self._round)
         key = number if number is None or self._period is None else number % self._period
         if self._period is None and number is not None:
-            self._plans.clear()
-        if number is not None and self._period is None and not self._own_plan:
+            self._cached_edges.clear()
+        if number is not None and self._period is None and not self._changes_edges:
             targets = self.population.graph.targets_table(number)
             if targets is not None:
-                plan = TablePlan(self.population.graph, number, targets)
-                return [plan] * (self._phases + 1), self._of_table(plan)
-        if key not in self._plans:
-            while len(self._plans) >= KEPT_PLANS:
-                del self._plans[next(iter(self._plans))]
+                plan = TableEdges(self.population.graph, number, targets)
+                return [plan] * (self._phases + 1), self._table_traffic(plan)
+        if key not in self._cached_edges:
+            while len(self._cached_edges) >= CACHED_EDGES:
+                del self._cached_edges[next(iter(self._cached_edges))]
             views = [each.views(self._round, self._generation, self._lr) for each in self._planners]
-            plans = [Plan(phase) for phase in zip(*views, strict=True)]
+            plans = [RoundEdges(phase) for phase in zip(*views, strict=True)]
             if self._phases == 1:
                 plans[1] = plans[0]
-            self._plans[key] = plans, self._counted(plans)
-        return self._plans[key]
+            self._cached_edges[key] = plans, self._count_traffic(plans)
+        return self._cached_edges[key]
 
-    def _of_table(self, plan: TablePlan) -> Sent:
+    def _table_traffic(self, plan: TableEdges) -> RoundTraffic:
         """Returns the traffic of a round whose phases and float buffers all use the same table of edges."""
         buffers = self.population.buffers.shape[1] * 4 if self._buffers else 0
         data, metadata = self._phases * self._data_bytes + buffers, self._phases * self._metadata_bytes
-        return Sent(plan.degrees * data, plan.degrees * metadata, plan.edges(data, metadata))
+        return RoundTraffic(plan.degrees * data, plan.degrees * metadata, plan.edges(data, metadata))
 
-    def _counted(self, plans: Sequence[Plan]) -> Sent:
+    def _count_traffic(self, plans: Sequence[RoundEdges]) -> RoundTraffic:
         count = self.population.num_nodes
         metadata, edges = np.zeros(count, np.int64), [dict[int, list[int]]() for _ in range(count)]
         data = metadata.copy()
@@ -137,4 +137,4 @@ class StackedExchange(Exchange):
             size = self.population.buffers.shape[1] * 4
             data += plans[-1].degrees * size
             count_edges(edges, plans[-1], size, 0)
-        return Sent(data, metadata, [edges_as_json(each) for each in edges])
+        return RoundTraffic(data, metadata, [edges_as_json(each) for each in edges])

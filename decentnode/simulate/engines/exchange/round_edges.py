@@ -12,12 +12,12 @@ from decentnode.graph.base import Entries, Graph, RoundView
 from decentnode.mixing.rows import RowWeights
 
 
-class Plan:
+class RoundEdges:
     """The edges of one phase of a round between all nodes."""
 
     def __init__(self, views: Sequence[RoundView]) -> None:
         self.views = views
-        self.at_rest = not any(view.neighbors or view.sources for view in views)
+        self.is_empty = not any(view.neighbors or view.sources for view in views)
 
     @functools.cached_property
     def weights(self) -> RowWeights:
@@ -32,7 +32,7 @@ class Plan:
         return RowWeights(rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x if self.at_rest else self.weights.mixed(x)
+        return x if self.is_empty else self.weights.mixed(x)
 
     @property
     def degrees(self) -> np.ndarray:
@@ -40,13 +40,13 @@ class Plan:
         return np.array([len(view.neighbors) for view in self.views])
 
 
-class TablePlan(Plan):
-    """A `Plan` for a graph that has the edges of all nodes in one table, with a rule that changes none. It is made
-    without a view for each node, which for thousands of nodes costs more than the mixing."""
+class TableEdges(RoundEdges):
+    """A `RoundEdges` for a graph that has the edges of all nodes in one table, with a rule that changes none. It is
+    made without a view for each node, which for thousands of nodes costs more than the mixing."""
 
     def __init__(self, graph: Graph, round: int, targets: np.ndarray) -> None:
         """targets: [N, degree], as `Graph.targets_table` returns them for this round."""
-        self._graph, self._round, self.targets, self.at_rest = graph, round, targets, False
+        self._graph, self._round, self.targets, self.is_empty = graph, round, targets, False
 
     @functools.cached_property
     def _entries(self) -> Entries:
@@ -93,7 +93,7 @@ class TablePlan(Plan):
         return found
 
 
-def count_edges(edges: list[dict[int, list[int]]], plan: Plan, data: int, metadata: int) -> None:
+def count_edges(edges: list[dict[int, list[int]]], plan: RoundEdges, data: int, metadata: int) -> None:
     """Adds the bytes that a phase sends to [bytes sent, bytes received] of each edge."""
     for view, own in zip(plan.views, edges, strict=True):
         for uid in view.neighbors:
