@@ -78,8 +78,8 @@ class Traffic:
         return each.rule.plan(replace(view, phase=self.steps_before)).sources
 
     def _measure_payloads(self, shared: SharedModel, graph: Graph) -> list[ExchangedFragment]:
-        whole = [Fragment(0, shared.model.num_parameters, graph)]
-        fragments: Sequence[Fragment] = shared.fragments or whole
+        all_parameters = [Fragment(0, shared.model.num_parameters, graph)]
+        fragments: Sequence[Fragment] = shared.fragments or all_parameters
         found = []
         for fragment, rule, fresh in zip(fragments, shared.make_rules(), shared.make_rules(), strict=True):
             schedule, model = self._experiment.node.schedule, shared.model.dtype
@@ -88,9 +88,9 @@ class Traffic:
             dtype = sent_dtype(schedule, rule, model)
             # `fresh`, which has sent nothing, plans the rounds; measuring changes the state of `rule`
             if rule.requirements.star:
-                down, others = bytes_down(rule, fragment, self._experiment.seed, dtype)
+                down, inactive = bytes_down(rule, fragment, self._experiment.seed, dtype)
                 found.append(ExchangedFragment(fragment, fresh, model, (down,) * rule.requirements.phases,
-                                       bytes_to_inactive=others))  # fmt: skip
+                                       bytes_to_inactive=inactive))  # fmt: skip
             else:
                 sizes, is_shared = payload_bytes(rule, fragment, self._experiment.seed, dtype)
                 found.append(ExchangedFragment(fragment, fresh, model, sizes, is_shared))

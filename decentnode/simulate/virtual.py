@@ -46,11 +46,11 @@ def measured_step_seconds(experiment: Experiment) -> float:
     with native.torch_threads(threads_of(experiment, uid)):
         node.training.local_update(0)
         found: list[float] = []
-        started = clock.now()
-        while len(found) < MEASURED_ROUNDS and (not found or clock.now() - started < MEASURED_SECONDS):
-            begun = clock.now()
+        measuring_began = clock.now()
+        while len(found) < MEASURED_ROUNDS and (not found or clock.now() - measuring_began < MEASURED_SECONDS):
+            round_began = clock.now()
             node.training.local_update(1 + len(found))
-            found.append(clock.now() - begun)
+            found.append(clock.now() - round_began)
     return statistics.median(found) / local_steps(experiment)
 
 

@@ -77,16 +77,16 @@ def choose(experiment: Experiment, resume: bool = False) -> EngineChoice:
     if reason:
         return EngineChoice("stepped", f"batched cannot compute {reason}")
     try:
-        way, reason_for_method = _choose_method(experiment)
-        if way is None:
+        method, reason_for_method = _choose_method(experiment)
+        if method is None:
             return EngineChoice("stepped", reason_for_method)
-        torch.set_num_threads(way.threads)
-        population = Population(experiment, workers_for(experiment) if way.name == "rows" else 1)
-        batched = Batched(population, WAYS[way.name](population))
+        torch.set_num_threads(method.threads)
+        population = Population(experiment, workers_for(experiment) if method.name == "rows" else 1)
+        batched = Batched(population, WAYS[method.name](population))
     except Unsuitable as unsuitable:
         return EngineChoice("stepped", f"batched cannot compute {unsuitable}")
     mixing = f"; models are mixed row by row: {batched.rows_reason}" if batched.rows_reason else ""
-    return EngineChoice("batched", f"{reason_for_method}{mixing}", batched, way.threads)
+    return EngineChoice("batched", f"{reason_for_method}{mixing}", batched, method.threads)
 
 
 def _choose_method(experiment: Experiment) -> tuple[StepMethod | None, str]:
@@ -101,13 +101,13 @@ def _choose_method(experiment: Experiment) -> tuple[StepMethod | None, str]:
             why[name] = str(unsuitable)
     if not times:
         raise Unsuitable(why[steps])
-    fastest = min(times, key=lambda way: times[way])
+    fastest = min(times, key=lambda method: times[method])
     stepped = StepMethod("stepped", 1)
     if engine == "auto":
         times |= time_method(experiment, stepped.name)
         if times[fastest] > MAX_TIME_RATIO * times[stepped]:
             fastest = stepped
-    reason_for_method = ", ".join(f"{way} {1e6 * each:.0f} us" for way, each in times.items())
+    reason_for_method = ", ".join(f"{method} {1e6 * each:.0f} us" for method, each in times.items())
     reason_for_method = f"local steps by {fastest}; per node and round {reason_for_method}"
     reason_for_method += "".join(f"; no {name}: {text}" for name, text in why.items())
     return None if fastest == stepped else fastest, reason_for_method
@@ -132,15 +132,15 @@ def time_method(experiment: Experiment, name: str) -> dict[StepMethod, float]:
 
 def _seconds(steps: LocalSteps) -> float:
     """Returns the shortest time of a few rounds, per node, after a warm-up round."""
-    taken, began = [], clock.now()
+    durations, timing_began = [], clock.now()
     for round in range(1 + TIMED_ROUNDS):
         started = clock.now()
         with contextlib.suppress(Diverged):  # the run itself will report it
             steps.run(round)
-        taken.append((clock.now() - started) / steps.population.num_nodes)
-        if clock.now() - began > TIMED_SECONDS:
+        durations.append((clock.now() - started) / steps.population.num_nodes)
+        if clock.now() - timing_began > TIMED_SECONDS:
             break
-    return min(taken[1:] or taken)
+    return min(durations[1:] or durations)
 
 
 def _stacked(kind: type[Forward]) -> Callable[[Population], LocalSteps]:

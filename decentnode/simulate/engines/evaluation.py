@@ -158,8 +158,9 @@ class Evaluator:
             parts: list[list[Evaluation]] = []
             for split in splits:
                 if split.shared:  # the sums over all nodes' parts are the sums of the whole split
-                    whole = population.trainings[0].evaluate(split.name)
-                    each = Evaluation(whole.samples, {key: v / count for key, v in whole.sums.items()}, whole.metrics)
+                    whole_split = population.trainings[0].evaluate(split.name)
+                    sums = {key: value / count for key, value in whole_split.sums.items()}
+                    each = Evaluation(whole_split.samples, sums, whole_split.metrics)
                     parts.append([each] * count)
                 else:
                     parts.append([training.evaluate(split.name) for training in population.trainings])

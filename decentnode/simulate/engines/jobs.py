@@ -11,29 +11,29 @@ from torch import Tensor
 from decentnode.training.base import Evaluation, Training, Update
 
 Job = Callable[[int, Training, Tensor, Any], Any]
-"""job(uid, training, whole, argument) -> result. The training's model is bound to the node's row; whole: a model [P +
+"""job(uid, training, whole, argument) -> result. The training's model is bound to the node's row; merged: a model [P +
 B] that the population holds besides the rows."""
 
 
-def local_steps(_uid: int, training: Training, _whole: Tensor, round: int) -> Any:
+def local_steps(_uid: int, training: Training, _merged: Tensor, round: int) -> Any:
     """Makes the local steps of a round. Returns loss, steps, samples and the further figures to report."""
     return plain_update(training.local_update(round))
 
 
-def evaluate(_uid: int, training: Training, _whole: Tensor, split: str) -> Any:
+def evaluate(_uid: int, training: Training, _merged: Tensor, split: str) -> Any:
     """Evaluates the node's model. Returns the parts of an Evaluation."""
     return _plain(training.evaluate(split))
 
 
-def evaluate_merged(uid: int, training: Training, whole: Tensor, argument: Any) -> Any:
-    """Evaluates the model `whole` with the node's own parameters from index `shared` on, for each split; of a split
+def evaluate_merged(uid: int, training: Training, merged: Tensor, argument: Any) -> Any:
+    """Evaluates the model `merged` with the node's own parameters from index `shared` on, for each split; of a split
     that all nodes have, on every `count`-th sample. Returns the parts of an Evaluation per split. argument: (shared,
     count, splits), where each split is its name and whether all nodes have it."""
     shared, count, splits = argument
     model = training.model
     own = model.parameters.clone(), model.buffers.clone()
-    model.parameters[:shared].copy_(whole[:shared])
-    model.buffers.copy_(whole[model.num_parameters :])
+    model.parameters[:shared].copy_(merged[:shared])
+    model.buffers.copy_(merged[model.num_parameters :])
     found = [_plain(training.evaluate(name, (uid, count) if everybodys else (0, 1))) for name, everybodys in splits]
     model.parameters.copy_(own[0])
     model.buffers.copy_(own[1])

@@ -114,11 +114,11 @@ class Population:
             shared.model.rebind(one)
             shared.model.rebind(other)
 
-    def run_job(self, job: str, argument: Any = None, whole: Tensor | None = None) -> list[Any]:
+    def run_job(self, job: str, argument: Any = None, merged: Tensor | None = None) -> list[Any]:
         """Returns the results of a job (`JOBS`) for every node, by uid, executed by all workers. Blocking. Raises as
-        `run_each` does, and NodeFailed if a process ended. whole: a model [P + B], for jobs that take one."""
-        if whole is not None:
-            self._merged_model.copy_(whole)
+        `run_each` does, and NodeFailed if a process ended. merged: a model [P + B], for jobs that take one."""
+        if merged is not None:
+            self._merged_model.copy_(merged)
         if not self.forks:
             return self.run_each(lambda uid, training: JOBS[job](uid, training, self._merged_model, argument))
         self._move_to_shared_memory()
@@ -177,12 +177,12 @@ class Population:
             self._processes.close()
 
     @contextlib.contextmanager
-    def holding(self, whole: Tensor) -> Iterator[None]:
+    def holding(self, merged: Tensor) -> Iterator[None]:
         """In this block the modules of all workers hold one model [P + B]: parameters, then float buffers."""
         self.release()
         for shared in self.shared:
-            shared.model.parameters.copy_(whole[: self.num_parameters])
-            shared.model.buffers.copy_(whole[self.num_parameters :])
+            shared.model.parameters.copy_(merged[: self.num_parameters])
+            shared.model.buffers.copy_(merged[self.num_parameters :])
         yield
 
     @contextlib.contextmanager

@@ -75,8 +75,9 @@ class StackedSteps(LocalSteps):
     def _bytes_per_node(self, members: np.ndarray) -> int:
         """Returns the memory that one node needs while it is computed: its row three times, and activations."""
         rows = self.population.rows[:1].detach().clone().requires_grad_()
-        some = np.resize(members, self._sampler.batch)
-        return 3 * rows.numel() * rows.element_size() + saved_bytes(lambda: self._losses(rows, some, 1)[0].sum())
+        sample_indices = np.resize(members, self._sampler.batch)
+        activations = saved_bytes(lambda: self._losses(rows, sample_indices, 1)[0].sum())
+        return 3 * rows.numel() * rows.element_size() + activations
 
     @property
     def learning_rate(self) -> float:
@@ -123,8 +124,8 @@ class StackedSteps(LocalSteps):
         losses, units, means = self._losses_of(parts, chosen, counts)
         found = torch.autograd.grad(means, parts)
         gradient = self._gradient[: len(rows)]
-        for home, each in zip(self.population.views(gradient), found, strict=True):
-            home.copy_(each)
+        for target, each in zip(self.population.views(gradient), found, strict=True):
+            target.copy_(each)
         if self._config.takes_norm:
             norm = torch.linalg.vector_norm(gradient, dim=1)
             norms += norm
@@ -161,10 +162,10 @@ class StackedSteps(LocalSteps):
         if counts.min() == batch:
             losses = each.sum(1)
             return losses, units, losses.sum() / batch if of_samples is None else (losses / units).sum()
-        there = moved(torch.from_numpy(np.arange(batch) < counts[:, None]), device)
-        losses = (each * there).sum(1)
+        is_valid = moved(torch.from_numpy(np.arange(batch) < counts[:, None]), device)
+        losses = (each * is_valid).sum(1)
         if of_samples is not None:
-            units = (of_samples * there).sum(1)
+            units = (of_samples * is_valid).sum(1)
         return losses, units, (losses / units).sum()
 
 

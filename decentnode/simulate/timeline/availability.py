@@ -26,8 +26,8 @@ class Availability:
         begins, sums, ends, owner = [], [], [], []
         self._up_seconds = np.zeros(len(intervals))
         """[N] seconds of a period in which the node is available."""
-        for uid, (found, period) in enumerate(zip(intervals, periods, strict=True)):
-            spans = [(max(0.0, a), min(b, period)) for a, b in found if b > a and a < period]
+        for uid, (intervals_of_node, period) in enumerate(zip(intervals, periods, strict=True)):
+            spans = [(max(0.0, a), min(b, period)) for a, b in intervals_of_node if b > a and a < period]
             if not spans:
                 raise DataError(f"availability: node {uid} is never available")
             for a, b in spans:

@@ -108,10 +108,10 @@ class Calls:
         each step waits for the one before."""
         order = [uid for members in self._machines(group).values() for uid in members]
         pairs = list(zip(order, order[1:] + order[:1], strict=True))
-        turns = (2 if kind == "all_reduce" else 1) * (len(order) - 1) / len(order)
-        passed = turns * size * (1 if kind == "all_reduce" else len(order))
-        around = sum(self._hop(i, j) + self._network.latency(i, j) for i, j in pairs)
-        seconds = self.num_calls(size) * (self.costs.call_seconds + turns * around)
+        rounds_of_parts = (2 if kind == "all_reduce" else 1) * (len(order) - 1) / len(order)
+        passed = rounds_of_parts * size * (1 if kind == "all_reduce" else len(order))
+        seconds_around = sum(self._hop(i, j) + self._network.latency(i, j) for i, j in pairs)
+        seconds = self.num_calls(size) * (self.costs.call_seconds + rounds_of_parts * seconds_around)
         return CallTransfers([(i, j, passed) for i, j in pairs], seconds)
 
     def _tree(self, group: Sequence[int], size: float) -> CallTransfers:

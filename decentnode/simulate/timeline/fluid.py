@@ -61,8 +61,8 @@ class Fluid:
         if np.isfinite(until) and np.count_nonzero(active) > EXACT_FLOWS:
             rates = fair_rates if kernel.library() is None else kernel.fair_rates
             rate = rates(self._uses[active], capacity, self._max_rates[active])
-            some = float(np.quantile(self._work_left[active] / rate, MIN_PROGRESS))
-            until = max(until, self.now + min(some, MIN_PROGRESS * float(np.median(self._work[active] / rate))))
+            step = float(np.quantile(self._work_left[active] / rate, MIN_PROGRESS))
+            until = max(until, self.now + min(step, MIN_PROGRESS * float(np.median(self._work[active] / rate))))
         at = np.flatnonzero(self._begin <= until)
         later = float(self._begin.min(initial=np.inf, where=self._begin > until))
         if not at.size:
@@ -139,12 +139,14 @@ def _next(
     np.minimum.at(first, of, last)
     target = np.minimum(clock + first, begins)
     for each in np.flatnonzero(count > rules.exact_flows):
-        mine = last[of == each]
-        some, half = (float(np.quantile(mine, share, method="inverted_cdf")) for share in (rules.coarse, 0.5))
-        some = min(some, max(float(first[each]), rules.coarse * half))
-        target[each] = clock[each] + some
+        remaining = last[of == each]
+        coarse_step, half = (
+            float(np.quantile(remaining, share, method="inverted_cdf")) for share in (rules.coarse, 0.5)
+        )
+        coarse_step = min(coarse_step, max(float(first[each]), rules.coarse * half))
+        target[each] = clock[each] + coarse_step
         if begins[each] < target[each]:
-            target[each] = max(float(begins[each]), clock[each] + rules.coarse * some)
+            target[each] = max(float(begins[each]), clock[each] + rules.coarse * coarse_step)
     return target
 
 
@@ -174,8 +176,8 @@ def _group_by_times(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.
     resource = uses[flow].ravel()
     flow = np.repeat(flow, uses.shape[1])[resource >= 0]
     resource = resource[resource >= 0]
-    few = resource.size and resource.max() < 1 << 16  # 16-bit numbers are sorted by radix sort
-    order = np.argsort(resource.astype(np.uint16) if few else resource, kind="stable")
+    fits_16_bits = resource.size and resource.max() < 1 << 16  # 16-bit numbers are sorted by radix sort
+    order = np.argsort(resource.astype(np.uint16) if fits_16_bits else resource, kind="stable")
     flow, resource = flow[order], resource[order]
     rank = np.empty(by_end.size, int)
     rank[by_end] = np.arange(by_end.size)
@@ -188,9 +190,9 @@ def _group_by_times(uses: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.
 def connected_components(count: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Returns the number of the connected component of each of `count` vertices, with edges between `a` and `b`."""
     label = (_join_labels if kernel.library() is None else kernel.join)(count, a, b)
-    there = np.zeros(count, bool)
-    there[label] = True
-    found: np.ndarray = (np.cumsum(there) - 1)[label]
+    is_label = np.zeros(count, bool)
+    is_label[label] = True
+    found: np.ndarray = (np.cumsum(is_label) - 1)[label]
     return found
 
 
@@ -222,7 +224,7 @@ class FairSharing:
     """[F] largest rate of each flow; infinite if only its resources limit it."""
     alone: np.ndarray = field(init=False)
     """[F] seconds that a flow takes on idle resources."""
-    _known: dict[bytes, np.ndarray] = field(default_factory=dict)
+    _cache: dict[bytes, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         limits = np.append(self.capacity, np.inf)[self.uses]
@@ -245,18 +247,18 @@ class FairSharing:
             found[self._sharing] = first + self._simulate(own - first, self.work * factors)
             return found
         pattern = np.round(own - first, 12).tobytes()
-        known = self._known.get(pattern)
+        known = self._cache.get(pattern)
         if known is None:
-            if len(self._known) >= CACHED_PATTERNS:
-                self._known.clear()
-            known = self._known[pattern] = self._simulate(own - first, self.work)
+            if len(self._cache) >= CACHED_PATTERNS:
+                self._cache.clear()
+            known = self._cache[pattern] = self._simulate(own - first, self.work)
         found[self._sharing] = first + known
         return found
 
     def _simulate(self, begins: np.ndarray, work: np.ndarray) -> np.ndarray:
-        ends, there = begins.copy(), np.flatnonzero(np.isfinite(begins))
-        flows, fluid = self._sharing[there], Fluid(self.uses.shape[1])
-        fluid.add(self.uses[flows], work[flows], self.most[flows], begins[there], there)
+        ends, present = begins.copy(), np.flatnonzero(np.isfinite(begins))
+        flows, fluid = self._sharing[present], Fluid(self.uses.shape[1])
+        fluid.add(self.uses[flows], work[flows], self.most[flows], begins[present], present)
         keys, over = fluid.advance(np.inf, self.capacity)
         ends[keys] = over
         return ends

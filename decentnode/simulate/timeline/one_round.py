@@ -164,13 +164,14 @@ class RoundSchedule:
             return computed
         takes_place, known = plan.takes_place(transfers), np.isfinite(computed)
         left = np.where(known, np.maximum(np.where(known, computed - ready, 0.0), 0.0), 0.0)
-        taken = []
+        slowdowns = []
         for each in (arrived, least):
             until, share = transfers.compute_taken(each, takes_place, computed.size)
-            taken.append(share * np.minimum(np.maximum(until - np.where(known, ready, 0.0), 0.0), left / (1 - share)))
+            seconds = np.maximum(until - np.where(known, ready, 0.0), 0.0)
+            slowdowns.append(share * np.minimum(seconds, left / (1 - share)))
         # Steps that are done before the exchange is over do not depend on its end.
-        sure = np.isclose(taken[0], taken[1], rtol=1e-9, atol=0.0)
-        return np.where(sure, computed + taken[0], np.inf)
+        sure = np.isclose(slowdowns[0], slowdowns[1], rtol=1e-9, atol=0.0)
+        return np.where(sure, computed + slowdowns[0], np.inf)
 
     def _finish_mixing(
         self, plan: PlannedRound, transfers: Transfers, arrived: np.ndarray, computed: np.ndarray, sent: np.ndarray

@@ -62,14 +62,14 @@ class TimeLine:
 
     def waits(self, most: int = 10) -> list[tuple[int, int, int, float]]:
         """Returns (node, the neighbor that it waited for, number of rounds, total seconds), sorted by seconds."""
-        there = np.argwhere(self.waits_for >= 0)
-        uids = there[:, 1]
-        key = uids * self.end.shape[1] + self.waits_for[there[:, 0], uids]
+        waiting = np.argwhere(self.waits_for >= 0)
+        uids = waiting[:, 1]
+        key = uids * self.end.shape[1] + self.waits_for[waiting[:, 0], uids]
         pairs, inverse, count = np.unique(key, return_inverse=True, return_counts=True)
-        seconds = np.bincount(inverse, self.waited[there[:, 0], uids], pairs.size)
-        best = np.argsort(-seconds, kind="stable")[:most]
+        seconds = np.bincount(inverse, self.waited[waiting[:, 0], uids], pairs.size)
+        longest = np.argsort(-seconds, kind="stable")[:most]
         n = self.end.shape[1]
-        return [(int(pairs[i] // n), int(pairs[i] % n), int(count[i]), float(seconds[i])) for i in best]
+        return [(int(pairs[i] // n), int(pairs[i] % n), int(count[i]), float(seconds[i])) for i in longest]
 
 
 class Clock:

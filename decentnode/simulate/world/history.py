@@ -25,9 +25,9 @@ from decentnode.communication.zeromq.protocol.reliable_links import ACK_EVERY, A
 from decentnode.metrics.history import History as Recorder
 from decentnode.metrics.history import digest_of
 from decentnode.payload import Payload
-from decentnode.simulate.world.observer import ObservedTransport, Observer
 from decentnode.simulate.world.records import Life, Lives, Violation, must
 from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.transport_observer import ObservedTransport, TransportObserver
 from decentnode.simulate.world.world import Process, World
 from decentnode.wire.generation import Generation, Name
 from decentnode.wire.stream import MAX_AHEAD, PROBE_SECONDS
@@ -86,7 +86,7 @@ MEAN_ERROR = 1e-5
 """Tolerance for rounding a mean in float32, relative to the largest contribution."""
 
 
-class History(Observer):
+class History(TransportObserver):
     """The history of one world."""
 
     def __init__(self, record: bool = False) -> None:
@@ -141,21 +141,21 @@ class History(Observer):
 
     # -- payloads ---------------------------------------------------------------------------------------------
 
-    def published(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def on_published(self, transport: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         copies: dict[int, Payload] = {}
         for payload in outgoing.values():
             if id(payload) not in copies:
                 tensors = {name: tensor.detach().clone() for name, tensor in payload.tensors.items()}
                 copies[id(payload)] = Payload(tensors, dict(payload.scalars))
-        which = (of.session.name, of.uid, key)
-        must(which not in self._published, f"node {of.uid} publishes round {key} of generation {which[0]} twice")
+        which = (transport.session.name, transport.uid, key)
+        must(which not in self._published, f"node {transport.uid} publishes round {key} of generation {which[0]} twice")
         self._published[which] = {uid: copies[id(payload)] for uid, payload in outgoing.items()}
         self.events["published"] += 1
-        model = self.world.processes[of.uid].node.training.model.parameters
-        self.sent[of.session.name, key[0]].setdefault(of.uid, model.detach().clone())
-        if key[0] > self._newest.get(of.uid, -1):
-            self._newest[of.uid] = key[0]
-            of_source = [each for each in self._published.items() if each[0][1] == of.uid and each[0] != which]
+        model = self.world.processes[transport.uid].node.training.model.parameters
+        self.sent[transport.session.name, key[0]].setdefault(transport.uid, model.detach().clone())
+        if key[0] > self._newest.get(transport.uid, -1):
+            self._newest[transport.uid] = key[0]
+            of_source = [each for each in self._published.items() if each[0][1] == transport.uid and each[0] != which]
             for each, published in of_source:
                 if not any(self._may_mix(uid, each) for uid in published):
                     del self._published[each]
@@ -167,47 +167,48 @@ class History(Observer):
         return (process is not None and process.alive and process.transport.session.name == which[0]
                 and process.node.round <= which[2][0])  # fmt: skip
 
-    def withheld(self, of: ObservedTransport, key: ExchangeKey, uids: Collection[int]) -> None:
-        published = self._published.get((of.session.name, of.uid, key), {})
+    def on_withheld(self, transport: ObservedTransport, key: ExchangeKey, uids: Collection[int]) -> None:
+        published = self._published.get((transport.session.name, transport.uid, key), {})
         for uid in uids:
             published.pop(uid, None)
 
-    def arrived(self, of: ObservedTransport, key: ExchangeKey, arrival: Arrival) -> None:
-        name = of.session.name
+    def on_arrived(self, transport: ObservedTransport, key: ExchangeKey, arrival: Arrival) -> None:
+        name = transport.session.name
         for source, payload in arrival.received.items():
-            published = self._published.get((name, source, key), {}).get(of.uid)
-            where = f"node {of.uid} mixes in round {key} of generation {name[0]} what {source}"
+            published = self._published.get((name, source, key), {}).get(transport.uid)
+            where = f"node {transport.uid} mixes in round {key} of generation {name[0]} what {source}"
             must(published is not None, f"{where} did not publish for it")
             assert published is not None
             self.events["mixed"] += 1
-            if of.schemas[key[1]].elementwise:
-                (tensor,), (whole,) = payload.tensors.values(), published.tensors.values()
-                must(_same(tensor, whole[arrival.start : arrival.stop]), f"{where} published otherwise")
+            if transport.schemas[key[1]].elementwise:
+                (tensor,), (sent_tensor,) = payload.tensors.values(), published.tensors.values()
+                must(_same(tensor, sent_tensor[arrival.start : arrival.stop]), f"{where} published otherwise")
             else:
                 same = payload.tensors.keys() == published.tensors.keys() and payload.scalars == published.scalars
                 same = same and all(_same(payload.tensors[each], published.tensors[each]) for each in published.tensors)
                 must(same, f"{where} published otherwise")
 
-    def posted(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def on_posted(self, transport: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+        name, source = transport.session.name, transport.uid
         for uid, payload in outgoing.items():
-            which = (of.session.name, of.uid, uid, key)
-            must(which not in self._posted, f"node {of.uid} publishes {key} of generation {which[0]} for {uid} twice")
+            which = (name, source, uid, key)
+            must(which not in self._posted, f"node {source} publishes {key} of generation {name[0]} for {uid} twice")
             self._posted[which] = digest_of(payload)
 
-    def collected(self, of: ObservedTransport, channel: int, found: Collected) -> None:
-        name = of.session.name
-        published = self._posted.pop((name, found.source, of.uid, (found.round, channel)), None)
-        where = f"node {of.uid} takes payload {found.round} of {found.source} in generation {name[0]}"
+    def on_collected(self, transport: ObservedTransport, channel: int, found: Collected) -> None:
+        name = transport.session.name
+        published = self._posted.pop((name, found.source, transport.uid, (found.round, channel)), None)
+        where = f"node {transport.uid} takes payload {found.round} of {found.source} in generation {name[0]}"
         must(published is not None, f"{where}, which was not published for it, or was taken before")
         must(published == digest_of(found.payload), f"{where}, which was published otherwise")
         self.events["collected"] += 1
 
-    def contributed(self, of: ObservedTransport, key: str, tensor: Tensor) -> None:
-        self._parts[of.session.name, key][of.uid] = tensor.detach().double().clone()
+    def on_contributed(self, transport: ObservedTransport, key: str, tensor: Tensor) -> None:
+        self._parts[transport.session.name, key][transport.uid] = tensor.detach().double().clone()
 
-    def averaged(self, of: ObservedTransport, key: str, mean: Tensor, contributors: int) -> None:
-        parts = self._parts[of.session.name, key]
-        where = f"node {of.uid} gets the mean {key} of generation {of.session.name[0]}"
+    def on_averaged(self, transport: ObservedTransport, key: str, mean: Tensor, contributors: int) -> None:
+        parts = self._parts[transport.session.name, key]
+        where = f"node {transport.uid} gets the mean {key} of generation {transport.session.name[0]}"
         must(contributors <= len(parts), f"{where} of {contributors} nodes, {len(parts)} of which gave their part")
         if contributors == len(parts):
             wanted = torch.stack(list(parts.values())).mean(0)
@@ -228,19 +229,19 @@ class History(Observer):
 
     # -- generations ------------------------------------------------------------------------------------------
 
-    def installed(self, of: ObservedTransport, generation: Generation) -> None:  # noqa: ARG002
+    def on_installed(self, transport: ObservedTransport, generation: Generation) -> None:  # noqa: ARG002
         self.generations[generation.name] = generation
         self.events["installed"] += 1
 
     def in_force(self) -> list[Generation]:
         """Returns the generations that all their members belong to and in which rounds may begin."""
-        bound: dict[Name, set[int]] = {}
+        members_by_generation: dict[Name, set[int]] = {}
         for uid, process in self.world.processes.items():
             if process.alive:
-                bound.setdefault(process.transport.session.name, set()).add(uid)
-        entered = [self.generations[name] for name in bound if name in self.generations]
-        whole = [each for each in entered if bound[each.name] >= {*each.members}]
-        return [each for each in whole if not each.stopping and each.first_round < self._rounds()]
+                members_by_generation.setdefault(process.transport.session.name, set()).add(uid)
+        entered = [self.generations[name] for name in members_by_generation if name in self.generations]
+        complete = [each for each in entered if members_by_generation[each.name] >= {*each.members}]
+        return [each for each in complete if not each.stopping and each.first_round < self._rounds()]
 
     def _rounds(self) -> int:
         """Returns the number of rounds of the run, which is lower than planned once a node has ended it early."""

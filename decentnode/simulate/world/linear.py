@@ -27,19 +27,20 @@ def check_product(
     by_round: dict[tuple[Name, int], dict[int, RoundRecord]] = defaultdict(dict)
     for each in rounds:
         by_round[each.generation, each.round][each.uid] = each
-    wanted = {uid: target.double() for uid, target in targets.items()}
+    float64_targets = {uid: target.double() for uid, target in targets.items()}
     compared = 0
     states: dict[Name, dict[int, Tensor]] = defaultdict(dict)
     for name, round in sorted(sent):
-        state, here = states[name], by_round[name, round]
-        was = {uid: state.get(uid, model.double()) for uid, model in sent[name, round].items()}
+        state, records = states[name], by_round[name, round]
+        before_mixing = {uid: state.get(uid, model.double()) for uid, model in sent[name, round].items()}
         for uid, model in sent[name, round].items():
-            _close(model, was[uid], f"node {uid} sends in round {round} of generation {name[0]}")
-        for uid, each in here.items():
-            mixed = sum((weight * was[source] for source, weight in each.weights.items()), torch.zeros(()).double())
-            after = mixed - lr * (was[uid] - wanted[uid]) if overlapped else mixed
+            _close(model, before_mixing[uid], f"node {uid} sends in round {round} of generation {name[0]}")
+        for uid, each in records.items():
+            terms = (weight * before_mixing[source] for source, weight in each.weights.items())
+            mixed = sum(terms, torch.zeros(()).double())
+            after = mixed - lr * (before_mixing[uid] - float64_targets[uid]) if overlapped else mixed
             _close(each.after, after, f"node {uid} has after round {round} of generation {name[0]}")
-            state[uid] = after if overlapped else after - lr * (after - wanted[uid])
+            state[uid] = after if overlapped else after - lr * (after - float64_targets[uid])
             compared += 1
     return compared
 
@@ -52,15 +53,15 @@ def check_mean(rounds: Sequence[RoundRecord], sent: Sent) -> int:
     for each in rounds:
         by_round[each.generation, each.round].append(each)
     checked = 0
-    for (name, round), here in by_round.items():
-        columns = torch.zeros(1 + max(here[0].members), dtype=torch.float64)
-        for each in here:
+    for (name, round), records in by_round.items():
+        columns = torch.zeros(1 + max(records[0].members), dtype=torch.float64)
+        for each in records:
             for source, weight in each.weights.items():
                 columns[source] += weight
-        members = list(here[0].members)
-        if {each.uid for each in here} == {*members} and torch.allclose(columns[members], torch.ones(()).double()):
+        members = list(records[0].members)
+        if {each.uid for each in records} == {*members} and torch.allclose(columns[members], torch.ones(()).double()):
             before = torch.stack([sent[name, round][uid] for uid in members]).double().mean(0)
-            after = torch.stack([each.after for each in here]).double().mean(0)
+            after = torch.stack([each.after for each in records]).double().mean(0)
             _close(after, before, f"the mean of round {round} of generation {name[0]} is")
             checked += 1
     return checked

@@ -116,12 +116,12 @@ class VirtualNetwork:
         share the line, each in its own order: bytes in the line's buffer go before those of either plane, while the
         rest of a plane's bytes waits in its connection, where the other plane's bytes pass them."""
         line_free_at, now, other = self._line_free_at, self.heap.now, (source, uid, CONTROL + BULK - plane)
-        rate, ahead = self.link.bytes_per_second, line_free_at.get(other, 0.0) - self.heap.now
+        rate, other_backlog = self.link.bytes_per_second, line_free_at.get(other, 0.0) - self.heap.now
         assert rate is not None
-        before = now + min(max(ahead, 0.0), self.link.buffer_bytes / rate)
-        done = line_free_at[source, uid, plane] = max(line_free_at.get((source, uid, plane), 0.0), before) + seconds
-        if ahead > 0:
-            line_free_at[other] += min(seconds, ahead)
+        earliest = now + min(max(other_backlog, 0.0), self.link.buffer_bytes / rate)
+        done = line_free_at[source, uid, plane] = max(line_free_at.get((source, uid, plane), 0.0), earliest) + seconds
+        if other_backlog > 0:
+            line_free_at[other] += min(seconds, other_backlog)
         return done
 
     def _damaged(self, frames: Sequence[Body]) -> list[bytes]:

@@ -102,11 +102,11 @@ class ProcessIO:
     # -- the links' port --------------------------------------------------------------------------------------
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        taken = self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
-        if taken and isinstance(body, ZeroCopyBody):
+        is_accepted = self.network.send(self.uid, uid, plane, [first] if body is None else [first, body])
+        if is_accepted and isinstance(body, ZeroCopyBody):
             self.resends_under_lease += uid in body.sent_to
             body.sent_to.add(uid)
-        return taken
+        return is_accepted
 
     def carried(self, uid: int, plane: int) -> int | None:  # noqa: ARG002
         return None
@@ -154,5 +154,5 @@ class ZeroCopyBody:
 
 def hold_body(body: memoryview, shared: bool) -> Body:
     """Returns the body of a message, as `link_state.Hold` does."""
-    kept: HeldBody = ZeroCopyBody(body)
-    return kept if shared else bytes(body)
+    zero_copy: HeldBody = ZeroCopyBody(body)
+    return zero_copy if shared else bytes(body)

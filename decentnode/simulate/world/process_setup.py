@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.observer import Observer
+from decentnode.simulate.world.transport_observer import TransportObserver
 from decentnode.wire.generation import Limits
 from decentnode.wire.messages import Granted
 
@@ -18,7 +18,7 @@ class ProcessSetup:
     uid: int
     num_nodes: int
     network: VirtualNetwork
-    observer: Observer
+    observer: TransportObserver
     digest: str
     """Digest of config and graph; nodes with a different one are refused."""
     limits: Limits | None

@@ -233,10 +233,10 @@ class Run:
     def execute(self) -> Counter[str]:
         """Runs the world to its end. Returns how often each event and branch occurred. Raises Violation, and errors of
         the code under test."""
-        over = self.world.run(FAULTY_SECONDS + SETTLE_SECONDS)
+        has_ended = self.world.run(FAULTY_SECONDS + SETTLE_SECONDS)
         processes = self.world.processes.values()
         waits = {p.uid: (type(p.wait).__name__, p.node.doing, p.node.round) for p in processes if p.alive}
-        must(over, f"the run does not come to an end: {waits}")
+        must(has_ended, f"the run does not come to an end: {waits}")
         self._check_ends()
         rounds, sent, rule = self.history.rounds, self.history.sent, self.drawn_world.rule
         counts = self.history.events + self.world.network.happened + self.world.happened
@@ -273,11 +273,11 @@ class Run:
     def _check_rounds(self, succeeded: Iterable[Process]) -> None:
         """Checks that each node that was a member throughout made every round once, whichever others came and went. If
         sides of a partition merged, it may have skipped the rounds that are already part of the merged model."""
-        came = {uid for generation in self.history.generations.values() for uid in generation.fresh}
-        for uid in sorted({process.uid for process in succeeded} - came):
+        joined_late = {uid for generation in self.history.generations.values() for uid in generation.fresh}
+        for uid in sorted({process.uid for process in succeeded} - joined_late):
             made = self.trainings[uid].made
-            whole = self.drawn_world.sides or len(made) == self.rounds
-            must(whole and made == sorted({*made}), f"node {uid} makes rounds {made}")
+            is_complete = self.drawn_world.sides or len(made) == self.rounds
+            must(is_complete and made == sorted({*made}), f"node {uid} makes rounds {made}")
 
     def _lost_all_models(self) -> bool:
         return 2 * len(self.killed) >= self.drawn_world.nodes

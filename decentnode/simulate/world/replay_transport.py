@@ -181,11 +181,11 @@ class ReplayTransport(Simulated):
         sources = frozenset[int]() if event is None else frozenset(event.sources) | event.partly.keys()
         wanted = {uid: payload for uid, payload in outgoing.items()
                   if (self.session.name, key, self.uid, uid) in self.mixed_in_run}  # fmt: skip
-        came = tuple(uid for uid in expected if uid in sources)
-        yield from super().exchange_steps(round, wanted, came, phase, group)
+        mixed_sources = tuple(uid for uid in expected if uid in sources)
+        yield from super().exchange_steps(round, wanted, mixed_sources, phase, group)
         if self.life.next_is("left"):
             self._leave()
-        made = ReplayExchange(self.inbox, key, came, frozenset(wanted))
+        made = ReplayExchange(self.inbox, key, mixed_sources, frozenset(wanted))
         made.observer, made.of, made.event = lambda _arrival: None, self, event
         return made
 

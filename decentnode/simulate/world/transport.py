@@ -171,12 +171,12 @@ class Simulated(Communication[ZeroMQConfig]):
         for payload, _ in grouped(outgoing):
             self.sender.checked(payload, phase)
         self.slots.sent_to = tuple(outgoing)
-        self.setup.observer.published(self, key, outgoing)
+        self.setup.observer.on_published(self, key, outgoing)
         dropped = yield from self.sender.steps(outgoing, key, self._lease_of, clock.now)
-        self.setup.observer.withheld(self, key, dropped)
+        self.setup.observer.on_withheld(self, key, dropped)
         self.counters.sent({uid: outgoing[uid] for uid in outgoing if uid not in dropped})
         made = SimulatedExchange(self.inbox, key, expected, frozenset(outgoing), dropped)
-        made.observer = lambda arrival: self.setup.observer.arrived(self, key, arrival)
+        made.observer = lambda arrival: self.setup.observer.on_arrived(self, key, arrival)
         return made
 
     def publish(self, round: int, outgoing: Mapping[int, Payload], channel: int) -> frozenset[int]:
@@ -184,7 +184,7 @@ class Simulated(Communication[ZeroMQConfig]):
         sent = to_be_published(outgoing, self.schemas[channel], self.sender, self.facts)
         for payload, _ in grouped(sent):
             self.sender.checked(payload, channel)
-        self.setup.observer.posted(self, (round, channel), sent)
+        self.setup.observer.on_posted(self, (round, channel), sent)
         dropped = without_waits(self.sender.steps(sent, (round, channel), self._lease_of, clock.now))
         self.counters.sent(sent)
         return frozenset(outgoing) - sent.keys() | dropped
@@ -200,7 +200,7 @@ class Simulated(Communication[ZeroMQConfig]):
         self.facts.raise_if_over()
         found = self.inbox.owned(channel, self.inbox.mailbox.take(channel, round))
         for each in found:
-            self.setup.observer.collected(self, channel, each)
+            self.setup.observer.on_collected(self, channel, each)
         return found
 
     def _lease_of(self, tensor: Tensor) -> object:
@@ -217,7 +217,7 @@ class Simulated(Communication[ZeroMQConfig]):
 
     def mean(self, key: str, tensor: Tensor, closing: bool = False) -> Pending:
         self.facts.raise_if_over()
-        self.setup.observer.contributed(self, key, tensor)
+        self.setup.observer.on_contributed(self, key, tensor)
         self.collectives.begin_mean(key, own_share(tensor), clock.now())
         shape, device = tensor.shape, tensor.device
         return SteppedMean(lambda seconds: self.mean_steps(key, closing, shape, device, seconds),
@@ -231,7 +231,7 @@ class Simulated(Communication[ZeroMQConfig]):
         yield wait
         assert wait.result is not None
         mean, contributors = wait.result
-        self.setup.observer.averaged(self, key, mean.view(shape), contributors)
+        self.setup.observer.on_averaged(self, key, mean.view(shape), contributors)
         return mean.view(shape).to(device), contributors
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
@@ -313,7 +313,7 @@ class Simulated(Communication[ZeroMQConfig]):
     def _install(self, generation: Generation) -> None:
         """Replaces everything of the old generation by that of `generation`."""
         self.protocol.install(generation, self._restart, self._begin_generation, clock.now())
-        self.setup.observer.installed(self, generation)
+        self.setup.observer.on_installed(self, generation)
 
     def _restart(self, fresh: Collection[int]) -> None:
         self.links.restart(fresh)

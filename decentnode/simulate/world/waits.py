@@ -39,7 +39,7 @@ class SteppedFacts(RunFacts):
 
 
 class SimulatedExchange(InboxExchange):
-    """An exchange that reports what is mixed to the witness."""
+    """An exchange that reports what is mixed to the observer."""
 
     observer: Callable[[Arrival], None]
 

@@ -33,9 +33,9 @@ from decentnode.faults import (
 from decentnode.node.node import Node
 from decentnode.simulate.world.heap import EventHeap
 from decentnode.simulate.world.network import VirtualNetwork
-from decentnode.simulate.world.observer import Observer
 from decentnode.simulate.world.process_setup import ProcessSetup
 from decentnode.simulate.world.transport import Simulated
+from decentnode.simulate.world.transport_observer import TransportObserver
 from decentnode.wire.generation import Caller, Limits
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, REACH_DIRECT, Described, Granted, Knock, Turned
 
@@ -198,8 +198,8 @@ class Process:
 class World:
     """A run of whole nodes on virtual time."""
 
-    def __init__(self, setting: Setting, make_node: MakeNode, observer: Observer | None = None) -> None:
-        self.setting, self.make_node, self.observer = setting, make_node, observer or Observer()
+    def __init__(self, setting: Setting, make_node: MakeNode, observer: TransportObserver | None = None) -> None:
+        self.setting, self.make_node, self.observer = setting, make_node, observer or TransportObserver()
         self.heap = EventHeap()
         self.network = VirtualNetwork(self.heap, setting.faults.links, setting.seed)
         self.slowness: dict[int, list[float]] = {}
@@ -227,7 +227,7 @@ class World:
 
     def run(self, until_seconds: float) -> bool:
         """Runs the world; returns whether all processes ended by the time `until_seconds`. Blocking; raises errors of
-        the witness's checks, and of the code under test."""
+        the observer's checks, and of the code under test."""
         setting = self.setting
         with self._virtual():
             for uid in range(setting.num_nodes):

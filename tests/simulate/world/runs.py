@@ -18,8 +18,8 @@ from decentnode.node.sampling import Sampling, schema_of
 from decentnode.samplers import SAMPLERS
 from decentnode.samplers.base import Sampler, Surroundings
 from decentnode.sharing.base import Sharing
-from decentnode.simulate.world.observer import Observer
 from decentnode.simulate.world.quadratic import Quadratic
+from decentnode.simulate.world.transport_observer import TransportObserver
 from decentnode.simulate.world.world import Setting, World
 
 CONFIG = ZeroMQConfig(name="zeromq", checksum="xxh3")
@@ -71,6 +71,6 @@ class Made:
         step_all(list(self.nodes.values()))
         return self
 
-    def world(self, observer: Observer | None = None, **setting: Any) -> World:
+    def world(self, observer: TransportObserver | None = None, **setting: Any) -> World:
         found = {"num_nodes": self.graph.num_nodes, "config": CONFIG, **setting}
         return World(Setting(**found), self.make, observer)

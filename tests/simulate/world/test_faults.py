@@ -222,14 +222,14 @@ def test_who_thaws_late_mixes_what_was_sent_to_it_long_before() -> None:
     world = made.world(history, config=CONFIG.model_copy(update={"timeout_seconds": 2.0}), faults=Faults(
         plan=(Pause(nodes=(2,), at_seconds=3.0, seconds=30.0),)), compute_seconds=lambda _uid, _round: STEP_SECONDS)
     history.watch(world)
-    arrived = history.arrived
+    arrived = history.on_arrived
 
     def note(of: Any, key: tuple[int, int], arrival: Any) -> None:
         if of.uid == 2 and arrival.received:
             late.append(max(node.round for node in made.nodes.values()) - key[0])
         arrived(of, key, arrival)
 
-    history.arrived = note  # type: ignore[method-assign]
+    history.on_arrived = note  # type: ignore[method-assign]
     world.run(LIMIT)
     assert max(late) > 10, "it is too soon back to show anything"
 

@@ -38,9 +38,9 @@ class RowExchange(PopulationExchange):
         experiment, shared = population.experiment, population.shared[0]
         hub, config = Hub(population.num_nodes), InprocConfig.model_validate({"name": "inproc"})
         fragments = shared.fragments or (Fragment(0, population.num_parameters, population.graph),)
-        whole = Fragment(0, population.num_parameters, population.graph)
+        all_parameters = Fragment(0, population.num_parameters, population.graph)
         self._generation, self._nodes = hub.generation, [
-            _Node(uid, population, shared.make_rules(), fragments, whole if shared.fragments else None,
+            _Node(uid, population, shared.make_rules(), fragments, all_parameters if shared.fragments else None,
                   seed=experiment.seed, hub=hub, config=config)
             for uid in range(population.num_nodes)
         ]  # fmt: skip

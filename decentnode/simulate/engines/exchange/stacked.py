@@ -59,8 +59,10 @@ class StackedExchange(PopulationExchange):
         self._data_bytes = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
         self._metadata_bytes = SCALAR_BYTES * len(rule.requirements.scalars)
         graph, seed = population.graph, population.experiment.seed
-        whole = Fragment(0, population.num_parameters, graph)
-        self._planners = [Planner(uid, seed, whole, rule, averaging_groups=False) for uid in range(graph.num_nodes)]
+        all_parameters = Fragment(0, population.num_parameters, graph)
+        self._planners = [
+            Planner(uid, seed, all_parameters, rule, averaging_groups=False) for uid in range(graph.num_nodes)
+        ]
         self._generation = Generation(0, tuple(range(graph.num_nodes)))
         self._changes_edges = type(rule).plan is not Hooks.plan or type(rule).plan_buffers is not Hooks.plan_buffers
         self._period = None if self._changes_edges else graph.period

@@ -15,36 +15,36 @@ from decentnode.wire.session import Session
 
 
 class ObservedTransport(Protocol):
-    """The part of a simulated node's transport that a witness uses."""
+    """The part of a simulated node's transport that an observer uses."""
 
     uid: int
     schemas: tuple[Schema, ...]
     session: Session
 
 
-class Observer:
+class TransportObserver:
     """Is called for what a transport does with models, and may check it; this base class does nothing."""
 
-    def published(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def on_published(self, transport: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         """A node sends its payloads of a (round, phase), by neighbor."""
 
-    def withheld(self, of: ObservedTransport, key: ExchangeKey, uids: Collection[int]) -> None:
+    def on_withheld(self, transport: ObservedTransport, key: ExchangeKey, uids: Collection[int]) -> None:
         """The payloads published for a (round, phase) are not sent to these nodes, which accepted nothing of them."""
 
-    def arrived(self, of: ObservedTransport, key: ExchangeKey, arrival: Arrival) -> None:
+    def on_arrived(self, transport: ObservedTransport, key: ExchangeKey, arrival: Arrival) -> None:
         """A slice is about to be mixed; called again after it was mixed."""
 
-    def posted(self, of: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
+    def on_posted(self, transport: ObservedTransport, key: ExchangeKey, outgoing: Mapping[int, Payload]) -> None:
         """A node publishes payloads for mailboxes, by receiver."""
 
-    def collected(self, of: ObservedTransport, channel: int, found: Collected) -> None:
+    def on_collected(self, transport: ObservedTransport, channel: int, found: Collected) -> None:
         """A node takes a payload out of a mailbox."""
 
-    def contributed(self, of: ObservedTransport, key: str, tensor: Tensor) -> None:
+    def on_contributed(self, transport: ObservedTransport, key: str, tensor: Tensor) -> None:
         """A node contributes to a mean over all members."""
 
-    def averaged(self, of: ObservedTransport, key: str, mean: Tensor, contributors: int) -> None:
+    def on_averaged(self, transport: ObservedTransport, key: str, mean: Tensor, contributors: int) -> None:
         """A node receives the result of a mean."""
 
-    def installed(self, of: ObservedTransport, generation: Generation) -> None:
+    def on_installed(self, transport: ObservedTransport, generation: Generation) -> None:
         """A process has replaced its old generation by this one."""
