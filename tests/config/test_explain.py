@@ -168,12 +168,12 @@ CASES = {
               ^
         """,
     ),
-    "a number for a name, and a time": (
-        "name: 12:30:00\n" + GOOD,
+    "a number for a name": (
+        "name: 0x1F\n" + GOOD,
         """
-        a.yaml:1:7: YAML reads 12:30:00 as the number 45000
-            name: 12:30:00
-                  ^ write 45000, or quote 12:30:00 if it is text
+        a.yaml:1:7: name must be text, got 31
+            name: 0x1F
+                  ^ YAML reads a bare 0x1F as 31: quote it
         """,
     ),
     "a section where a value belongs": (

@@ -43,6 +43,7 @@ def test_every_value_knows_its_place():
         ("a: 0x_\n", "'0x_' cannot be read"),
         ("a: 010\n", "a.yaml:1:4: YAML reads 010 as the number 8\n    a: 010\n       ^ write 8, or quote 010"),
         ("a: [-1:30]\n", "YAML reads -1:30 as the number -90"),
+        ("a: 12:30:00\n", "YAML reads 12:30:00 as the number 45000"),
         ("on: 1\n", "a.yaml:1:1: a key must be text\n    on: 1\n    ^ YAML reads a bare on as true: quote it"),
         ("{[1]: 2}\n", "a key must be text"),
         ("? \n: 2\n", "a key must be text"),
