@@ -1,4 +1,4 @@
-"""The bounds of the fields of messages: declared beside each field, and checked in every message that comes or goes."""
+"""The bounds of message fields: each is declared beside its field, and checked when a message is encoded or decoded."""
 
 from __future__ import annotations
 
@@ -7,44 +7,45 @@ from dataclasses import field
 from typing import Any
 
 MAX_TEXT, MAX_LONG_TEXT = 512, 8192
-"""Most characters of a reason, and of several reasons in one text."""
+"""Most characters of one reason, and of a text with several reasons."""
 MAX_SCALARS, MAX_SCALAR_NAME, MAX_SCALAR_TEXT = 64, 64, 256
-"""Most named scalars of a payload, and most characters of a name and of a text among them."""
+"""Most named scalars of a payload, most characters of a scalar's name, and most characters of a text value."""
 MAX_FIGURES = 2048
-"""Most closing figures of a node: some fifty, and three for each metric, which a task of the user's own has as many of
-as it likes, and each of them again of moving averages, training samples and own test samples."""
+"""Most closing figures of a node (`Report`). A node has about fifty, and three for each metric; a task of the user may
+have any number of metrics, and each is reported again for moving averages, training samples and own test samples."""
 
 Scalars = Mapping[str, int | float | str]
 
 
 def number(limit: int) -> Any:
-    """An integer in [0, limit)."""
+    """Declares a field that is an integer in [0, limit)."""
     return field(metadata={"limit": limit})
 
 
 def text(limit: int = MAX_TEXT) -> Any:
-    """A text of at most `limit` characters."""
+    """Declares a field that is a text of at most `limit` characters."""
     return field(metadata={"text": limit})
 
 
 def blob(limit: int, exact: bool = False) -> Any:
-    """At most `limit` bytes, or (exact) as many."""
+    """Declares a field of at most `limit` bytes, or of exactly `limit` bytes if `exact`."""
     return field(metadata={"blob": limit, "exact": exact})
 
 
 def named_scalars(most: int = MAX_SCALARS) -> Any:
-    """Up to `most` named numbers or short texts."""
+    """Declares a field of up to `most` named numbers or short texts."""
     return field(metadata={"scalars": most})
 
 
 def fitting(words: str, limit: int = MAX_TEXT) -> str:
-    """Returns the first `limit` characters of `words`. Lone surrogates become question marks: they come from file names
-    that are not UTF-8, and cannot be encoded."""
+    """Returns the first `limit` characters of `words`. Lone surrogates, which file names that are not UTF-8 contain,
+    become question marks, because they cannot be encoded."""
     return words[:limit].encode("utf-8", "replace").decode()
 
 
 Problem = Callable[[Any], str | None]
-"""Returns what is wrong with a field's value, or None. These compare types with `is`: a bool is no integer here."""
+"""A check that returns what is wrong with a field's value, or None. Checks compare types with `is`, so that a bool does
+not pass as an integer."""
 
 
 def _number_problem(limit: int) -> Problem:
@@ -63,7 +64,7 @@ def _blob_problem(limit: int, exact: bool) -> Problem:
 
 
 def scalars_problem(value: Any, most: int = MAX_SCALARS) -> str | None:
-    """Returns what is wrong with named scalars, or None."""
+    """Returns what is wrong with a map of named scalars, or None."""
     if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > most:
         return f"must be a map of at most {most} entries"
     for key, entry in value.items():
@@ -81,7 +82,7 @@ def scalars_problem(value: Any, most: int = MAX_SCALARS) -> str | None:
 
 
 def problem_of(rule: Mapping[str, Any]) -> Problem:
-    """Returns the check of a field that was declared with `rule`, its metadata."""
+    """Returns the check of a field whose metadata is `rule`."""
     if "limit" in rule:
         return _number_problem(rule["limit"])
     if "text" in rule:

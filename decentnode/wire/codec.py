@@ -1,4 +1,4 @@
-"""Messages to bytes and back. Decoding trusts nothing: every length and range is checked before use."""
+"""Encodes messages to bytes and decodes them. Decoding trusts no input: it checks every length and range before use."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ _RULES: dict[type[Message], tuple[tuple[int, int, Problem], ...]] = {
     )
     for kind, fields in FIELDS.items()
 }  # fmt: skip
-"""Per field: upper limit (0: not an integer), exact number of bytes (-1: no fixed size), check. `_wrong` tests limit
-and size itself and calls the check only where these fail: every message of a round passes there, and a call per field
-would be most of its cost."""
+"""For each field: its upper limit (0 if it is no integer), its exact number of bytes (-1 if it has no fixed size), and
+its check. `_wrong` compares limit and size itself and calls the check only if they do not fit: every message of a round
+passes through it, and one call for each field would be most of its cost."""
 _NAMES = {kind: tuple(each.name for each in fields) for kind, fields in FIELDS.items()}
 _VALUES = {kind: attrgetter(*(each.name for each in fields)) for kind, fields in FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
-    """Returns the header of a message. Raises ValueError when a field is out of bounds: a fault of our own code."""
+    """Returns the header of a message. Raises ValueError if a field is out of bounds, a bug in our own code."""
     kind = type(message)
     return encode_values(kind, _VALUES[kind](message))
 
 
 def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
-    """Returns the header that `encode` makes of a message of this kind with these values, in the order of its fields,
-    without making the message. Raises ValueError."""
+    """Returns the header of a message of this kind with these values, in the order of its fields.
+
+    It is the header that `encode` returns, without the cost of creating the message. Raises ValueError like `encode`.
+    """
     wrong = _wrong(kind, values)
     if wrong:
         raise ValueError(f"{kind.__name__}.{wrong[0]} {wrong[1]}, got {wrong[2]!r:.80}")
@@ -50,7 +52,7 @@ def encode_values(kind: type[Message], values: tuple[Any, ...]) -> bytes:
 
 
 def _packer() -> msgpack.Packer:
-    """The packer of this thread: making one costs more than packing a header."""
+    """Returns the packer of this thread. It is reused because creating one costs more than packing a header."""
     found = getattr(_of_thread, "packer", None)
     if found is None:
         found = _of_thread.packer = msgpack.Packer(default=dict, use_bin_type=True)
@@ -78,13 +80,13 @@ def decode(header: Bytes) -> Message:
     wrong = _wrong(kind, values)
     if wrong:
         raise PeerFault("malformed_header", f"{kind.__name__}.{wrong[0]} {wrong[1]}")
-    message = object.__new__(kind)  # does what a frozen dataclass's constructor does, in half the time
+    message = object.__new__(kind)  # same result as the frozen dataclass's constructor, in half the time
     message.__dict__.update(zip(_NAMES[kind], values, strict=True))
     return message
 
 
 def decode_scalars(raw: Bytes) -> Scalars:
-    """Returns the named scalars of a msgpack map. Raises PeerFault for bytes that are no such map."""
+    """Returns the named scalars of a msgpack map. Raises PeerFault for bytes that are not such a map."""
     found = _unpacked(raw)
     problem = scalars_problem(found)
     if problem:
@@ -93,7 +95,7 @@ def decode_scalars(raw: Bytes) -> Scalars:
 
 
 def _unpacked(raw: Bytes) -> object:
-    """Returns the msgpack value of these bytes. Raises PeerFault for anything but one value within bounds."""
+    """Returns the msgpack value of these bytes. Raises PeerFault unless they are exactly one value within bounds."""
     try:
         return msgpack.unpackb(
             raw,
@@ -111,7 +113,7 @@ def _unpacked(raw: Bytes) -> object:
 
 
 def _wrong(kind: type[Message], values: Sequence[Any]) -> tuple[str, str, Any] | None:
-    """Returns (name, problem, value) of the first invalid field, or None."""
+    """Returns (name, problem, value) of the first invalid field, or None if all are valid."""
     for place, (limit, exactly, check) in enumerate(_RULES[kind]):
         value = values[place]
         if limit:

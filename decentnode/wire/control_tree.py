@@ -1,4 +1,4 @@
-"""The tree over the uids of a run along which control messages and means over all nodes travel."""
+"""The tree over the uids of a run, along which control messages and means over all nodes travel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 FAN_OUT = 8
-"""Children of a node. 1000 nodes make a tree of four levels."""
+"""Most children of a node. 1000 nodes make a tree of four levels."""
 
 
 @dataclass(frozen=True)
@@ -16,36 +16,36 @@ class ControlTree:
     parent: int | None
     children: tuple[int, ...]
     below: int = 0
-    """Levels of the tree below this node."""
+    """Number of levels of the tree below this node."""
     around: int = 0
-    """Links from the lowest level up to the root, and from there down to this node."""
+    """Number of links from the lowest level up to the root and from there down to this node."""
 
     @classmethod
     def of(cls, uid: int, num_nodes: int, fan_out: int = FAN_OUT) -> ControlTree:
-        """The tree over all uids below `num_nodes`, uid 0 at the root."""
+        """Returns the place of `uid` in the tree over all uids below `num_nodes`, with uid 0 at the root."""
         first = uid * fan_out + 1
         children = tuple(range(first, min(first + fan_out, num_nodes)))
         around = _level(uid, fan_out) + _level(num_nodes - 1, fan_out)
-        below, lowest = 0, first  # levels are filled from their lowest uid on
+        below, lowest = 0, first  # every level is filled from its lowest uid upwards
         while lowest < num_nodes:
             below, lowest = below + 1, lowest * fan_out + 1
         return cls((uid - 1) // fan_out if uid else None, children, below, around)
 
     @classmethod
     def among(cls, uid: int, members: Sequence[int], fan_out: int = FAN_OUT) -> ControlTree:
-        """The tree over `members`, ascending, the lowest of which is the root."""
+        """Returns the place of `uid` in the tree over `members` (ascending); the lowest member is the root."""
         place = cls.of(members.index(uid), len(members), fan_out)
         parent = None if place.parent is None else members[place.parent]
         return cls(parent, tuple(members[child] for child in place.children), place.below, place.around)
 
     @property
     def links(self) -> tuple[int, ...]:
-        """The parent, if there is one, and the children."""
+        """The uids of the parent, if there is one, and of the children."""
         return (() if self.parent is None else (self.parent,)) + self.children
 
 
 def _level(uid: int, fan_out: int) -> int:
-    """How many links a uid is below the root, in the tree over all uids up to it."""
+    """Returns how many links a uid is below the root, in the tree over all uids up to it."""
     level = 0
     while uid > 0:
         uid, level = (uid - 1) // fan_out, level + 1

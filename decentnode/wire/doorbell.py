@@ -1,10 +1,11 @@
-"""Doorbells as datagrams between nodes of one host: a `Slot` in a fixed layout.
+"""Doorbells between nodes of one host: datagrams that carry a `Slot` message in a fixed binary layout.
 
-54 bytes: magic, version, two zeros, run (8), generation (u32), its origin (12), source (u32), round (u64), use (u64),
-number of tensors (u16), bytes of scalars (u16), phase (u8), slot (u8); then the elements of each tensor (u64) and the
-scalars (a msgpack map, or nothing), all little-endian. A round sends one to every neighbor, and a message of named and
-checked fields would cost several times as much. A doorbell that a datagram socket does not take is sent as a `Slot`
-over ZeroMQ instead.
+A doorbell begins with 54 bytes: magic, version, two zeros, run (8), generation (u32), its origin (12), source (u32),
+round (u64), use (u64), number of tensors (u16), bytes of scalars (u16), phase (u8), slot (u8). Then come the number of
+elements of each tensor (u64) and the scalars (a msgpack map, or nothing). All of it is little-endian.
+
+A node sends one to every neighbor in every round, and encoding a message with named and checked fields would cost
+several times as much. If the datagram socket does not accept a doorbell, it is sent as a `Slot` over ZeroMQ.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ _GENERATION = struct.Struct("<BBxx8sI12s")
 _DOORBELL = struct.Struct(f"<{_GENERATION.size}sIQQHHBB")
 
 Opened = tuple[int, int, int, int, int, bytes, Scalars]
-"""source, round, phase, slot, use, totals (8 bytes per tensor), scalars"""
+"""(source, round, phase, slot, use, totals (8 bytes per tensor), scalars) of a doorbell."""
 
 
 class Doorbells:
-    """Makes and opens the doorbells of one node, in one generation of members of one run."""
+    """Encodes and decodes the doorbells of one node, in one generation of one run."""
 
     def __init__(self, uid: int, run: bytes, generation: Name, refuse: Callable[[Slot], object]) -> None:
-        """refuse: called with a doorbell of another run or generation; raises its PeerFault."""
+        """refuse: called with a doorbell of another run or generation; it raises the PeerFault that says so."""
         self._uid, self._prefix = uid, _GENERATION.pack(MAGIC, PROTOCOL_VERSION, run, *generation)
         self._refuse = refuse
 
     def make(self, round: int, phase: int, slot: int, use: int, totals: bytes, scalars: Scalars) -> bytes:
-        """Returns the bytes of a doorbell. totals: elements of each tensor, 8 bytes little-endian each."""
+        """Returns a doorbell as bytes. totals: number of elements of each tensor, 8 bytes little-endian each."""
         rest = msgpack.packb(dict(scalars)) if scalars else b""
         fixed = _DOORBELL.pack(self._prefix, self._uid, round, use, len(totals) >> 3, len(rest), phase, slot)
         return b"".join((fixed, totals, rest))
 
     def open(self, datagram: bytes) -> Opened:
-        """Returns the fields of a doorbell. Raises PeerFault for anything but one of this run and generation."""
+        """Returns the fields of a doorbell. Raises PeerFault unless it is one of this run and generation."""
         if len(datagram) < _DOORBELL.size:
             raise PeerFault("malformed_header", f"a doorbell of {len(datagram)} bytes")
         prefix, source, round, use, tensors, of_scalars, phase, slot = _DOORBELL.unpack_from(datagram)
@@ -59,7 +60,7 @@ class Doorbells:
         return source, round, phase, slot, use, datagram[_DOORBELL.size : end], scalars
 
     def _stray(self, prefix: bytes, source: int) -> None:
-        """Raises the PeerFault of bytes that are no doorbell, or one of another run or generation."""
+        """Raises PeerFault for a prefix that is not a doorbell's, or is that of another run or generation."""
         magic, version, run, generation, origin = _GENERATION.unpack(prefix)
         if magic != MAGIC:
             raise PeerFault("malformed_header", "not a doorbell")

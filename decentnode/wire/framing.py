@@ -1,10 +1,13 @@
-"""The prefix of every message on a socket: its sequence number, and how its bytes are protected.
+"""The prefix of every message on a socket: its sequence number and its checksum or encryption.
 
-20 bytes: sequence (u64, 0: not numbered), kind (u16), header bytes (u16), sum (u64), little-endian. Where the header's
-size is given, the body follows it in the same frame; where it is 0, the header is the rest of the frame, and the body,
-if any, is the next frame. A sum covers sequence, kind, the size as it is given, the header with its length, and the
-body: also where a header ends, and whether there is a sum. Without one, it is 0. With AES-GCM the body carries its own
-tag: the sequence is the nonce, sequence and header are the associated data, and the sum is 0.
+The prefix has 20 bytes, little-endian: sequence number (u64, 0 if the message has none), kind of protection (u16),
+header size (u16), checksum (u64). If the header size is not 0, the body follows the header in the same frame. If it is
+0, the header is the rest of the frame, and the body, if there is one, is the next frame.
+
+The checksum covers the sequence number, the kind of protection, the header size of the prefix, the header with its real
+length, and the body; a message that was changed to end its header elsewhere or to have no checksum fails as well.
+Without a checksum the field is 0. With AES-GCM the body carries its own tag: the sequence number is the nonce, sequence
+number and header are the associated data, and the checksum is 0.
 """
 
 from __future__ import annotations
@@ -23,22 +26,25 @@ NONE, CRC32, XXH3, AES_GCM = 0, 1, 2, 3
 KINDS = {"none": NONE, "crc32": CRC32, "xxh3": XXH3}
 MAX_SEQUENCE = 1 << 62
 MAX_JOINED_HEADER = (1 << 16) - 1
-"""Most bytes of a header that a body can follow in the same frame."""
+"""Largest header, in bytes, that a body can follow in the same frame."""
 
 _NUMBERS = struct.Struct("<QQHHI")
-"""The first bytes that a sum covers: sequence, the body's sum, kind, header bytes as the prefix gives them, and the
-header's real size."""
+"""The first bytes that a checksum covers: sequence number, checksum of the body, kind of protection, header size of the
+prefix, real size of the header."""
 
 
 def body_sum(kind: int, body: Bytes) -> int:
-    """Returns the body's part of a sum: the same for every receiver, so that it is computed once per body."""
+    """Returns the checksum of a body. It is the same for every receiver, so that it is computed once per body."""
     if kind == XXH3:
         return xxhash.xxh3_64_intdigest(body)
     return zlib.crc32(body) if kind == CRC32 else 0
 
 
 def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | None = None) -> bytes:
-    """Returns the first frame of a message: prefix, header, and `body`, unless that goes into a frame of its own."""
+    """Returns the first frame of a message: prefix, header and `body`.
+
+    of_body: what `body_sum` returns for the message's body. body: None if there is none or it gets a frame of its own.
+    """
     if body is None:
         return PREFIX.pack(sequence, kind, 0, _sum(kind, sequence, 0, header, of_body)) + header
     size = len(header)
@@ -46,9 +52,9 @@ def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | 
 
 
 def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
-    """Returns (sequence, kind, sum, header, body) of a first frame; body: None where the frame has none.
+    """Returns (sequence, kind, checksum, header, body) of a first frame; body is None if the frame contains none.
 
-    Raises PeerFault when there is no prefix, or when the header is shorter than the prefix says.
+    Raises PeerFault for a frame that is shorter than its prefix and header, or with an invalid prefix.
     """
     size = len(frame)
     if size < PREFIX.size:
@@ -65,9 +71,9 @@ def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
 
 
 def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes, joined: bool) -> None:
-    """Raises PeerFault when a message is not what was sent, or has a sum though its kind is NONE.
+    """Raises PeerFault if the checksum of a message is wrong, or is not 0 though the kind is NONE.
 
-    joined: whether the body came in the first frame.
+    joined: whether the body arrived in the first frame.
     """
     if sum_ != _sum(kind, sequence, len(header) if joined else 0, header, body_sum(kind, body)):
         raise PeerFault("checksum_mismatch", f"{len(header)} + {memoryview(body).nbytes} bytes")
@@ -82,10 +88,10 @@ def _sum(kind: int, sequence: int, given: int, header: bytes, of_body: int) -> i
 
 
 def nonce(sequence: int) -> bytes:
-    """Returns the 12-byte nonce of AES-GCM. A key is never used for two messages with one sequence number."""
+    """Returns the 12-byte nonce of AES-GCM. A key must never be used for two messages with one sequence number."""
     return sequence.to_bytes(12, "little")
 
 
 def associated(sequence: int, header: bytes) -> bytes:
-    """Returns the associated data of AES-GCM."""
+    """Returns the associated data of AES-GCM: the sequence number and the header."""
     return sequence.to_bytes(8, "little") + header

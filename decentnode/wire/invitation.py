@@ -1,7 +1,8 @@
-"""Invitations: what a node that is in no mapping shows to be admitted, where a run wants one.
+"""Invitations, which a node outside the mapping needs to be admitted if the run asks for one.
 
-An invitation is made of a secret that the members of a run share, and says how many nodes it lets in and until when; it
-holds nothing of the secret. Who has the text may use it: it is as secret as a password until it is used up.
+An invitation is authenticated (HMAC) with a secret that the members of a run share. It says how many nodes it admits
+and until when, and does not contain the secret. Anyone who has its text may use it: keep it like a password until it
+is used up.
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ SECRET_BYTES = 32
 ID_BYTES, PROOF_BYTES = 8, 16
 MAX_USES, MAX_SECONDS = 1 << 12, 10 * 366 * 86400
 PREFIX = "dn1-"
-"""How the text of an invitation begins."""
+"""The first characters of every invitation."""
 _FACTS = struct.Struct("<8sHQ")
 _PURPOSE = b"decentnode invitation "
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """What an invitation that was proved says."""
+    """The content of an invitation whose proof was verified."""
 
     id: bytes
     uses: int
-    """How many nodes it lets in."""
+    """How many nodes it admits."""
     until: int
-    """Seconds since 1970 after which it lets in nobody."""
+    """Seconds since 1970 after which it admits nobody."""
 
 
 def issue(secret: bytes, uses: int, until: int, draw: Callable[[int], bytes]) -> str:
-    """Returns the text of a new invitation. draw: returns so many random bytes, as os.urandom does."""
+    """Returns the text of a new invitation. draw: returns the given number of random bytes, as os.urandom does."""
     facts = _FACTS.pack(draw(ID_BYTES), uses, until)
     return PREFIX + base64.urlsafe_b64encode(facts + _proof(secret, facts)).decode().rstrip("=")
 
 
 def opened(secret: bytes, text: str, now: float) -> Invitation:
-    """Returns the invitation of a text. now: seconds since 1970. Raises PeerFault ("uninvited") with the reason for
-    one that is none, was not made with this secret, or is over."""
+    """Returns the invitation of a text. now: seconds since 1970. Raises PeerFault ("uninvited") with the reason if the
+    text is no invitation, was not made with this secret, or has expired."""
     if not text:
         raise PeerFault("uninvited", "it has no invitation (decentnode invite)")
     size = _FACTS.size + PROOF_BYTES

@@ -1,11 +1,11 @@
 """Every message that nodes send to each other, as frozen dataclasses with bounded fields.
 
-A message travels as a prefix (wire/framing.py) and a header (a msgpack array with fixed positions). `Chunk` and `Part`
-have a body as well: raw little-endian tensor bytes, in a second frame where they are large. A message that is not said
-to be numbered otherwise has a sequence number and is repeated until acknowledged (wire/stream.py). The bound of a field
-is declared beside it (wire/bounds.py).
+A message is sent as a prefix (wire/framing.py) and a header (a msgpack array with fixed positions). `Chunk` and `Part`
+also have a body: raw little-endian tensor bytes, in a second frame if they are large. Every message that is not in
+`UNNUMBERED` has a sequence number and is sent again until it is acknowledged (wire/stream.py). The bound of a field is
+declared beside it (wire/bounds.py).
 
-This file is long because it is one list: a message is found here, and nowhere else.
+This file is long because it is the one list of all messages.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from decentnode.wire.bounds import MAX_FIGURES, MAX_LONG_TEXT, Scalars, blob, na
 PROTOCOL_VERSION = 14
 RUN_ID_BYTES = 8
 NO_RUN = bytes(RUN_ID_BYTES)
-"""The run id in messages of a node that does not know the run's yet."""
+"""The run id in messages of a node that does not know the id of the run yet."""
 ORIGIN_BYTES = 12
 NO_ORIGIN = bytes(ORIGIN_BYTES)
 """The origin of the generation that a run starts with."""
 NAME_BYTES, MAX_SIDES = 8 + ORIGIN_BYTES, 8
-"""Of the name of a generation in a list of names, and most names in one (`Prepare.merges`)."""
+"""Bytes of a generation's name in a list of names, and most names in such a list (`Prepare.merges`)."""
 
 MAX_NODES = 1 << 20
 MAX_GENERATION = 1 << 32
 MAX_ROUND = 1 << 40
 SEAT_TOKEN_BYTES = 8
 MAX_SEATS, MAX_SEATS_BYTES = 64, 64 * 256
-"""Most nodes that a run admits beyond its mapping (`node.newcomers`), and most bytes that say where they are."""
+"""Most nodes that a run admits beyond its mapping (`node.newcomers`), and most bytes of a list of their addresses."""
 MAX_CONFIG_BYTES = 1 << 17
-"""Of an experiment that is told to a newcomer."""
+"""Largest experiment (YAML) that is sent to a newcomer, in bytes."""
 MAX_AGE_MILLISECONDS = 1 << 40
-"""Since a run began: 34 years."""
+"""Greatest age of a run: 34 years."""
 
 REACH_UNKNOWN, REACH_DIRECT, REACH_RELAYED = 0, 1, 2
-"""What a newcomer says of how others reach it: whoever answers finds out; at its address; through relays alone."""
+"""How others reach a newcomer, as it says itself: unknown (the node that answers finds out), directly at its address,
+or only through relays."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """The fields of every message: its run, its generation of members, and the uid of its sender."""
+    """The fields of every message: id of the run, generation of members, and uid of the sender."""
 
     TYPE: ClassVar[int]
     run: bytes = blob(RUN_ID_BYTES, exact=True)
@@ -56,7 +57,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """To the tree parent: asks to join. `digest` covers configuration and graph."""
+    """Sent to the tree parent: asks to join. `digest` covers configuration and graph."""
 
     TYPE: ClassVar[int] = 1
     version: int = number(1 << 16)
@@ -67,16 +68,17 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """To a tree child: it is admitted; `run` is the run's id, which it adopts."""
+    """Sent to a tree child: it is admitted and adopts `run` as the id of the run."""
 
     TYPE: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
 class Reject(Message):
-    """Answer to a refused hello: its sender cannot be part of this run, because of `reason`.
+    """Answer to a refused `Hello`: its sender cannot be part of this run, because of `reason`.
 
-    `digest` is that of the refused hello, so that a stranger's hello with a node's uid does not end that node.
+    `digest` is that of the refused `Hello`, so that a `Hello` that another process sends with the uid of a node does
+    not end that node.
     """
 
     TYPE: ClassVar[int] = 3
@@ -86,7 +88,7 @@ class Reject(Message):
 
 @dataclass(frozen=True)
 class Present(Message):
-    """Up the tree: these uids of the sender's subtree have joined (bit u of `uids`, little-endian bytes)."""
+    """Sent up the tree: these uids of the sender's subtree have joined (bit u of `uids`, little-endian bytes)."""
 
     TYPE: ClassVar[int] = 4
     uids: bytes = blob(MAX_NODES // 8)
@@ -94,7 +96,7 @@ class Present(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """Up the tree: a node that claimed to be `uid` was refused."""
+    """Sent up the tree: a node that claimed to be `uid` was refused."""
 
     TYPE: ClassVar[int] = 5
     uid: int = number(MAX_NODES)
@@ -103,14 +105,14 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Start(Message):
-    """Down the tree: every node of the run has joined."""
+    """Sent down the tree: every node of the run has joined."""
 
     TYPE: ClassVar[int] = 6
 
 
 @dataclass(frozen=True)
 class Absent(Message):
-    """Down the tree: the deadline passed and these uids (a bitmap) never joined."""
+    """Sent down the tree: the deadline passed and these uids (a bitmap) never joined."""
 
     TYPE: ClassVar[int] = 7
     uids: bytes = blob(MAX_NODES // 8)
@@ -119,7 +121,7 @@ class Absent(Message):
 
 @dataclass(frozen=True)
 class Chunk(Message):
-    """A piece of one tensor of a round's payload. Its position in the tensor follows from the receiver's own schema."""
+    """A piece of one tensor of a round's payload. The receiver derives its place in the tensor from its own schema."""
 
     TYPE: ClassVar[int] = 8
     round: int = number(MAX_ROUND)
@@ -127,13 +129,13 @@ class Chunk(Message):
     tensor: int = number(256)
     chunk: int = number(1 << 32)
     total: int = number(1 << 48)
-    """Elements of the whole tensor: checked against the schema, never used to allocate memory."""
+    """Number of elements of the whole tensor: checked against the schema, never used to allocate memory."""
     scalars: Scalars = named_scalars()
 
 
 @dataclass(frozen=True)
 class Part(Message):
-    """A piece of a mean over all nodes, on its way up (a sum) or down (the mean)."""
+    """A piece of a mean over all nodes: of a partial sum on the way up the tree, of the mean on the way down."""
 
     TYPE: ClassVar[int] = 9
     key: str = text(96)
@@ -144,7 +146,8 @@ class Part(Message):
 
 @dataclass(frozen=True)
 class Credit(Message):
-    """To a sender of bulk messages: how many payload bytes it may have sent in all, counted from the first."""
+    """Sent to a sender of bulk messages (flow control): how many payload bytes it may send in total, counted from its
+    first one."""
 
     TYPE: ClassVar[int] = 10
     allowed: int = number(1 << 62)
@@ -152,7 +155,8 @@ class Credit(Message):
 
 @dataclass(frozen=True)
 class Arrive(Message):
-    """A barrier. Up the tree: the sender's whole subtree has reached it. Down: every node has, go on."""
+    """A step of a barrier. Up the tree: the whole subtree of the sender has reached the barrier. Down the tree: every
+    node has reached it, and may continue."""
 
     TYPE: ClassVar[int] = 11
     key: str = text(96)
@@ -161,14 +165,14 @@ class Arrive(Message):
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """To every node, along the tree: finish the round under way, then close."""
+    """Sent to every node along the tree: finish the current round, then close."""
 
     TYPE: ClassVar[int] = 12
 
 
 @dataclass(frozen=True)
 class Depart(Message):
-    """To the neighbors: the sender has sent payloads of all rounds below `rounds`, and sends no more."""
+    """Sent to the neighbors: the sender has sent its payloads of all rounds below `rounds` and sends no more."""
 
     TYPE: ClassVar[int] = 13
     rounds: int = number(MAX_ROUND)
@@ -176,7 +180,7 @@ class Depart(Message):
 
 @dataclass(frozen=True)
 class Fail(Message):
-    """To every node, along the tree: `uid` failed."""
+    """Sent to every node along the tree: `uid` failed."""
 
     TYPE: ClassVar[int] = 14
     uid: int = number(MAX_NODES)
@@ -185,7 +189,7 @@ class Fail(Message):
 
 @dataclass(frozen=True)
 class Report(Message):
-    """Up the tree to the lowest uid: the closing figures of `uid`."""
+    """Sent up the tree to the lowest uid: the closing figures of `uid`."""
 
     TYPE: ClassVar[int] = 15
     uid: int = number(MAX_NODES)
@@ -194,7 +198,7 @@ class Report(Message):
 
 @dataclass(frozen=True)
 class Slot(Message):
-    """A doorbell: the sender's payload of this round lies in this slot of its publish buffer
+    """A doorbell: the sender's payload of this round is in this slot of its publish buffer
     (communication/shared_memory/publish_buffer.py)."""
 
     TYPE: ClassVar[int] = 16
@@ -203,13 +207,13 @@ class Slot(Message):
     slot: int = number(2)
     use: int = number(1 << 62)
     totals: bytes = blob(8 * 64)
-    """Elements of each tensor, 8 bytes little-endian each: checked against the schema."""
+    """Number of elements of each tensor, 8 bytes little-endian each: checked against the schema."""
     scalars: Scalars = named_scalars()
 
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """Which numbered messages of one plane have arrived (wire/stream.py). Not numbered itself."""
+    """Acknowledges the numbered messages of one plane that have arrived (wire/stream.py). Not numbered itself."""
 
     TYPE: ClassVar[int] = 17
     plane: int = number(2)
@@ -217,14 +221,14 @@ class Ack(Message):
     ahead: bytes = blob(1 << 12)
     """Bit i: the message first_missing + 1 + i has arrived."""
     gap: int = number(2)
-    """1: a message was missed; the receiver of this is to send a probe."""
+    """1 if a message is missing; the receiver of this acknowledgement then sends a probe."""
     probe: int = number(1 << 62)
-    """The number of the probe that this answers, or 0."""
+    """The number of the probe that this acknowledgement answers, or 0."""
 
 
 @dataclass(frozen=True)
 class Probe(Message):
-    """Sent after all else on a plane: asks which messages before it have not arrived. Not numbered itself."""
+    """Sent after all other messages of a plane: asks which of those before it have not arrived. Not numbered itself."""
 
     TYPE: ClassVar[int] = 18
     plane: int = number(2)
@@ -233,15 +237,15 @@ class Probe(Message):
 
 @dataclass(frozen=True)
 class Ask(Message):
-    """Asks for permission to send bulk messages. Sent only where these have keys of their own."""
+    """Asks for permission to send bulk messages. Sent only if bulk messages have keys of their own."""
 
     TYPE: ClassVar[int] = 19
 
 
 @dataclass(frozen=True)
 class Key(Message):
-    """Answer to Ask, over CURVE: `token` proves the receiver's identity at every login to the sender's bulk socket,
-    `key` encrypts what it sends there."""
+    """Answer to Ask, sent over CURVE: with `token` the receiver proves its identity at every login to the sender's bulk
+    socket, and `key` encrypts what it sends there."""
 
     TYPE: ClassVar[int] = 20
     token: bytes = blob(16, exact=True)
@@ -250,17 +254,18 @@ class Key(Message):
 
 @dataclass(frozen=True)
 class Bye(Message):
-    """The sender leaves: it sends nothing more, and reads nothing. Not numbered."""
+    """The sender leaves: it sends nothing more and reads nothing more. Not numbered."""
 
     TYPE: ClassVar[int] = 21
 
 
 @dataclass(frozen=True)
 class Join(Message):
-    """From a node outside to every node: asks to be a member of the run's next generation. Other fields as in Hello.
+    """Sent to every node by a node that is outside: asks to be a member of the next generation. Other fields as in
+    Hello.
 
-    The generation that it names is the one that the receiver last said to be in (`Current`): a late copy of a Join
-    names one that is over, and is not taken for another restart.
+    It names the generation that the receiver last reported in `Current`. A delayed copy of a Join therefore names a
+    generation that is over, and is not mistaken for another restart.
     """
 
     TYPE: ClassVar[int] = 22
@@ -268,12 +273,12 @@ class Join(Message):
     digest: str = text(64)
     num_nodes: int = number(MAX_NODES)
     seat: bytes = field(default=b"", metadata={"blob": SEAT_TOKEN_BYTES, "exact": False})
-    """Of a node that is not in the mapping: the token of its uid (wire/membership/seats.py)."""
+    """If the sender is not in the mapping, the token of its uid (wire/membership/seats.py); empty otherwise."""
 
 
 @dataclass(frozen=True)
 class Suspect(Message):
-    """To the leader of the next generation: these members (a bitmap) do not answer. A sender that names itself has
+    """Sent to the leader of the next generation: these members (a bitmap) do not answer. A sender that names itself has
     failed. stopping: the sender was asked to stop."""
 
     TYPE: ClassVar[int] = 23
@@ -283,35 +288,39 @@ class Suspect(Message):
 
 @dataclass(frozen=True)
 class Prepare(Message):
-    """To every member (a bitmap) of the proposed generation, which this message names: begin no further round. seats:
-    the nodes that are not in the mapping (wire/membership/seats.py)."""
+    """Sent to every member (a bitmap) of the proposed generation, which this message names: begin no further round.
+
+    seats: the nodes that are not in the mapping (wire/membership/seats.py).
+    """
 
     TYPE: ClassVar[int] = 24
     members: bytes = blob(MAX_NODES // 8)
     seats: bytes = field(default=b"", metadata={"blob": MAX_SEATS_BYTES, "exact": False})
     merges: bytes = field(default=b"", metadata={"blob": MAX_SIDES * NAME_BYTES, "exact": False})
-    """The names of the generations that went on apart and become one with this (wire/membership/sides.py): whoever is
-    in none of them takes it for a late copy of another attempt."""
+    """The names of the generations that continued on separate sides of a partition and merge in the proposed one
+    (wire/membership/sides.py). A node that is in none of them treats the message as a delayed copy of another
+    attempt."""
 
 
 @dataclass(frozen=True)
 class Promise(Message):
-    """Answer to Prepare: the sender begins no round from `position` on. fresh: it has no model yet. stopping: it was
-    asked to stop."""
+    """Answer to Prepare: the sender begins no round from `position` on. fresh: the sender has no model yet. stopping:
+    it was asked to stop."""
 
     TYPE: ClassVar[int] = 25
     position: int = number(MAX_ROUND)
     fresh: int = number(2)
     stopping: int = number(2)
     line: bytes = field(default=b"", metadata={"blob": NAME_BYTES, "exact": False})
-    """The name of the last generation whose members this node's model was one with; empty where it does not matter."""
+    """The name of the last generation with whose members the sender shared a common model (`MemberState.line`); empty
+    in runs in which it does not matter."""
 
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """From the leader: every member has promised this generation. Members in `fresh` (a bitmap) get a model before its
-    first round. stopping: no round begins in it. merging: members come from generations that went on apart, and average
-    their models before it."""
+    """Sent by the leader: every member has promised this generation. Members in `fresh` (a bitmap) get a model before
+    its first round. stopping: no round begins in it. merging: members come from generations that continued separately,
+    and average their models before the first round."""
 
     TYPE: ClassVar[int] = 26
     members: bytes = blob(MAX_NODES // 8)
@@ -323,7 +332,7 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """Answer to Commit: the sender has released what belonged to the old generation, and takes messages of the new
+    """Answer to Commit: the sender has released the resources of the old generation and accepts messages of the new
     one."""
 
     TYPE: ClassVar[int] = 27
@@ -331,30 +340,30 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Go(Message):
-    """From the leader: every member is ready, the generation is in force."""
+    """Sent by the leader: every member is ready, and the generation is in force."""
 
     TYPE: ClassVar[int] = 28
 
 
 @dataclass(frozen=True)
 class Ping(Message):
-    """Asks whether a node lives. The I/O thread answers with Pong, whatever the training does."""
+    """Asks whether a node is alive. Its I/O thread answers with Pong, whatever the training does."""
 
     TYPE: ClassVar[int] = 29
 
 
 @dataclass(frozen=True)
 class Pong(Message):
-    """Answer to Ping and Suspect: the sender lives, in the generation that this message names."""
+    """Answer to Ping and Suspect: the sender is alive, in the generation that this message names."""
 
     TYPE: ClassVar[int] = 30
 
 
 @dataclass(frozen=True)
 class Current(Message):
-    """To a node of another generation, or of none: the sender's generation, which this message names, and its members
-    (a bitmap). steady: it is in force, as far as the sender knows. about_generation, about_origin: the generation that
-    the answered message named."""
+    """Sent to a node of another generation or of none: the sender's generation, which this message names, and its
+    members (a bitmap). steady: it is in force, as far as the sender knows. about_generation, about_origin: the
+    generation that the answered message named."""
 
     TYPE: ClassVar[int] = 31
     members: bytes = blob(MAX_NODES // 8)
@@ -365,7 +374,7 @@ class Current(Message):
 
 @dataclass(frozen=True)
 class Denied(Message):
-    """Answer to Join: its sender can never be part of this run, because of `reason`. `digest` is that of the Join."""
+    """Answer to Join: the node can never be part of this run, because of `reason`. `digest` is that of the Join."""
 
     TYPE: ClassVar[int] = 32
     digest: str = text(64)
@@ -374,8 +383,8 @@ class Denied(Message):
 
 @dataclass(frozen=True)
 class Skipped(Message):
-    """To a neighbor that took no payload for too long: the sender's payloads from (round, phase) to (last_round,
-    last_phase) do not come; those before and after do."""
+    """Sent to a neighbor that accepted no payload for too long: the sender's payloads from (round, phase) to
+    (last_round, last_phase) will not arrive; those before and after will."""
 
     TYPE: ClassVar[int] = 33
     round: int = number(MAX_ROUND)
@@ -386,23 +395,26 @@ class Skipped(Message):
 
 @dataclass(frozen=True)
 class Overdue(Message):
-    """To a neighbor whose payload is overdue: asks whether the neighbor waits for other nodes itself. Not numbered."""
+    """Sent to a neighbor whose payload is overdue: asks whether it waits for other nodes itself. Not numbered."""
 
     TYPE: ClassVar[int] = 34
 
 
 @dataclass(frozen=True)
 class Waits(Message):
-    """Answer to Overdue: the sender lives, and its rounds wait for other nodes at this moment. Not numbered."""
+    """Answer to Overdue: the sender is alive, and its training is waiting for other nodes now. Not numbered."""
 
     TYPE: ClassVar[int] = 35
 
 
 @dataclass(frozen=True)
 class Knock(Message):
-    """From a node that is not in the mapping, which has no uid yet: asks to be granted one. It listens at `control` and
-    `bulk`, as tcp://ADDRESS:PORT. It comes on a connection of its own, on which the answer goes back; run, generation
-    and source mean nothing. reach: whether others reach it there (REACH_...). invitation: as wire/invitation.py."""
+    """Sent by a node that is not in the mapping and has no uid yet: asks for a uid.
+
+    The node listens at `control` and `bulk` (tcp://ADDRESS:PORT). The message arrives on a connection of its own, on
+    which the answer is sent back; run, generation and source have no meaning. reach: whether others reach the node at
+    these addresses (REACH_...). invitation: see wire/invitation.py.
+    """
 
     TYPE: ClassVar[int] = 36
     version: int = number(1 << 16)
@@ -414,9 +426,11 @@ class Knock(Message):
 
 @dataclass(frozen=True)
 class Granted(Message):
-    """Answer to Knock: the newcomer is `uid`, and asks to join with the token `seat`. `seats` as in Prepare, the
-    newcomer's among them; `config` is the experiment (YAML). The run began `age_milliseconds` ago; 0 in runs without
-    faults, where nothing depends on it."""
+    """Answer to Knock: the newcomer gets `uid` and asks to join with the token `seat`.
+
+    seats: as in Prepare, including the newcomer's. config: the experiment (YAML). age_milliseconds: the time since the
+    run began; 0 in runs without injected faults, in which nothing depends on it.
+    """
 
     TYPE: ClassVar[int] = 37
     uid: int = number(MAX_NODES)
@@ -428,7 +442,7 @@ class Granted(Message):
 
 @dataclass(frozen=True)
 class Inquiry(Message):
-    """From a node that is not in the mapping, before its Knock: asks what the experiment is, and takes no uid."""
+    """Sent by a node that is not in the mapping, before its Knock: asks for the experiment, without getting a uid."""
 
     TYPE: ClassVar[int] = 42
     invitation: str = text(128)
@@ -436,7 +450,7 @@ class Inquiry(Message):
 
 @dataclass(frozen=True)
 class Described(Message):
-    """Answer to Inquiry: `config` is the experiment (YAML), of this digest."""
+    """Answer to Inquiry: `config` is the experiment (YAML), and `digest` its digest."""
 
     TYPE: ClassVar[int] = 43
     digest: str = text(64)
@@ -445,7 +459,7 @@ class Described(Message):
 
 @dataclass(frozen=True)
 class Resign(Message):
-    """From a newcomer that was granted `uid` with the token `seat` and does not come: another one may have it. The
+    """Sent by a newcomer that was granted `uid` with the token `seat` and does not join: the uid is free again. The
     answer is a Turned that is final."""
 
     TYPE: ClassVar[int] = 44
@@ -454,13 +468,16 @@ class Resign(Message):
 
 
 Asked = Knock | Inquiry | Resign
-"""What a node that is not in the mapping sends before it is one of the nodes."""
+"""The messages that a node outside the mapping sends before it is one of the nodes."""
 
 
 @dataclass(frozen=True)
 class Turned(Message):
-    """Answer to Asked: not here, because of `reason`. final: to ask again is in vain. Else `uid`, which listens at
-    `at`, is to be asked, or, where that is empty, the sender once more."""
+    """Answer to one of `Asked`: the request is not granted here, because of `reason`.
+
+    final: asking again is useless. Otherwise the newcomer asks the node `uid`, which listens at `at`, or the sender
+    again if `at` is empty.
+    """
 
     TYPE: ClassVar[int] = 38
     reason: str = text()
@@ -471,8 +488,9 @@ class Turned(Message):
 
 @dataclass(frozen=True)
 class Order(Message):
-    """Along the tree: people order the run to do `action` (wire/orders.py). Up (down 0) it is a request to the root,
-    which gives it a serial number; down it asks every node for its Position, and to begin no later round before Due."""
+    """Sent along the tree: an operator orders the run to do `action` (wire/orders.py). Up the tree (down: 0) it is a
+    request to the root, which gives it a serial number. Down the tree (1) it asks every node for its Position, and to
+    begin no later round before Due."""
 
     TYPE: ClassVar[int] = 39
     action: int = number(4)
@@ -482,8 +500,8 @@ class Order(Message):
 
 @dataclass(frozen=True)
 class Position(Message):
-    """Up the tree, answer to Order: no node of the sender's subtree has begun `round` or a later one, or begins it
-    before Due."""
+    """Sent up the tree, answer to Order: no node of the sender's subtree has begun `round` or a later one, and none
+    will before Due."""
 
     TYPE: ClassVar[int] = 40
     serial: int = number(1 << 32)
@@ -492,7 +510,7 @@ class Position(Message):
 
 @dataclass(frozen=True)
 class Due(Message):
-    """Down the tree: the order is to be obeyed before `round`, by all nodes."""
+    """Sent down the tree: all nodes carry out the order before `round`."""
 
     TYPE: ClassVar[int] = 41
     serial: int = number(1 << 32)
@@ -549,13 +567,13 @@ MESSAGES: dict[int, type[Message]] = {
     )
 }
 MEMBERSHIP = (Join, Suspect, Prepare, Promise, Commit, Ready, Go, Ping, Pong, Current, Denied)
-"""Messages by which nodes agree on a generation (wire/membership/); they name the generation that they are about."""
+"""Messages by which nodes agree on a generation (wire/membership/). Each names the generation that it is about."""
 UNNUMBERED = (
     Hello, Welcome, Reject, Ack, Probe, Bye, Overdue, Waits, Knock, Granted, Inquiry, Described, Resign, Turned,
     *MEMBERSHIP,
 )  # fmt: skip
-"""Messages without a sequence number: they are repeated until answered, or mean nothing later."""
+"""Messages without a sequence number: they are repeated until they are answered, or are useless if they arrive late."""
 BULK = (Chunk, Part)
-"""Messages that have a body and travel on the bulk sockets."""
+"""Messages that have a body and are sent on the bulk sockets."""
 
 FIELDS = {kind: fields(kind) for kind in MESSAGES.values()}

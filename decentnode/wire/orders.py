@@ -1,9 +1,10 @@
-"""Orders of people to all nodes of a run: to pause, to go on, to evaluate. All nodes obey before the same round.
+"""Orders from the operator to all nodes of a run: pause, resume, evaluate. All nodes obey before the same round.
 
-An order goes up the control tree to its root and from there to every node (`Order`). Each answers with the round that
-it begins next, and does not begin it; on the way up only the latest is kept (`Position`). That is the round before
-which all nodes obey (`Due`), so that nothing is under way between them while they stand still, on no transport. What
-each node does until then, `NodeOrders` knows. To go on, nothing has to be agreed on.
+An order goes up the control tree to the root and from there to every node (`Order`). Each node answers with the round
+that it begins next and does not begin it; on the way up each node forwards only the latest round of its subtree
+(`Position`). The root announces the latest of all (`Due`), and all nodes obey before that round, so that no payload is
+in flight on any transport while they are paused. `NodeOrders` decides what a node does until then. Resuming needs no
+agreement.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.messages import Due, Message, Order, Position
 
 Action = Literal["pause", "resume", "evaluate", "meet"]
-"""meet: as pause, before a stop, which whoever orders it tells soon after. Where nobody does, nodes stop by themselves:
-a pause may last for ever, and who ordered a stop may be dead."""
+"""meet: pause before a stop, which the node that ordered it sends soon after. If the stop does not arrive, nodes stop
+by themselves: a pause may last forever, but the node that ordered the stop may be dead."""
 ACTIONS: tuple[Action, ...] = ("pause", "resume", "evaluate", "meet")
-"""In messages an action is its place here."""
+"""Messages carry the index of an action in this tuple."""
 MEET_SECONDS, MEET_ROUNDS = 5.0, 3.0
-"""How long nodes may take to meet, in seconds and, beside that, in rounds as long as the longest of those that were
-made last: the one under way, and one that others began."""
+"""How long nodes may take to meet: so many seconds, plus so many times the longest of the last rounds, for the current
+round and one that others have begun."""
 MOST_LATER = len(ACTIONS)
-"""Orders that wait at the root until the one before is agreed on: each once."""
+"""Most orders that wait at the root until the previous one is agreed on: each action once."""
 
 Next = Literal["begin", "agree", "hold", "meet", "evaluate"]
-"""What comes next at a node before a round: it begins, it waits for the round of an order, it stands still, also until
-the run stops, it evaluates."""
+"""What a node does next, before a round. begin: it begins the round. agree: it waits for the round of an order. hold:
+it is paused. meet: it is paused until the run stops. evaluate: it evaluates."""
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """The run is ordered to do `action`: `OrderTree.answer` is to be given the round that this node begins next."""
+    """The run is ordered to do `action`. The owner answers with the round that this node begins next
+    (`OrderTree.answer`)."""
 
     serial: int
     action: Action
@@ -41,7 +43,7 @@ class Ordered:
 
 @dataclass(frozen=True)
 class OrderDue:
-    """`action` is to be obeyed before `round`."""
+    """This node carries out `action` before `round`."""
 
     action: Action
     round: int
@@ -49,28 +51,29 @@ class OrderDue:
 
 OrderEvent = Ordered | OrderDue
 Send = Callable[..., None]
-"""send(to, kind of message, fields)."""
+"""send(receiver, message class, *fields) sends a message."""
 
 
 class OrderTree:
-    """One node's part in the agreement, within one generation of members. Not thread-safe; never blocks."""
+    """One node's part in agreeing on orders, within one generation of members. Not thread-safe; never blocks."""
 
     def __init__(self, send: Send, tree: Callable[[], ControlTree]) -> None:
         self._send, self._tree = send, tree
         self.begin_generation()
 
     def begin_generation(self) -> None:
-        """Forget what the members of another generation were about to agree on."""
+        """Discards the orders that the members of the previous generation have not agreed on yet."""
         self._serial = 0
         self._action: Action = "resume"
         self._open = self._own = False
-        """Whether the last order is still to be agreed on, and whether this node has said its round."""
+        """Whether the last order is not agreed on yet, and whether this node has answered with its round."""
         self._waiting: set[int] = set()
         self._highest = 0
         self._later: list[Action] = []
 
     def ask(self, action: Action) -> list[OrderEvent]:
-        """Somebody at this node orders. Asked again, an order that is not agreed on begins anew."""
+        """Gives an order at this node, and returns the events. If the same order is given again before it is agreed on,
+        the agreement starts again."""
         parent = self._tree().parent
         if parent is not None:
             self._send(parent, Order, ACTIONS.index(action), 0, 0)
@@ -78,7 +81,7 @@ class OrderTree:
         return self._take(action)
 
     def receive(self, message: Message) -> list[OrderEvent]:
-        """An Order, Position or Due from a neighbor in the tree."""
+        """Handles an Order, Position or Due from a neighbor in the tree, and returns the events."""
         if isinstance(message, Order):
             action = ACTIONS[message.action]
             if not message.down:
@@ -94,15 +97,15 @@ class OrderTree:
         return self._decide(message.round) if message.serial == self._serial and self._open else []
 
     def answer(self, serial: int, round: int) -> list[OrderEvent]:
-        """This node begins `round` next, and not before it hears when the order is due."""
+        """Answers the order `serial`: this node begins `round` next, and waits with it for `OrderDue`."""
         if serial != self._serial or not self._open:
             return []
         self._own, self._highest = True, max(self._highest, round)
         return self._collect()
 
     def _take(self, action: Action) -> list[OrderEvent]:
-        """At the root."""
-        if action == "resume":  # what else was ordered to stand still, it takes back
+        """Takes an order at the root, or queues it until the current one is agreed on."""
+        if action == "resume":  # it cancels the orders to pause that are still queued
             self._later = [each for each in self._later if each == "evaluate"]
         elif self._open and action != self._action:
             if action not in self._later:
@@ -138,27 +141,33 @@ class OrderTree:
 
 
 class NodeOrders:
-    """What a node does of orders. Used under one lock by the thread of the links and by that of the training."""
+    """Decides what a node does about orders before each round.
+
+    The I/O thread and the training thread use it under one lock.
+    """
 
     def __init__(self) -> None:
         self.round = -1
-        """The one that was begun last."""
+        """The round that was begun last."""
         self.apart = False
-        """Whether nodes are in different rounds, as with asynchronous schedules: each obeys before its next one."""
+        """Whether nodes are in different rounds, as with asynchronous schedules; each then obeys before its own next
+        round."""
         self._promised = False
         self._hold: int | None = None
         self._meets = False
-        """Whether what this node stands still for is a stop."""
+        """Whether this node is paused because the run is about to stop."""
         self._evaluate: set[int] = set()
-        """Before which rounds: a node that is behind may have several before it, one for each round at most."""
+        """Rounds before which this node evaluates. A node that is behind may have several ahead of it, at most one for
+        each round."""
 
     @property
     def paused(self) -> bool:
-        """Whether the run is ordered to stand still."""
+        """Whether the run is ordered to pause."""
         return self._hold is not None
 
     def hear(self, action: Action) -> int:
-        """An order is being agreed on. Returns the round that this node begins next, and does not begin until `due`."""
+        """Notes an order that is being agreed on. Returns the round that this node begins next; it does not begin it
+        until `due`."""
         if action == "resume":
             self._promised, self._hold, self._meets = False, None, False
         else:
@@ -166,7 +175,7 @@ class NodeOrders:
         return self.round + 1
 
     def due(self, action: Action, round: int) -> None:
-        """The order is to be obeyed before `round`."""
+        """Notes that the order is to be carried out before `round`."""
         self._promised = False
         if action in ("pause", "meet"):
             self._hold = -1 if self.apart else round
@@ -175,11 +184,11 @@ class NodeOrders:
             self._evaluate.add(-1 if self.apart else round)
 
     def give_up(self) -> None:
-        """Nobody says when the order is due: go on."""
+        """Stops waiting for the round of an order, which did not arrive: the node continues."""
         self._promised = False
 
     def next(self, round: int) -> Next:
-        """What comes next before `round`; where it begins, it is begun."""
+        """Returns what the node does next before `round`. "begin" also records the round as begun."""
         if self._evaluate and round >= min(self._evaluate):
             return "evaluate"
         if self._promised and round > self.round:
@@ -190,12 +199,15 @@ class NodeOrders:
         return "begin"
 
     def evaluated(self, round: int) -> None:
-        """The evaluation that was ordered before `round` is over."""
+        """Notes that the evaluation ordered before `round` is done."""
         self._evaluate = {each for each in self._evaluate if each > round}
 
     def begin_generation(self, first_round: int) -> Action | None:
-        """Other members begin `first_round`. Returns with what order they have to be told anew to stand still: until
-        then this node goes on with them. None where they need not."""
+        """Resets the orders for a new generation, which begins with `first_round`.
+
+        If the run was paused, returns the order that has to be given again to the new members; until it is agreed on,
+        this node continues with them. Returns None if it was not paused.
+        """
         again: Action | None = None if not self.paused else "meet" if self._meets else "pause"
         self._hold, self._meets, self._evaluate, self._promised = None, False, set(), False
         self.round = first_round - 1

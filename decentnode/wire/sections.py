@@ -1,5 +1,7 @@
-"""Short digests of an experiment's sections, which a hello has in its text about the software: whoever refuses it for
-its digest can name the sections that differ. Nothing is decided by them."""
+"""Short digests of the sections of an experiment, which `Hello.software` contains.
+
+A node that refuses a `Hello` because of its digest names the sections that differ. Nothing is decided by them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,16 @@ import hashlib
 from collections.abc import Mapping
 
 DIGITS = 3
-"""Of a section's digest. Two sections that differ look alike once in 4,096 times; sixteen sections and the versions of
-three packages fit into the 128 characters that a hello has."""
+"""Hexadecimal digits of a section's digest. Two different sections have the same three digits once in 4,096 times;
+sixteen sections and the versions of three packages fit into the 128 characters of `Hello.software`."""
 MARK = "sections "
 
 
 def told(sections: Mapping[str, str]) -> str:
-    """Returns the text for the sections (name -> digest in hex), empty for none. It begins with what stands for their
-    names, which are other ones in another version of decentnode."""
+    """Returns the text that stands for the sections (name -> digest in hex) in `Hello.software`; empty for no sections.
+
+    It begins with a digest of the names, because another version of decentnode may have other sections.
+    """
     if not sections:
         return ""
     names = hashlib.blake2b("\n".join(sections).encode(), digest_size=8).hexdigest()
@@ -22,8 +26,10 @@ def told(sections: Mapping[str, str]) -> str:
 
 
 def differing(own: Mapping[str, str], software: str) -> list[str]:
-    """Returns the names of own sections that are others in a hello's `software`; none where it does not tell of the
-    same sections."""
+    """Returns the names of this node's sections that differ from those in the `software` of another node's `Hello`.
+
+    Returns no names if `software` does not describe the same sections.
+    """
     mine, theirs = told(own), software.partition("; ")[0] + "; "
     first = len(MARK) + DIGITS
     if not mine or len(mine) != len(theirs) or mine[:first] != theirs[:first]:

@@ -1,10 +1,10 @@
 """The control protocol of one node: the start of a run, departures and failures, without sockets or clocks.
 
-Control messages travel along a tree over the uids (wire/control_tree.py), uid 0 at the root: hellos and presence go
-up, the start goes down, stops and failures go to every node. `Session` takes messages, and returns events and messages
-to send. Its states and what each admits: wire/session_states.py.
+Control messages travel along a tree over the uids (wire/control_tree.py) with uid 0 at the root: `Hello` and `Present`
+go up, `Start` goes down, `Stop` and `Fail` go to every node. `Session` takes messages and returns events and messages
+to send. wire/session_states.py has its states and the messages that each admits.
 
-One file: each message may change every part of the one state, and who reads what a message does finds all of it here.
+All of it is in one file because a message may change any part of the one state.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ from decentnode.wire.session_states import ADMISSIBLE, FROM_CHILD, FROM_PARENT, 
 HELLO_EVERY_SECONDS = 0.5
 HELLO_WINDOW_SECONDS = 0.25
 MAX_REFUSALS = 64
-"""Most nodes of which a session keeps why they were refused."""
+"""Most nodes for which a session keeps the reason why they were refused."""
 MAX_HELLOS = 8
-"""Hellos of one source that are answered within HELLO_WINDOW_SECONDS."""
+"""Most `Hello` messages of one source that are answered within HELLO_WINDOW_SECONDS."""
 
 
 class Session:
-    """One node's side of the control protocol. Not thread-safe; never blocks. Messages to send gather in `outbox`."""
+    """One node's side of the control protocol. Not thread-safe; never blocks. `outbox` holds (receiver, message) pairs
+    that the owner is to send."""
 
     def __init__(
         self,
@@ -73,12 +74,12 @@ class Session:
         founders: int | None = None,
         sections: Mapping[str, str] | None = None,
     ) -> None:
-        """num_nodes: uids that there can be. founders: how many of them begin the run; all when None. digest: of
-        configuration and graph; nodes with another one are refused. sections: digests (hex) of the configuration's
-        parts by their names, so that a refusal can name those that differ; the same names in all nodes. run: the run's
-        id where it is known beforehand; uid 0 must know it. describe: a node's name in reasons.
+        """Creates the session in state "joining". Raises ValueError if `uid` is 0 and `run` is None.
 
-        Raises ValueError when uid 0 does not know the run's id.
+        num_nodes: number of possible uids. founders: number of nodes that begin the run; None: all. digest: digest of
+        configuration and graph; nodes with another digest are refused. sections: name -> digest (hex) of the parts of
+        the configuration, the same names on all nodes, so that a refusal can name the parts that differ. run: id of the
+        run if it is already known; uid 0 must know it. describe: returns the name of a node for reasons.
         """
         if uid == 0 and run is None:
             raise ValueError("uid 0 must know the run id, got None")
@@ -89,7 +90,7 @@ class Session:
         self.generation, self.origin = FIRST
         self.founders = num_nodes if founders is None else founders
         self.members: tuple[int, ...] = tuple(range(self.founders))
-        """Of the generation, ascending."""
+        """The uids of the generation's members, ascending."""
         self.tree = ControlTree.among(uid, self.members if uid < self.founders else (uid,))
         self.state: State = "joining"
         self.outbox: list[tuple[int, Message]] = []
@@ -105,19 +106,19 @@ class Session:
         self._welcomed = uid == 0
         self._next_hello = 0.0
         self._hellos: dict[int, tuple[float, int]] = {}
-        """source -> when its window began, and its hellos since."""
+        """source -> (when its window began, number of its `Hello` messages since then)."""
         self._waiting_children: set[int] = set()
         self._present_sent: set[int] = set()
 
     def come_from_outside(self) -> None:
-        """The run has begun without this process: until `adopt`, no message of the run is taken."""
+        """Marks this process as outside a run that has already begun: it accepts no messages of it until `adopt`."""
         self._change("comes from outside")
 
     def _change(self, cause: Cause) -> None:
         self.state = next_state(self.state, cause)
 
     def adopt(self, run: bytes, name: Name, members: tuple[int, ...]) -> None:
-        """Go on as a member of another generation. Messages of the one before no longer count, other than a stop."""
+        """Continues as a member of another generation. Messages of the previous one are dropped, except for a stop."""
         self.run, self.members = run, members
         self.generation, self.origin = name
         self._change("new generation")
@@ -132,7 +133,7 @@ class Session:
 
     @property
     def name(self) -> Name:
-        """Of the generation."""
+        """The name of the generation in force."""
         return self.generation, self.origin
 
     # -- outgoing ---------------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class Session:
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; infinite once the parent has answered."""
+        """The latest time at which `tick` has to be called; infinite once the parent has answered."""
         if self.state != "joining":
             return math.inf
         if not self._welcomed:
@@ -150,8 +151,10 @@ class Session:
         return -math.inf if self._all_present else math.inf
 
     def tick(self, now: float) -> list[SessionEvent]:
-        """Repeat the hello until the parent answers. To be called by `next_deadline`, or more often; `now`: seconds of
-        any monotonic clock."""
+        """Repeats the `Hello` until the parent answers, and returns the events of a start that is complete.
+
+        The owner calls it at `next_deadline` at the latest. now: seconds of any monotonic clock.
+        """
         if self.state == "joining" and not self._welcomed and now >= self._next_hello:
             self._next_hello = now + HELLO_EVERY_SECONDS
             self.send(self._parent(), Hello, PROTOCOL_VERSION, self.digest, self.num_nodes, self._software)
@@ -159,11 +162,12 @@ class Session:
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """Uids that this node does not know to be present; on the root, exactly those that have not joined."""
+        """The uids that this node does not know to be present; on the root, exactly those that have not joined."""
         return tuple(uid for uid in range(self.founders) if uid not in self.present)
 
     def give_up(self) -> NotAssembled:
-        """End the wait for the start, whose deadline has passed. Returns who is missing; the root tells all others."""
+        """Ends the wait for the start, whose deadline has passed, and returns the missing nodes. The root sends them to
+        all other nodes."""
         self._change("deadline passed")
         known = self.tree.parent is None
         missing = self.absent if known else self._missing_below()
@@ -195,8 +199,8 @@ class Session:
     # -- incoming ---------------------------------------------------------------------------------------------
 
     def receive(self, message: Message, now: float) -> list[SessionEvent]:
-        """Returns the events that one decoded message causes; a message that is not the session's own is returned
-        itself. Raises PeerFault for a message that its sender may not send now; the state is unchanged then."""
+        """Returns the events that one decoded message causes; a message that the session does not handle is returned
+        unchanged. Raises PeerFault for a message that its sender may not send now; the state does not change then."""
         self.admit(message)
         if isinstance(message, Hello):
             return self._on_hello(message, now)
@@ -231,12 +235,12 @@ class Session:
         self.belongs(message)
 
     def _check_arrival(self, arrive: Arrive) -> None:
-        """Raises PeerFault unless a child says that it arrived, or the parent says to go on."""
+        """Raises PeerFault unless this comes up from a tree child or down from the tree parent."""
         if arrive.source not in ((self.tree.parent,) if arrive.down else self.tree.children):
             raise PeerFault("wrong_sender", f"barrier {arrive.key!r} from {arrive.source}")
 
     def belongs(self, message: Message) -> None:
-        """Raises PeerFault for a message of another run or generation, or of a uid that no other node has."""
+        """Raises PeerFault for a message of another run or generation, or from a uid that no other node can have."""
         if message.source >= self.num_nodes or message.source == self.uid:
             raise PeerFault("unknown_uid", str(message.source))
         if message.run != self.run or self.run == NO_RUN:
@@ -280,8 +284,8 @@ class Session:
         return None
 
     def note_refusal(self, uid: int, reason: str) -> bool:
-        """Keep why `uid` cannot take part, and tell the root. Returns False where that is known already, or where
-        MAX_REFUSALS reasons are kept."""
+        """Keeps the reason why `uid` cannot take part and sends it to the root. Returns False if the reason is already
+        known, or if MAX_REFUSALS reasons are kept."""
         if self.refusals.get(uid) == reason or len(self.refusals) >= MAX_REFUSALS:
             return False
         self.refusals[uid] = reason
@@ -324,7 +328,7 @@ class Session:
 
     @property
     def _all_present(self) -> bool:
-        """Whether this is the root, and knows of every node."""
+        """Whether this node is the root and knows that every node is present."""
         return self.tree.parent is None and len(self.present) == self.founders
 
     def _begin(self, cause: Cause) -> list[SessionEvent]:
@@ -335,8 +339,11 @@ class Session:
         return [Joined()]
 
     def has_begun(self, run: bytes) -> list[SessionEvent]:
-        """A node speaks of generations of this run, which so has begun: the start was lost on its way. Whoever told it
-        may be dead, and what a link owes ends with the generation."""
+        """Takes a message about generations of this run as the start, which must have been lost.
+
+        The node that should have sent the start may be dead, and a link discards its unacknowledged messages when the
+        generation ends.
+        """
         return self._begin("Start") if self.state == "joining" and self._welcomed and run == self.run else []
 
     def _on_start(self, start: Start) -> list[SessionEvent]:  # noqa: ARG002
@@ -390,7 +397,7 @@ class Session:
         return tuple(uid for uid in self.subtree() if uid not in self.present)
 
     def subtree(self, top: int | None = None) -> Iterable[int]:
-        """A member, this uid when not given, and all below it in the tree, ascending."""
+        """Returns `top` (this node's uid if None) and all uids below it in the tree, ascending."""
         level = [self.uid if top is None else top]
         found: list[int] = []
         while level:

@@ -1,4 +1,4 @@
-"""What a session tells its owner of the run: that it began, or cannot begin, who failed, who sends nothing more."""
+"""The events that a session returns to its owner: the run began or cannot begin, a node failed or sends no more."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Rejected:
 
 @dataclass(frozen=True)
 class NotAssembled:
-    """The run cannot begin, as `missing` have not joined in time."""
+    """The run cannot begin, because the nodes in `missing` did not join in time."""
 
     missing: tuple[int, ...]
     reason: str
-    """Why nodes were refused, or which node did not answer; may be empty."""
+    """Why nodes were refused or which node did not answer; may be empty."""
 
 
 @dataclass(frozen=True)

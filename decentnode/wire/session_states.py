@@ -1,4 +1,4 @@
-"""The states of a session, the changes between them, and the messages that each admits, as tables."""
+"""Tables of the states of a session, the transitions between them, and the messages that are admissible in each."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ TRANSITIONS: dict[State, dict[Cause, State]] = {
     "outside": {"new generation": "running"},
     "failed": {},
 }  # fmt: skip
-"""The next state for each state and cause. all present: the root knows of every node. deadline passed: this node has
-waited for the start for too long. comes from outside: the run has begun, and this process asks to join it. new
-generation: this node is a member of one that is in force (wire/membership/)."""
+"""The next state for each state and cause. "all present": the root knows that every node has joined. "deadline passed":
+this node has waited too long for the start. "comes from outside": the run has already begun, and this process asks to
+join it. "new generation": this node is a member of a generation that is in force (wire/membership/)."""
 
 _ALWAYS = frozenset({Hello, Reject, Present, Refused, Stop, Fail, Ack, Probe, Bye})
 IN_A_RUN = frozenset({Chunk, Part, Credit, Arrive, Depart, Slot, Skipped, Overdue, Waits, Ask, Key})
-"""What a member may send to any other once it knows the run's id; Arrive along the tree alone."""
+"""Messages that a member may send to any other member once it knows the run's id; Arrive only along the tree."""
 
 ADMISSIBLE: dict[State, frozenset[type[Message]]] = {
     "joining": _ALWAYS | IN_A_RUN | {Welcome, Start, Absent},
@@ -61,8 +61,8 @@ ADMISSIBLE: dict[State, frozenset[type[Message]]] = {
     "failed": frozenset({Ack, Probe, Bye}),
     "outside": frozenset({Ack, Probe, Bye}),
 }
-"""The messages that a node takes in each state. Bulk messages are taken before the start: a sender that is higher in
-the tree hears of the start earlier."""
+"""The messages that a node accepts in each state. Bulk messages are accepted before the start, because a sender that is
+higher in the tree receives the start earlier."""
 
 FROM_PARENT = (Welcome, Start, Absent, Reject, Due)
 """Messages that only the tree parent may send."""
@@ -71,7 +71,8 @@ FROM_CHILD = (Hello, Present, Refused, Report, Position)
 
 
 def next_state(state: State, cause: Cause) -> State:
-    """The state that follows. Raises AssertionError for a change that is not in the table: a fault of our own code."""
+    """Returns the state that follows. Raises AssertionError for a transition that is not in the table: a bug in our own
+    code."""
     following = TRANSITIONS[state].get(cause)
     if following is None:
         raise AssertionError(f"no change of state from {state} by {cause}")
