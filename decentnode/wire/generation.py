@@ -1,36 +1,37 @@
-"""Generations of members: their names, the events by which they follow each other, and why at most one is in force.
+"""Generations of members: their names, the events of changing from one to the next, and why at most one is in force.
 
-A node takes part in a round only as a member of a generation. The next one is agreed on when a member dies, freezes, is
-cut off or comes back (wire/membership/); this page says why two can never train side by side.
+A node takes part in a round only as a member of a generation. Nodes agree on the next generation when a member dies,
+freezes, is cut off or comes back (wire/membership/). This docstring shows why two generations never train side by side.
 
 Name. A generation is named by its number and its origin: the uid of the node that proposed it, and 8 random bytes drawn
-for the proposal. The number alone is not enough: a process that was started again has forgotten what it promised, so
-that two proposals may carry one number. Names are ordered, by number first; every message carries one, and a message of
-another generation than the receiver's is refused.
+for the proposal. The number alone is not enough: a restarted process has forgotten what it promised, so that two
+proposals may have the same number. Names are ordered, first by number. Every message carries a name, and a node refuses
+a message of another generation than its own.
 
-Claim. With `Limits.min_nodes` more than half of the run's nodes (the default), at most one generation in which rounds
+Claim. If `Limits.min_nodes` is more than half of the run's nodes (the default), at most one generation in which rounds
 may begin is in force at any time. A generation is in force while the processes that got ready for it, one for each of
 its members, all still belong to it.
 
 Argument.
-1. A generation comes into force only after every member promised it and released what belonged to the one before
-   (Ready), and so belongs to no other. A process follows only the highest name that it promised, and the names of
-   generations that it enters only grow.
-2. A generation in which rounds may begin has at least `min_nodes` members: present ones. Nodes that said goodbye do not
-   count toward them, as two sides of a broken network would count them both.
-3. Two such generations share a uid, of which there is one process at a time, which belongs to one of the two. The other
-   is not in force.
+1. A generation comes into force only after every member has promised it and released the resources of the previous one
+   (Ready), and so belongs to no other. A process follows only the highest name that it has promised, and the names of
+   the generations that it enters only grow.
+2. A generation in which rounds may begin has at least `min_nodes` members that are present. Nodes that said goodbye do
+   not count, because both sides of a network partition would count them.
+3. Two such generations therefore share a uid. One process at a time has that uid, and it belongs to one of the two, so
+   that the other is not in force.
 
-What this does not need is that a process remembers anything after its death: its uid then belongs to no generation
-until it is let in anew, without a model. The price is in the models, not in the claim: where so many are started again
-that no survivor of the newest generation is among those that go on, they go on from older models, and the name of the
-new generation may be lower than that of the dead one. A survivor of that one is told by those who are in force; it
-leaves when as many of them tell it as a generation needs: its own could not be in force beside theirs.
+The argument does not need a process to remember anything after its death: its uid then belongs to no generation until
+it is admitted again, without a model. The cost is in the models, not in the claim: if so many nodes are restarted that
+none of those that continue was in the newest generation, they continue from older models, and the name of the new
+generation may be lower than that of the lost one. The members of the new generation tell this to a survivor of the lost
+one. It leaves when as many of them have told it as a generation needs, because its own generation cannot be in force
+beside theirs.
 
-Where no round begins, fewer are enough. After the last round, nodes leave as they finish, and a generation that merely
-evaluates counts those that left (if everybody who promised is past the last round). Once a stop was asked for, any
-number may close together (`Generation.stopping`). Both kinds may exist on two sides of a broken network, and neither
-trains.
+If no round begins, fewer members are enough. After the last round nodes leave as they finish, and a generation that
+only evaluates also counts the nodes that left (if all that promised are past the last round). Once a stop was
+requested, any number may close together (`Generation.stopping`). Both kinds may exist on both sides of a network
+partition, and neither trains.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ FIRST: Name = (0, NO_ORIGIN)
 
 
 def new_origin(proposer: int, draw: Callable[[int], bytes]) -> bytes:
-    """Returns 12 bytes that no other proposal has: the uid of the proposer (4, big-endian), then random ones.
+    """Returns 12 bytes that are unique to one proposal: the proposer's uid (4 bytes, big-endian) and random bytes.
 
-    draw: returns so many random bytes that nobody drew before, as os.urandom does.
+    draw: returns the given number of random bytes, never the same twice, as os.urandom does.
     """
     return proposer.to_bytes(4, "big") + draw(ORIGIN_BYTES - 4)
 
 
 def proposer_of(origin: bytes) -> int:
-    """The uid that drew this origin."""
+    """Returns the uid of the node that drew this origin."""
     return int.from_bytes(origin[:4], "big")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A set of members that take part in rounds from `first_round` on. `fresh` members have no model of their own
+    """A set of members that take part in rounds from `first_round` on; those in `fresh` have no model of their own
     yet."""
 
     number: int
@@ -70,10 +71,10 @@ class Generation:
     fresh: frozenset[int] = frozenset()
     origin: bytes = NO_ORIGIN
     stopping: bool = False
-    """A stop was asked for: no round begins, the members evaluate and close."""
+    """A stop was requested: no round begins, the members evaluate and close."""
     merging: bool = False
-    """Members come from generations that went on apart: before its first round all models become one, their weighted
-    mean."""
+    """Members come from generations that continued separately; before the first round every model is replaced by the
+    weighted mean of all models."""
 
     @property
     def name(self) -> Name:
@@ -82,40 +83,40 @@ class Generation:
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a silent node is waited for, and how small a generation may be."""
+    """How long others wait for a silent node, and how small a generation may be."""
 
     suspect_seconds: float
-    """A node from which nothing comes for so long is left out of the next generation."""
+    """A node that is silent for this long is left out of the next generation."""
     ready_seconds: float
-    """A node that lives, but is not ready for so long after the commit, is left out."""
+    """A node that answers, but is not ready this long after the commit, is left out."""
     min_nodes: int
     """Fewest members of a generation in which rounds begin."""
     rounds: int = MAX_ROUND
-    """Rounds of the run: no round begins at or after this one."""
+    """Number of rounds of the run: no round with this index or a higher one begins."""
     needed: frozenset[int] = frozenset()
-    """Nodes without which no round begins: servers, for which their clients wait."""
+    """Nodes without which no round begins: servers, because their clients wait for them."""
     merges: bool = False
-    """Whether all sides of a broken network go on, and become one generation once they hear each other
-    (`node.on_partition: both`). The claim above then does not hold, with any `min_nodes`."""
+    """Whether all sides of a network partition continue, and merge into one generation once they reach each other again
+    (`node.on_partition: both`). The claim above then does not hold, whatever `min_nodes` is."""
     newcomers_count: bool = False
-    """Whether nodes that are not in the mapping count toward `min_nodes`: only where it is no more than half of those
-    that are, which two sides of a broken network may both have anyway."""
+    """Whether nodes that are not in the mapping count toward `min_nodes`. Only used if `min_nodes` is at most half of
+    the nodes in the mapping, which two sides of a network partition may both have anyway."""
 
     def suffice(self, members: Collection[int]) -> bool:
-        """Returns whether rounds may begin with these."""
+        """Returns whether rounds may begin in a generation with these members."""
         return len(members) >= self.min_nodes and self.needed.issubset(members)
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The generation in force ends: the owner begins no further round of it."""
+    """The generation in force ends; the owner begins no further round of it."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Install:
-    """All members promised: the owner releases what belonged to the old generation, then calls `installed`."""
+    """All members have promised; the owner releases the resources of the old generation and then calls `installed`."""
 
     generation: Generation
 
@@ -129,38 +130,39 @@ class Going:
 
 @dataclass(frozen=True)
 class Outside:
-    """This node belongs to no generation; it asks to join one."""
+    """This node belongs to no generation and asks to join one."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class JoinRefused:
-    """This node asked to join, and can never be a member of this run."""
+    """This node asked to join, but can never be a member of this run."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Seated:
-    """A node that is not in the mapping has this uid, and listens there: the owner can send to it from now on."""
+    """A node outside the mapping has the uid `uid` and listens at `control` and `bulk`; the owner can now send to
+    it."""
 
     uid: int
     control: str
     bulk: str
     key: str
     relayed: bool = False
-    """Whether only relays reach it there."""
+    """Whether it can be reached only through relays."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks to be admitted, as far as the connection tells."""
+    """Who asks to be admitted, as far as the connection shows."""
 
     key: str = ""
-    """Its public key (Z85), where connections prove one."""
+    """The caller's public key (Z85); "" if connections prove no key."""
     address: str = ""
-    """The IP address from which the connection comes; "" where that is not known."""
+    """The IP address from which the connection comes; "" if it is not known."""
 
 
 GenerationEvent = Broken | Install | Going | Outside | JoinRefused | Seated

@@ -1,14 +1,14 @@
-"""Relays: how bytes reach a node to which nobody can connect, because a router translates its address.
+"""Relays, through which bytes reach a node that nobody can connect to because a router translates its address (NAT).
 
-Such a node keeps a connection to a member that others reach, its *relay*, and offers itself there. Who wants to send to
-it opens a *stream* through the relay, which stands for one connection between the two; what goes through it is what
-would go through the connection. With keys that is CURVE between the two ends: the relay sees who speaks with whom, when
-and how much, and can hold bytes back or cut them off, but it can neither read nor change anything unnoticed. Without
-keys it can do both, as everybody on the network path can.
+Such a node keeps a connection to a member that others can reach, its *relay*, and registers there. A node that wants to
+send to it opens a *stream* through the relay. A stream replaces one connection between the two nodes and carries the
+bytes that the connection would carry. With keys these bytes are CURVE between the two ends: the relay sees who
+communicates with whom, when and how much, and can delay bytes or cut the stream, but it can neither read anything nor
+change anything unnoticed. Without keys it can do both, like everybody on the network path.
 
-`RelayHub` is the relay's side: frames in, frames out. Both ends are in communication/zeromq/relays/relayed_streams.py.
-Nothing waits in a hub: what may be under way on a stream is bounded by the credit that its receiver gives
-(STREAM_BYTES), and the number of streams by MAX_STREAMS.
+`RelayHub` is the relay's side: it takes frames and returns frames. Both ends of a stream are in
+communication/zeromq/relays/relayed_streams.py. A hub buffers nothing: the bytes in flight on a stream are bounded by
+the credit that its receiver grants (STREAM_BYTES), and the number of streams by MAX_STREAMS.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from decentnode.errors import PeerFault
 
 RELAY_VERSION = 1
 ROUTE = b"relay "
-"""How the routing ids begin of connections to a relay."""
+"""Prefix of the ZeroMQ routing ids of connections to a relay."""
 HELLO, PING, OPEN, OPENED, DATA, CREDIT, CLOSE, RESET = range(1, 9)
-"""Kinds of frames. HELLO: an end begins (plane 1: offers itself), and the relay answers with number 1 once it knows who
-that is; PING is sent back; OPEN asks for a stream to the identity in the body, whose end answers OPENED or CLOSE;
-CREDIT: so many more bytes may come; RESET: the relay knows nothing of this connection."""
+"""Kinds of frames. HELLO: a node begins to use the relay (plane 1: it also registers as reachable here), and the relay
+answers with number 1 if it knows the node. PING is sent back. OPEN asks for a stream to the identity in the body, which
+answers with OPENED or CLOSE. CREDIT: `number` more bytes may be sent. RESET: the relay does not know this
+connection."""
 PIECE_BYTES = 1 << 16
 """Most bytes of a stream in one frame."""
 STREAM_BYTES = 8 * PIECE_BYTES
-"""What may be under way on a stream, in each direction."""
+"""Most bytes in flight on a stream, in each direction."""
 MAX_STREAMS = 120
-"""Of one end: all that is under way to it then finds room in its connection (RELAY_MESSAGES)."""
+"""Most streams of one node: everything in flight to it then fits into the queue of its connection (RELAY_MESSAGES)."""
 RELAY_MESSAGES = 1200
-"""Frames that wait at a relay for one end, in ZeroMQ's queue."""
+"""Most frames that wait at a relay for one node, in ZeroMQ's queue."""
 MAX_ENDS = 512
 MAX_IDENTITY_BYTES = 40
 SILENT_SECONDS = 10.0
-"""An end of which nothing came for so long is forgotten; ends send a PING every second."""
+"""A relay forgets a node that was silent for this long; nodes send a PING every second."""
 _HEAD = struct.Struct("<BBII")
 
 
@@ -52,12 +53,12 @@ class Frame:
     body: bytes | memoryview = b""
 
     def encoded(self) -> bytes:
-        """Returns it as bytes."""
+        """Returns the frame as bytes."""
         return b"".join((_HEAD.pack(self.kind, self.plane, self.stream, self.number), self.body))
 
     @classmethod
     def decoded(cls, raw: memoryview) -> Frame:
-        """Returns the frame of these bytes; the body is part of them. Raises PeerFault."""
+        """Returns the frame of these bytes; its body is a view of them. Raises PeerFault for an invalid frame."""
         if len(raw) < _HEAD.size or len(raw) > _HEAD.size + PIECE_BYTES:
             raise PeerFault("malformed_header", f"relay frame of {len(raw)} bytes")
         kind, plane, stream, number = _HEAD.unpack_from(raw)
@@ -68,45 +69,48 @@ class Frame:
 
 @dataclass
 class _End:
-    """A connection to this relay."""
+    """A node's connection to this relay."""
 
     identity: bytes
     heard: float
     streams: dict[int, tuple[bytes, int]] = field(default_factory=dict)
-    """Stream here -> (route of the other end, stream there)."""
+    """Stream number on this connection -> (route of the other end, stream number on the other end's connection)."""
     next_stream: int = 1
-    """Odd: those that ends open themselves are even."""
+    """The next stream number that the relay gives: odd, because nodes give even numbers to the streams they open."""
 
 
 class RelayHub:
-    """The streams through one relay. Not thread-safe; what is to be sent gathers in `outbox`. now: seconds of any
+    """The streams through one relay. Not thread-safe; the owner sends the frames in `outbox`. now: seconds of any
     monotonic clock."""
 
     def __init__(self, known: Callable[[bytes], bool]) -> None:
-        """known(identity): whether a node of this run has it: its public key, or where nodes have none, its uid."""
+        """known(identity): whether a node of this run has this identity: its public key, or its uid if nodes have no
+        keys."""
         self.outbox: list[tuple[bytes, Frame]] = []
-        """(route, frame)."""
+        """(route, frame) pairs to send."""
         self.relayed_bytes = 0
-        """Of streams, passed on so far."""
+        """Bytes of streams that were forwarded so far."""
         self._known = known
         self._ends: dict[bytes, _End] = {}
         self._offered: dict[bytes, bytes] = {}
-        """Identity -> route of a node that can be reached here."""
+        """Identity -> route of each node that can be reached through this relay."""
         self._next_look = 0.0
 
     def busy(self, own: bytes) -> bool:
-        """Whether streams go through here that do not end at the identity `own`."""
+        """Returns whether this relay has streams with no end at the identity `own`."""
         mine = {route for route, end in self._ends.items() if end.identity == own}
         return any(other not in mine for route, end in self._ends.items() if route not in mine
                    for other, _ in end.streams.values())  # fmt: skip
 
     def serves(self, own: bytes) -> bool:
-        """Whether streams go through here that end at the identity `own`."""
+        """Returns whether this relay has streams with an end at the identity `own`."""
         return any(end.streams for end in self._ends.values() if end.identity == own)
 
     def take(self, route: bytes, proven: bytes, raw: memoryview, now: float) -> None:
-        """A frame that came. proven: the identity of the connection, empty where connections prove none. Raises
-        PeerFault for one that no end sends."""
+        """Handles a received frame. Raises PeerFault for a frame that a node may not send.
+
+        proven: the identity that the connection proved; empty if connections prove none.
+        """
         self._forget_silent(now)
         frame = Frame.decoded(raw)
         if frame.kind == HELLO:
@@ -127,7 +131,7 @@ class RelayHub:
             raise PeerFault("malformed_header", f"relay frame {frame.kind} from an end")
 
     def lost(self, route: bytes) -> None:
-        """An end takes nothing any more: its streams are over."""
+        """Forgets a node whose connection accepts nothing any more, and closes its streams."""
         end = self._ends.pop(route, None)
         if end is None:
             return
@@ -143,11 +147,11 @@ class RelayHub:
         if known:
             self._ends.setdefault(route, _End(identity, now)).heard = now
             if frame.plane:
-                self._offered[identity] = route  # the newest: who comes again has lost the connection before
+                self._offered[identity] = route  # a node that comes again has lost its previous connection
         self._say(route, Frame(HELLO, number=int(known)))
 
     def _on_open(self, route: bytes, end: _End, frame: Frame) -> None:
-        """Refused by a CLOSE where the target is not here, or too many streams are."""
+        """Opens a stream, or answers with CLOSE if the target is not registered here or has too many streams."""
         to = self._offered.get(bytes(frame.body), b"")
         target = self._ends.get(to)
         wrong = frame.stream % 2 or not frame.stream or frame.stream in end.streams
@@ -159,7 +163,8 @@ class RelayHub:
         self._say(to, Frame(OPEN, there, frame.plane))
 
     def _pass_on(self, end: _End, frame: Frame) -> None:
-        """A frame of a stream that is over is dropped: its sender has been told, or will be."""
+        """Forwards a frame of a stream to its other end. A frame of a closed stream is dropped, because its sender was
+        or will be informed by a CLOSE."""
         other = end.streams.get(frame.stream)
         if other is None:
             return
@@ -190,7 +195,9 @@ class RelayHub:
 
 
 def order(target: int, candidates: list[int]) -> list[int]:
-    """Returns the candidates in the order in which node `target` offers itself to them, and others look for it there:
-    each node begins with another."""
+    """Returns the candidate relays in the order in which the node `target` registers with them and others look for it.
+
+    The order depends on the target, so that nodes spread over the relays.
+    """
     first = target % len(candidates) if candidates else 0
     return candidates[first:] + candidates[:first]

@@ -64,15 +64,16 @@ TRANSITIONS: dict[Stage, dict[Cause, Stage]] = {
     "committed": {"Go": "steady", "new leader": "suspecting", "Prepare": "promised", "excluded": "outside"},
     "outside": {"Prepare": "promised", "excluded": "outside"},
 }  # fmt: skip
-"""The next stage for each stage and cause. Two causes at once are two changes: a `Prepare` that reaches a steady node
-ends its generation first."""
+"""The next stage for each stage and cause. Two causes at once are two transitions: a `Prepare` that reaches a steady
+node ends its generation first."""
 
 HEARD_BY_GUESTS: frozenset[type[Message]] = frozenset({Prepare, Commit, Go, Current, Denied})
-"""What a node takes from others until it has entered a generation: it has no say in those of the others."""
+"""The messages that a node accepts until it has entered a generation; it has no part in agreements of the others."""
 
 
 def next_stage(stage: Stage, cause: Cause) -> Stage:
-    """The stage that follows. Raises AssertionError for a change that is not in the table: a fault of our own code."""
+    """Returns the stage that follows. Raises AssertionError for a transition that is not in the table: a bug in our own
+    code."""
     following = TRANSITIONS[stage].get(cause)
     if following is None:
         raise AssertionError(f"no change of stage from {stage} by {cause}")

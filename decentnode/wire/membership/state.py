@@ -1,4 +1,4 @@
-"""What one node knows while its run agrees on generations, the messages that it sends, and its changes of stage."""
+"""The membership state of one node, which the parts of `Membership` share, with its messages and its stage changes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
 
 TOLD_NODES = 20
-"""How many nodes a reason names."""
+"""Most nodes that a reason names."""
 
 
 class MemberState:
     """The state of one node, which leader, follower and `Membership` share.
 
-    Absent nodes are of three kinds. `suspects` do not answer; they may be alive, and are forgotten when a generation
-    with them comes into force. `failed` nodes said so themselves, or their supervisor did: they are dead until they
-    join anew, whatever was promised meanwhile. Nodes that `left` said goodbye when no round was left for them; a
-    goodbye before that is a failure.
+    There are three kinds of absent nodes. `suspects` do not answer; they may be alive, and are removed from the set
+    when a generation that includes them comes into force. `failed` nodes reported their own failure, or their
+    supervisor did: they count as dead until they join again, whatever was promised meanwhile. Nodes that `left` said
+    goodbye after their last round; a goodbye before that is a failure.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class MemberState:
         run: bytes = NO_RUN, describe: Callable[[int], str] = lambda uid: f"node {uid}",
         founders: int | None = None, seat: bytes = b"",
     ) -> None:
-        """num_nodes: uids that there can be. founders: how many of them are in the mapping, and begin the run; all when
-        None. seat: of a node that is not in the mapping, the token that its uid was granted with. draw: returns so many
-        random bytes (os.urandom), which keep apart what this node proposes before and after it was started again.
-        digest: of configuration and graph, compared with that of nodes that ask to join. describe: a node's name in
-        reasons.
+        """num_nodes: number of possible uids. founders: number of nodes that are in the mapping and begin the run;
+        None: all. seat: for a node that is not in the mapping, the token with which its uid was granted. draw: returns
+        the given number of random bytes (os.urandom), so that the proposals of this node before and after a restart
+        differ. digest: digest of configuration and graph, compared with that of nodes that ask to join. describe:
+        returns the name of a node for reasons.
         """
         self.uid, self.num_nodes, self.limits = uid, num_nodes, limits
         self.founders = num_nodes if founders is None else founders
@@ -56,58 +56,58 @@ class MemberState:
         self._draw = draw
         self.digest, self.describe = digest, describe
         self.generation = Generation(0, tuple(range(self.founders)))
-        """The one in force, or the last that was."""
+        """The generation in force, or the last that was."""
         self.stage: Stage = "steady"
         self.outbox: list[tuple[int, Message]] = []
-        """(receiver, message) to send; the owner empties it."""
+        """(receiver, message) pairs to send; the owner empties the list."""
         self.events: list[GenerationEvent] = []
-        """What the owner is told with the next return."""
+        """Events that the next call returns to the owner."""
         self.suspects: set[int] = set()
         self.failed: set[int] = set()
         self.left: set[int] = set()
-        """Who said goodbye after the last round."""
+        """Nodes that said goodbye after the last round."""
         self.departed: set[int] = set()
-        """Who said goodbye before it, and had not failed: it left in peace, until it comes back."""
+        """Nodes that said goodbye before the last round without having failed, and have not come back."""
         self.joiners: set[int] = set()
         """Nodes that asked to join since the generation in force began."""
         self.stopping = False
-        """The owner sets it when the run is to stop. It is never reset."""
+        """Whether the run is to stop. The owner sets it; it is never reset."""
         self.position = 0
-        """How many rounds are over here once the one under way is."""
+        """Number of rounds that this node has finished once its current round is over."""
         self.last_round = limits.rounds
-        """How many rounds the run has, as far as this node knows: fewer than planned once an evaluation has ended it.
-        The owner sets it."""
+        """Number of rounds of the run, as far as this node knows: fewer than planned once an evaluation has ended the
+        run. The owner sets it."""
         self.fresh = False
-        """Whether this node has no model yet: it came from outside."""
+        """Whether this node has no model yet, because it came from outside."""
         self.guest = False
         """Whether this node came from outside and has not entered a generation yet."""
         self.coordinator = uid
         """The node that leads, as far as this one knows."""
         self.promised: Name = FIRST
-        """The highest name that this node promised to follow, or proposed."""
+        """The highest generation name that this node promised to follow, or proposed."""
         self.highest_seen: Name = FIRST
-        """The highest name that others spoke of: a proposal goes above it."""
+        """The highest generation name in messages of others; a proposal takes a higher number."""
         self.reason = ""
         """Why the generation in force ended, or why none can follow it."""
         self.pending: Generation | None = None
-        """The generation that all promised; not in force yet."""
+        """The generation that all members have promised and that is not in force yet."""
         self.pending_ready = False
-        """Whether this node has released what belonged to the generation before `pending`."""
+        """Whether this node has released the resources of the generation before `pending`."""
         self.proposal: Proposal | None = None
-        """Of the leader: the attempt under way."""
+        """The current attempt, if this node leads it."""
         self.coordinator_heard = 0.0
-        """When the coordinator last spoke, or was first asked."""
+        """When the last message of the coordinator arrived, or the first was sent to it."""
         self.yields_until = 0.0
-        """While suspecting, when not 0: until then another node may lead undisturbed."""
+        """In stage "suspecting", if not 0: the time until which this node lets another node lead."""
         self.watch = Watch(limits.suspect_seconds)
         self.rivals = Rivals(self.founders, limits)
         self.joining = JoinRequests(limits.suspect_seconds)
         self.sides = Sides(limits.suspect_seconds)
-        """Of those that went on apart; used with `Limits.merges` alone."""
+        """Generations on other sides of a partition; used only with `Limits.merges`."""
         self.line: Name = FIRST
-        """The last generation whose members this node's model was one with: it took part in it, with a model that it
-        had of that line already, was given or got by the mean of all. The owner sets it. Where members of the next one
-        differ in it, their models become one first."""
+        """The last generation with whose members this node shared a common model: it took part in the generation with a
+        model that already descended from theirs, was sent by them, or is the mean of all. The owner sets it. If the
+        members of the next generation differ in it, their models are averaged first."""
 
     @property
     def steady(self) -> bool:
@@ -115,40 +115,44 @@ class MemberState:
 
     @property
     def belongs_to(self) -> Generation:
-        """The generation of this node's messages: the one in force, or the one that it is ready for."""
+        """The generation that this node's messages name: the one in force, or the one that it is ready for."""
         return self.pending if self.pending is not None and self.pending_ready else self.generation
 
     def in_mapping(self, uids: Collection[int]) -> set[int]:
-        """Those that count toward `min_nodes`. Newcomers do not, unless `Limits.newcomers_count`: were they counted,
-        and what counts as enough grew with them, two sides of a broken network that let in others could both go on."""
+        """Returns the nodes that count toward `min_nodes`.
+
+        Newcomers do not count, except with `Limits.newcomers_count`: if they counted, two sides of a network partition
+        that both admit newcomers could both have enough members to continue.
+        """
         return {uid for uid in uids if uid < self.founders or self.limits.newcomers_count}
 
     def others(self) -> list[int]:
-        """Every other node that there may be, ascending."""
+        """Returns every other node that may exist, ascending."""
         return [uid for uid in (*range(self.founders), *sorted(self.seats.known)) if uid != self.uid]
 
     def learn_seats(self, raw: bytes) -> None:
-        """Raises PeerFault as `Seats.learn`."""
+        """Takes over the seats that a leader sent, and reports the new ones to the owner. Raises PeerFault like
+        `Seats.learn`."""
         for uid in self.seats.learn(raw):
             self.seated(uid)
 
     def seated(self, uid: int) -> None:
-        """Tell the owner where a newcomer is."""
+        """Adds the event that tells the owner where a newcomer listens."""
         seat = self.seats.known[uid]
         if uid != self.uid:
             self.events.append(Seated(uid, seat.control, seat.bulk, seat.key, bool(seat.via)))
 
     def names(self, uids: set[int]) -> str:
-        """"node 1, node 2" for reasons; of many the first TOLD_NODES."""
+        """Returns "node 1, node 2" for reasons, with at most TOLD_NODES names."""
         told = ", ".join(map(self.describe, sorted(uids)[:TOLD_NODES]))
         return f"{told} and {len(uids) - TOLD_NODES} more" if len(uids) > TOLD_NODES else told
 
     def unheard(self, uids: set[int]) -> str:
-        """"node 1 does not answer", "node 1, node 2 do not answer" for reasons."""
+        """Returns "node 1 does not answer" or "node 1, node 2 do not answer" for reasons."""
         return f"{self.names(uids)} {'does' if len(uids) == 1 else 'do'} not answer"
 
     def not_let_in(self) -> str:
-        """Whom this node, which is outside, has asked in vain, for reasons."""
+        """Returns a reason that names the nodes that this node, which is outside, asked without success."""
         if answered := self.joining.answered:
             return f"{self.names(answered)} did not admit it"
         return f"no member of the run answers, asked {self.names({*self.others()})}"
@@ -156,15 +160,15 @@ class MemberState:
     # -- rules that the safety rests on (wire/generation.py) --------------------------------------------------
 
     def enough(self, generation: Generation) -> bool:
-        """Whether a generation may come into force: rounds need `min_nodes` that are present (point 2 there), and
-        those that are needed."""
+        """Returns whether a generation may come into force. For rounds to begin, at least `min_nodes` members must be
+        present (point 2 of the argument), and all of `Limits.needed`."""
         counted = set(generation.members)
         if generation.first_round >= self.last_round:
             counted |= self.left
         return generation.stopping or self.limits.suffice(self.in_mapping(counted))
 
     def over(self) -> bool:
-        """Whether this node begins no further round, so that others of its generation may have finished."""
+        """Returns whether this node begins no further round, so that others of its generation may have finished."""
         return self.stopping or self.position >= self.last_round
 
     def new_name(self, number: int) -> Name:
@@ -172,21 +176,21 @@ class MemberState:
 
     @staticmethod
     def may_propose(proposer: int, name: Name) -> bool:
-        """Whether `name` is one that this node draws."""
+        """Returns whether `proposer` is the node that drew `name`."""
         return proposer_of(name[1]) == proposer
 
     def counted_on(self) -> set[int]:
-        """Members of the generation that are not absent."""
+        """Returns the members of the generation that are not absent."""
         return set(self.generation.members) - self.suspects - self.failed - self.left
 
     # -- changes of stage -------------------------------------------------------------------------------------
 
     def change(self, cause: Cause) -> None:
-        """Go to the stage that `TRANSITIONS` gives."""
+        """Changes to the stage that `TRANSITIONS` gives for this cause."""
         self.stage = next_stage(self.stage, cause)
 
     def end_generation(self, reason: str) -> None:
-        """The generation in force ends for this node: the owner begins no further round of it."""
+        """Ends the generation in force for this node; the owner begins no further round of it."""
         self.change("generation over")
         self.reason = reason
         self.yields_until = 0.0
@@ -195,11 +199,11 @@ class MemberState:
         self.events.append(Broken(reason))
 
     def drop_attempt(self) -> None:
-        """Forget the attempt under way, as a leader or as a follower."""
+        """Forgets the current attempt, as a leader or as a follower."""
         self.proposal, self.pending, self.pending_ready = None, None, False
 
     def go_outside(self, now: float, reason: str) -> None:
-        """Leave the generation: this node has no model from now on, and asks to join."""
+        """Leaves the generation: from now on this node has no model, and it asks to join."""
         if self.stage == "steady":
             self.events.append(Broken(reason))
         self.change("excluded")
@@ -214,12 +218,12 @@ class MemberState:
     # -- messages ---------------------------------------------------------------------------------------------
 
     def say(self, to: int, kind: type[Message], name: Name | None = None, *values: object) -> None:
-        """Put a message into the outbox. name: of the generation that it speaks of; None: of the one in force."""
+        """Puts a message into the outbox. name: the generation that the message names; None: the one in force."""
         number, origin = self.generation.name if name is None else name
         self.outbox.append((to, kind(self.run, number, self.uid, *values, origin=origin)))
 
     def promise(self) -> Promise:
-        """This node's answer to `Prepare`: for the highest name that it promised."""
+        """Returns this node's answer to `Prepare`, for the highest name that it has promised."""
         number, origin = self.promised
         line = packed([self.line]) if self.limits.merges else b""
         return Promise(self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), line,
@@ -229,8 +233,8 @@ class MemberState:
         self.outbox.append((to, self.promise()))
 
     def say_current(self, message: Message) -> None:
-        """Answer a node of another generation, or of none, with the one that this node is in, unless it is about to
-        close."""
+        """Answers a node of another generation or of none with the generation that this node is in, unless this node
+        is about to close."""
         if not self.stopping and not self.generation.stopping:
             members = bitmap(self.generation.members, self.num_nodes)
             self.say(message.source, Current, None, members, int(self.steady), message.generation, message.origin)
@@ -244,5 +248,5 @@ class MemberState:
 
 
 def name_of(message: Message) -> Name:
-    """The name of the generation that a message speaks of."""
+    """Returns the name of the generation that a message names."""
     return message.generation, message.origin
