@@ -1,4 +1,4 @@
-"""A follower's part in agreeing on a generation: promise, get ready, go."""
+"""A follower's part in agreeing on a generation: promise, get ready, enter."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from decentnode.wire.messages import Commit, Go, Message, Prepare, Ready
 
 
 class Follower:
-    """Stages promised and committed."""
+    """The follower's actions in the stages "promised" and "committed"."""
 
     def __init__(self, state: MemberState) -> None:
         self._state = state
 
     @property
     def active(self) -> bool:
-        """Whether this node follows a leader now."""
+        """Whether this node follows a leader at the moment."""
         return self._state.stage in ("promised", "committed")
 
     def on_prepare(self, prepare: Prepare, now: float) -> None:
-        """Promise, unless a higher name is promised already: then say which. Raises PeerFault where the sender may not
-        propose this name."""
+        """Promises the proposed generation, or answers with the promise of a higher name. Raises PeerFault if the
+        sender may not propose this name."""
         state = self._state
         name, members = name_of(prepare), from_bitmap(prepare.members, state.num_nodes)
         if state.uid not in members:
@@ -32,9 +32,9 @@ class Follower:
             raise PeerFault("wrong_sender", f"generation {prepare.generation} prepared by {prepare.source}")
         foreign = prepare.source not in state.generation.members and not state.guest
         if state.limits.merges and foreign and state.generation.name not in unpacked(prepare.merges):
-            state.say_current(prepare)  # a late copy of an attempt on the other side of a broken network
+            state.say_current(prepare)  # a delayed copy of an attempt on another side of a partition
             return
-        if foreign and state.steady and not state.limits.merges:  # the others went on without it
+        if foreign and state.steady and not state.limits.merges:  # the others continued without the sender
             state.say_current(prepare)
             return
         if name < state.promised or name[0] <= state.generation.number:
@@ -54,7 +54,7 @@ class Follower:
         self.repeat()
 
     def on_commit(self, commit: Commit, now: float) -> None:
-        """Have the owner release the old generation (`Install`)."""
+        """Makes the owner release the resources of the old generation (`Install`)."""
         state = self._state
         if not self._from_coordinator(commit):
             return
@@ -71,12 +71,12 @@ class Follower:
         self.repeat()
 
     def on_go(self, go: Go) -> bool:
-        """Whether this node enters the generation that it is ready for."""
+        """Returns whether this node now enters the generation that it is ready for."""
         state = self._state
         return self._from_coordinator(go) and state.stage == "committed" and state.pending_ready
 
     def repeat(self) -> None:
-        """Send again what the coordinator waits for."""
+        """Sends again the answer that the coordinator waits for."""
         state = self._state
         if state.stage == "committed" and state.pending_ready:
             state.say(state.coordinator, Ready, state.promised)
@@ -84,6 +84,6 @@ class Follower:
             state.say_promise(state.coordinator)
 
     def _from_coordinator(self, message: Message) -> bool:
-        """Whether a message comes from the node that this one promised to follow, about what it promised."""
+        """Returns whether a message comes from the coordinator and names the generation that this node promised it."""
         state = self._state
         return self.active and name_of(message) == state.promised and message.source == state.coordinator

@@ -1,4 +1,4 @@
-"""The leader's part in agreeing on a generation: propose, gather promises, commit, gather readiness."""
+"""The leader's part in agreeing on a generation: propose, collect promises, commit, collect `Ready` messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from decentnode.wire.messages import Commit, Go, Prepare, Promise, Ready
 
 
 class Leader:
-    """Stages preparing and committing, and short when too few are left. Where the node has to enter the generation, or
-    to find a new leader, the methods return so, and `Membership` does it."""
+    """The leader's actions in the stages "preparing" and "committing", and "short" if too few nodes are left.
+
+    If the node then has to enter the generation or to find a new leader, a method returns True, and its caller does so.
+    """
 
     def __init__(self, state: MemberState) -> None:
         self._state = state
 
     def propose(self, now: float) -> None:
-        """Begin an attempt with all that are not absent and all that asked to join."""
+        """Begins an attempt with all members that are not absent and all nodes that asked to join."""
         state = self._state
         joiners = set() if state.stopping else state.joiners
         members = frozenset(state.counted_on() | joiners | {state.uid})
@@ -31,7 +33,10 @@ class Leader:
         self.prepare(state.new_name(number), members, now)
 
     def take_in(self, sides: Mapping[Name, frozenset[int]], now: float) -> None:
-        """Begin an attempt with this node's generation and those that went on apart from it (name -> members)."""
+        """Begins an attempt to merge this node's generation with those of other sides of a partition.
+
+        sides: name of each generation -> its members.
+        """
         state = self._state
         members = frozenset(state.counted_on() | {state.uid}).union(*sides.values())
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
@@ -40,7 +45,7 @@ class Leader:
     def prepare(
         self, name: Name, members: frozenset[int], now: float, merges: frozenset[Name] = frozenset()
     ) -> None:
-        """Begin an attempt with these, under a name that is higher than any that this node promised."""
+        """Begins an attempt with these members, under a name that is higher than any that this node has promised."""
         state = self._state
         state.promised, state.coordinator = name, state.uid
         state.change("proposes")
@@ -50,15 +55,16 @@ class Leader:
         self._say_stage()
 
     def tick(self, now: float) -> bool:
-        """Repeat the stage's message; whether instead a new leader has to be found, as somebody is silent."""
+        """Sends the stage's message again, or returns True if a new leader has to be found instead, because a member is
+        silent or left, or another node proposed as high a number."""
         state, proposal = self._state, self._state.proposal
         assert proposal is not None
         silent = proposal.silent(now, state.limits, state.stage == "committing", state.watch.patience)
         silent -= state.left | {state.uid}
         outbid = state.highest_seen[0] >= proposal.name[0]
         if outbid and proposer_of(state.highest_seen[1]) < state.uid:
-            # Two lead that do not hear each other. If both bid higher at once, neither would ever succeed: the higher
-            # uid waits.
+            # Two nodes lead without hearing each other. If each proposed a higher number than the other at once,
+            # neither would ever succeed; the node with the higher uid therefore waits.
             state.change("yields")
             state.drop_attempt()
             state.yields_until = now + state.limits.suspect_seconds
@@ -72,7 +78,7 @@ class Leader:
 
     def on_promise(self, promise: Promise, now: float) -> None:
         state, proposal = self._state, self._state.proposal
-        if proposal is None or name_of(promise) != proposal.name:  # it promised somebody else
+        if proposal is None or name_of(promise) != proposal.name:  # it promised another proposal
             state.highest_seen = max(state.highest_seen, name_of(promise))
         if proposal is None or promise.source not in proposal.members:
             return
@@ -82,7 +88,7 @@ class Leader:
             self._check_promises(now)
 
     def on_ready(self, ready: Ready, now: float) -> bool:
-        """Whether all are ready now, and were told to go: this node enters the generation, too."""
+        """Returns whether all members are ready now and were sent `Go`, so that this node enters the generation too."""
         state, proposal = self._state, self._state.proposal
         if proposal is not None and name_of(ready) == proposal.name and ready.source in proposal.members:
             proposal.heard[ready.source] = now
@@ -92,7 +98,7 @@ class Leader:
         return False
 
     def own_ready(self) -> bool:
-        """This node is ready itself; whether all are now, and were told to go."""
+        """Notes that this node is ready. Returns whether all members are now and were sent `Go`."""
         return self._add_ready(self._state.uid)
 
     def _add_ready(self, uid: int) -> bool:
@@ -106,7 +112,7 @@ class Leader:
         return True
 
     def _check_promises(self, now: float) -> None:
-        """Commit once all have promised, where what they promised makes a generation."""
+        """Commits once all have promised, if a generation can follow from their promises."""
         state, proposal = self._state, self._state.proposal
         if proposal is None or state.stage != "preparing" or not proposal.promised_by_all():
             return
@@ -133,7 +139,7 @@ class Leader:
         state.reason = f"{state.unheard(absent) if absent else 'a node that left does not answer'}, and {needs}"
 
     def _say_stage(self) -> None:
-        """Send the stage's message to all other members of the proposal."""
+        """Sends the stage's message to all other members of the proposal."""
         state, proposal = self._state, self._state.proposal
         if proposal is None:
             return

@@ -36,16 +36,18 @@ from decentnode.wire.messages import (
 )
 
 MAX_LEAP = 1 << 20
-"""A message may name a generation so much higher than those known here: without a bound, one wrong message could use up
-all numbers."""
+"""How far the generation number of a message may be above those known here. Without a bound, one wrong message could
+use up all numbers."""
 
 
 REPEAT_SECONDS = 0.25
-"""Time between two repetitions of what was not answered."""
+"""Time after which an unanswered message is sent again."""
 
 
 class Membership(MemberState):
-    """One node's side. The owner calls `receive` for every message, `tick` by `next_deadline`, sends what gathers in
+    """One node's side of agreeing on generations.
+
+    The owner calls `receive` for every message and `tick` at `next_deadline` at the latest, sends the messages in
     `outbox`, and acts on the events that every call returns. Not thread-safe; never blocks. `now` is the time of any
     monotonic clock, in seconds.
     """
@@ -62,7 +64,7 @@ class Membership(MemberState):
         self._merging = Merging(self, self._leader, self._succession)
         self.newcomers = Newcomers(self, draw)
         self._repeat_at = math.inf
-        """When what was not answered is repeated; infinite while the node waits for no answer."""
+        """When unanswered messages are sent again; infinite while this node waits for no answer."""
         self._handlers: dict[type[Message], Callable[[Any, float], None]] = {
             Bye: self._on_bye, Commit: self._follower.on_commit, Current: self._on_current, Denied: self._on_denied,
             Go: self._on_go, Join: self._on_join, Ping: self._on_ping, Pong: self._on_pong,
@@ -73,34 +75,35 @@ class Membership(MemberState):
     # -- calls of the owner -----------------------------------------------------------------------------------
 
     def suspect(self, uids: Collection[int], now: float, reason: str = "", dead: bool = False) -> list[GenerationEvent]:
-        """Report nodes that do not answer though the training waits for them, or (dead) whose processes have ended."""
+        """Reports nodes that do not answer though the training waits for them or, with `dead`, whose processes
+        ended."""
         self.left -= set(uids)
         self.departed -= set(uids)
         self._succession.suspect(set(uids), now, reason, dead)
         return self._take_events(now)
 
     def leave(self, now: float, reason: str) -> list[GenerationEvent]:
-        """Begin outside: this process was started again, or the others went on without it."""
+        """Puts this node outside: its process was restarted, or the others continued without it."""
         self.go_outside(now, reason)
         return self._take_events(now)
 
     def renew(self, now: float, reason: str) -> list[GenerationEvent]:
-        """Ask for another generation though nobody is missed: this node cannot go on in the one in force."""
+        """Asks for another generation though no member is missed, because this node cannot continue in this one."""
         if self.stage == "steady":
             self.end_generation(reason)
             self._succession.find_leader(now)
         return self._take_events(now)
 
     def stop(self, now: float) -> list[GenerationEvent]:
-        """The run is to stop: where too few are left, any number is enough to close."""
+        """Notes that the run is to stop. If too few members are left for a round, any number is enough to close."""
         self.stopping = True
         if self.stage == "short":
             self._succession.find_leader(now)
         return self._take_events(now)
 
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:
-        """Why no generation could be made without this node and `others`; "" where one can, as always without a
-        newcomer."""
+        """Returns why no generation is possible without this node and `others`; "" if one is, as always if this node is
+        a newcomer."""
         members = set(self.belongs_to.members)
         rest = self.in_mapping(members - {self.uid, *others})
         if self.uid >= self.founders or self.over() or self.limits.suffice(rest):
@@ -111,14 +114,14 @@ class Membership(MemberState):
                 f"{self.limits.min_nodes} (node.min_nodes)")  # fmt: skip
 
     def fail(self) -> None:
-        """Tell every member that this process ends, so that none has to wait for its silence."""
+        """Tells every member that this process ends, so that none has to wait until its silence is noticed."""
         generation = self.belongs_to
         for uid in generation.members:
             if uid != self.uid:
                 self.say(uid, Suspect, generation.name, bitmap([self.uid], self.num_nodes), int(self.stopping))
 
     def installed(self, generation: Generation, now: float) -> list[GenerationEvent]:
-        """The owner has released what belonged to the generation before, as `Install` asked."""
+        """Notes that the owner has released the resources of the previous generation, as `Install` asked."""
         if self.pending is None or self.pending.name != generation.name:
             return self._take_events(now)
         self.pending_ready = True
@@ -130,9 +133,9 @@ class Membership(MemberState):
         return self._take_events(now)
 
     def next_deadline(self, waiting_since: float | None = None) -> float:
-        """When `tick` has to be called at the latest; infinite while nothing waits for the clock.
+        """Returns the latest time at which `tick` has to be called; infinite if nothing is due.
 
-        waiting_since: when the training began to wait for other nodes; None while it does not.
+        waiting_since: when the training began to wait for other nodes; None while it does not wait.
         """
         if self.stage != "steady" or waiting_since is None:
             return min(self._repeat_at, self.sides.due)
@@ -141,9 +144,10 @@ class Membership(MemberState):
     def tick(
         self, now: float, waiting_for: Iterable[int] = (), waiting_since: float = math.inf
     ) -> list[GenerationEvent]:
-        """Repeat what was not answered, and note who is silent. To be called by `next_deadline`, or more often.
+        """Sends unanswered messages again and notes which nodes are silent. To be called at `next_deadline` at the
+        latest.
 
-        waiting_for: the nodes that the training waits for; waiting_since: since when.
+        waiting_for: the nodes that the training waits for. waiting_since: when it began to wait.
         """
         self._merging.ping_others(now)
         due = min(self._repeat_at, self.watch.next_ask(waiting_since) if self.stage == "steady" else math.inf)
@@ -152,7 +156,7 @@ class Membership(MemberState):
         late = now - min(self._repeat_at, self.watch.repeats_at(waiting_since) if self.stage == "steady" else math.inf)
         self.watch.was_late(late)
         if late > self.watch.patience / 2:
-            self._forgive(now)  # this process did not run: the silence of the others was its own
+            self._forgive(now)  # this process was not scheduled, so the silence of the others means nothing
         self._repeat_at = math.inf  # `_take_events` sets it anew
         self.rivals.expire(now)
         if self.rivals and self.stage != "outside":
@@ -173,7 +177,7 @@ class Membership(MemberState):
             if self.stopping:
                 self._succession.find_leader(now)  # to close, any number is enough
             else:
-                self.ping_all()  # nodes that went on without this one say so
+                self.ping_all()  # nodes that continued without this one answer with `Current`
         elif now - self.coordinator_heard > self.watch.patience:
             self.suspects.add(self.coordinator)
             self._succession.find_leader(now)
@@ -182,14 +186,14 @@ class Membership(MemberState):
         return self._take_events(now)
 
     def take_events(self, now: float) -> list[GenerationEvent]:
-        """What the owner is told of a call of `newcomers`."""
+        """Returns the events that a call of `newcomers` caused."""
         return self._take_events(now)
 
     # -- messages ---------------------------------------------------------------------------------------------
 
     def receive(self, message: Message, now: float) -> list[GenerationEvent]:
-        """Take one decoded message. Raises PeerFault for a message that its sender may not send; the state is unchanged
-        then."""
+        """Handles one decoded message and returns the events. Raises PeerFault for a message that its sender may not
+        send; the state does not change then."""
         source = message.source
         if source >= self.num_nodes or source == self.uid:
             raise PeerFault("unknown_uid", str(source))
@@ -214,8 +218,8 @@ class Membership(MemberState):
 
     def _on_pong(self, pong: Pong, now: float) -> None:
         if self.limits.merges and pong.source not in self.generation.members and self.steady:
-            self.say_current(pong)  # it takes this node for a member of its generation still
-        if name_of(pong) == self.generation.name:  # a node that lives in another generation is missed in this one
+            self.say_current(pong)  # it still counts this node as a member of its generation
+        if name_of(pong) == self.generation.name:  # alive in another generation, it is missed in this one
             self.watch.answered(pong.source, now)
         if self.stage == "suspecting" and pong.source == self.coordinator:
             self.coordinator_heard = now
@@ -237,7 +241,7 @@ class Membership(MemberState):
                 self._succession.find_leader(now)
 
     def _on_join(self, join: Join, now: float) -> None:
-        if not self.seats.admits(join.source, join.seat):  # no answer: it would go to the node that has this uid
+        if not self.seats.admits(join.source, join.seat):  # no answer: it would reach the node with this uid
             raise PeerFault("wrong_seat", str(join.source))
         reason = self._refusal(join)
         if reason:
@@ -247,22 +251,22 @@ class Membership(MemberState):
             self.say_current(join)
             return
         if join.source in self.joiners:
-            if self.stage == "short":  # it came while an attempt without it was under way, which fell short
+            if self.stage == "short":  # it asked during an attempt without it, for which too few nodes were left
                 self._succession.find_leader(now)
             return
-        if not self.stopping:  # once a stop was asked for, nobody is let in
+        if not self.stopping:  # once a stop was requested, no node is admitted
             self.joiners.add(join.source)
         self.left.discard(join.source)
         self.failed.discard(join.source)
-        if join.source in self.generation.members:  # its old process is gone
+        if join.source in self.generation.members:  # its previous process is dead
             self._succession.suspect({join.source}, now, f"{self.describe(join.source)} was started again")
-            self.suspects.add(join.source)  # also where the attempt under way did not count on it
+            self.suspects.add(join.source)  # also if the current attempt does not include it
         if self.stage == "short" and self.joiners:
             self._succession.find_leader(now)
         self._succession.admit(now)
 
     def _refusal(self, join: Join) -> str:
-        """Why a node can never be part of this run; empty where it can."""
+        """Returns why a node can never be part of this run; empty if it can."""
         who = self.describe(join.source)
         if join.version != PROTOCOL_VERSION:
             return f"{who} asks to join with protocol {join.version}, the run speaks {PROTOCOL_VERSION}"
@@ -284,7 +288,7 @@ class Membership(MemberState):
             self.departed.discard(suspect.source)
             self._succession.suspect({suspect.source}, now, f"{self.describe(suspect.source)} failed", dead=True)
         if self._follower.active:
-            return  # the leader hears for itself who answers
+            return  # the leader notices itself which nodes answer
         if self.proposal is not None and suspect.source not in self.proposal.members:
             return
         if name_of(suspect) == self.generation.name and not failed:
@@ -328,10 +332,10 @@ class Membership(MemberState):
             self.events.append(JoinRefused(f"refused by {self.describe(denied.source)}: {denied.reason}"))
 
     def _enter(self, cause: Cause, now: float) -> None:
-        """The pending generation is in force."""
+        """Enters the pending generation, which is in force from now on."""
         assert self.pending is not None
         generation, members = self.pending, set(self.pending.members)
-        if self.limits.merges:  # who failed here may have been let in again on another side
+        if self.limits.merges:  # nodes that failed here may have been admitted again on another side
             self.failed -= members - {*self.generation.members}
         self.generation = generation
         self.drop_attempt()
@@ -350,7 +354,7 @@ class Membership(MemberState):
             self.sides.begin(now)
         self.events.append(Going(generation))
         dead = self.failed & members
-        if dead:  # it failed after it had got ready
+        if dead:  # they failed after they had reported to be ready
             self._succession.suspect(dead, now, f"{self.names(dead)} failed")
 
     # -- ticks ------------------------------------------------------------------------------------------------
@@ -361,7 +365,7 @@ class Membership(MemberState):
                 self.say_join(uid)
 
     def _look_after(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> None:
-        """Ask the nodes that the training waits for whether they live."""
+        """Pings the nodes that the training waits for, and suspects those that have been silent for too long."""
         watched = set(waiting_for) & set(self.generation.members)
         asked, silent = self.watch.ask(watched, waiting_since, now)
         if silent:
@@ -371,14 +375,14 @@ class Membership(MemberState):
             self.say(uid, Ping)
 
     def _forgive(self, now: float) -> None:
-        """Count no silence before `now`."""
+        """Ignores all silence before `now`."""
         self.coordinator_heard = now
         self.watch.clear()
         if self.proposal is not None:
             self.proposal.forgive(now)
 
     def _take_events(self, now: float) -> list[GenerationEvent]:
-        """The end of every call: what the owner is to know, and whether anything has to be repeated."""
+        """Ends every call of the owner: schedules the next repetition if one is needed, and returns the events."""
         if self.stage == "steady" and not self.rivals:
             self._repeat_at = math.inf
         elif self._repeat_at == math.inf:

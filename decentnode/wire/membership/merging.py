@@ -1,4 +1,4 @@
-"""How generations that went on apart become one (`Limits.merges`): the leader of the largest takes the others in."""
+"""How generations on different sides of a partition merge (`Limits.merges`): the largest one's leader proposes it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from decentnode.wire.messages import Current, Ping
 
 
 class Merging:
-    """A node's part in merging; what it knows of the other generations is `Sides`."""
+    """One node's part in merging generations. `Sides` has what it knows of the other generations."""
 
     def __init__(self, state: MemberState, leader: Leader, succession: Succession) -> None:
         self._state, self._leader, self._succession = state, leader, succession
 
     def heard(self, current: Current, name: Name, members: set[int], now: float) -> None:
-        """A node is in a generation that goes on apart from this one; with `Limits.merges` nobody is excluded for it.
+        """Notes that a node is in another generation `name` with these members; with `Limits.merges` no node is
+        excluded for that.
 
-        What it says is about this node's generation, so it was sent since that began. A member of it that entered a
-        higher one has left it.
+        The message answers one about this node's generation, so it was sent after that began. A member of this node's
+        generation that has entered a higher one has left this one.
         """
         state = self._state
         if current.source in state.generation.members:
@@ -31,7 +32,7 @@ class Merging:
             self._take_in(now)
 
     def _take_in(self, now: float) -> None:
-        """Where this node leads: propose one generation with the sides that are smaller and all there."""
+        """If this node leads, proposes a common generation with the smaller sides whose members have all answered."""
         state = self._state
         present = state.counted_on() | {state.uid}
         if state.uid != min(present) or state.stopping:
@@ -43,7 +44,7 @@ class Merging:
             self._leader.take_in(sides, now)
 
     def ping_others(self, now: float) -> None:
-        """Where this node leads a generation without some: ping them, now and then."""
+        """If this node leads, pings the nodes that are not in its generation when that is due."""
         state = self._state
         if not state.limits.merges or state.stage != "steady" or now < state.sides.due:
             return

@@ -1,4 +1,4 @@
-"""Who asks to be a member though it is in no mapping: the leader grants it a uid, all others say whom to ask."""
+"""Requests of nodes outside the mapping: the leader grants them uids, all other members say which node to ask."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from decentnode.wire.messages import PROTOCOL_VERSION, Knock, Resign, Turned
 
 
 class Newcomers:
-    """One node's answers to them."""
+    """One node's answers to newcomers, nodes outside the mapping that ask to be members."""
 
     def __init__(self, state: MemberState, draw: Callable[[int], bytes]) -> None:
-        """draw: as of `MemberState`, for the tokens of their uids."""
+        """draw: as for `MemberState`; it draws the tokens of the uids."""
         self._state, self._draw = state, draw
 
     def knock(
         self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None = None
     ) -> tuple[Seat, int] | Turned:
-        """Grant a newcomer a uid: (its seat, the uid). Else why not, and whom to ask; the owner adds where that one
-        listens. invitation: what it showed, where the run wants one. Raises PeerFault for a malformed request.
+        """Grants a newcomer a uid and returns (its seat, the uid), or returns why not and which node to ask.
 
-        Call `Membership.take_events` after it.
+        The owner adds the address of that node. invitation: the one that the newcomer sent, if the run requires one.
+        Raises PeerFault for a malformed request. The caller then calls `Membership.take_events`.
         """
         state = self._state
         check(knock.control, knock.bulk, caller.key)
@@ -52,14 +52,15 @@ class Newcomers:
         return state.seats.known[uid], uid
 
     def closed(self) -> Turned | None:
-        """Why nobody who is not in the mapping can come any more, or at all; None where somebody may."""
+        """Returns why no newcomer is admitted any more or at all, or None if newcomers are admitted."""
         state = self._state
         if state.seats.stop == state.seats.first:
             return self._turned("the run admits no nodes beyond its mapping (node.newcomers)", final=True)
         return self._turned("the run is over", final=True) if state.over() else None
 
     def resigned(self, resign: Resign) -> Turned:
-        """A newcomer does not come: its uid is free at once, unless it has begun to join. Else whom it should tell."""
+        """Frees the uid of a newcomer that does not join, unless it has begun to join. If another node leads, the
+        answer names that node instead."""
         state = self._state
         leader, uid = min(state.counted_on() | {state.uid}), resign.uid
         if leader != state.uid:

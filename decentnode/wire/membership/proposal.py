@@ -1,4 +1,4 @@
-"""What the leader knows of its attempt, what others say of generations elsewhere, and who answers pings."""
+"""The state of a leader's attempt to make a generation, and the other generations that nodes report to be in."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from decentnode.wire.generation import Generation, Limits, Name
 from decentnode.wire.messages import Promise
 
 MAX_RIVALS = 8
-"""Most generations elsewhere that a node keeps count of."""
+"""Most other generations of which a node keeps the reports."""
 
 
 @dataclass
 class Proposal:
-    """A generation that its leader prepares (promises are missing) or commits (all promised, some are not ready)."""
+    """A generation that its leader prepares (promises are missing) or commits (all have promised, some are not
+    ready)."""
 
     name: Name
     members: frozenset[int]
     heard: dict[int, float]
-    """When each member last spoke."""
+    """uid -> when the last message of this member arrived."""
     promises: dict[int, Promise] = field(default_factory=dict)
     ready: set[int] = field(default_factory=set)
     committed_at: float = 0.0
     merges: frozenset[Name] = frozenset()
-    """Generations that went on apart and become one with this."""
+    """Generations on other sides of a partition that merge in this one, this node's own included; usually empty."""
 
     def silent(self, now: float, limits: Limits, committing: bool, patience: float = math.inf) -> set[int]:
-        """Returns members that send nothing for `patience`, of `limits.suspect_seconds` at most, and, while committing,
-        those that live but are not ready after `limits.ready_seconds`."""
+        """Returns the members that were silent for more than `patience` seconds, or `limits.suspect_seconds` if that is
+        shorter, and, while committing, those that are not ready after `limits.ready_seconds`."""
         longest = min(patience, limits.suspect_seconds)
         silent = {uid for uid, heard in self.heard.items() if now - heard > longest}
         if committing and now - self.committed_at > limits.ready_seconds:
@@ -37,7 +38,7 @@ class Proposal:
         return silent
 
     def forgive(self, now: float) -> None:
-        """Count no silence before `now`: the leader's own process did not run."""
+        """Ignores all silence before `now`, because the leader's own process was not scheduled."""
         self.heard = dict.fromkeys(self.heard, now)
         self.committed_at = now
 
@@ -45,9 +46,12 @@ class Proposal:
         return self.promises.keys() == self.members
 
     def outcome(self, servers: Collection[int] = ()) -> Generation | None:
-        """Returns the generation that all promised, which begins with the round after the furthest member's: those that
-        are behind make theirs up to it alone. Where there are servers, it is that of the furthest server: a client that
-        is a round further waits in it for its server, and has made nothing of it. None where no member has a model."""
+        """Returns the generation that follows from the promises, or None if no member has a model.
+
+        Its first round is the furthest position of a member with a model; members that are behind make their rounds up
+        to it alone. If there are servers, it is the position of the furthest server: a client that is one round ahead
+        waits in that round for its server, and has done nothing in it yet.
+        """
         fresh = frozenset(uid for uid, promise in self.promises.items() if promise.fresh)
         positions = {uid: promise.position for uid, promise in self.promises.items() if uid not in fresh}
         ahead = [positions[uid] for uid in servers if uid in positions] or list(positions.values())
@@ -60,24 +64,23 @@ class Proposal:
 
 
 class Rivals:
-    """Other generations that nodes say to be in, while this node is in its own.
+    """The other generations that nodes report to be in, while this node is in its own.
 
-    The caller passes to `heard` only answers about the generation that this node is in: such an answer was sent when
-    this node had entered its own already, by a node that is in another.
+    The caller passes to `heard` only answers to messages about this node's generation. Such an answer was sent after
+    this node entered its generation, by a node that is in another one.
     """
 
     def __init__(self, num_nodes: int, limits: Limits) -> None:
         self._majority, self._limits = max(limits.min_nodes, num_nodes // 2 + 1), limits
         self._said: dict[Name, dict[int, float]] = {}
-        """Name -> uid -> when it last said to be steady in that generation."""
+        """Generation name -> uid -> when that node last reported to be steady in the generation."""
 
     def __bool__(self) -> bool:
         return bool(self._said)
 
     def heard(self, name: Name, source: int, now: float, own: Name) -> bool:
-        """Note that `source` is steady in `name`. Returns whether so many are that `own` cannot be in force.
-
-        One node is not enough: it may have been left behind itself.
+        """Records that `source` is steady in generation `name`. Returns whether so many nodes are that `own` cannot be
+        in force. One node is not enough, because it may have been left behind itself.
         """
         if name not in self._said and len(self._said) >= MAX_RIVALS:
             return False
@@ -86,7 +89,7 @@ class Rivals:
         return len(said) >= (self._limits.min_nodes if name > own else self._majority)
 
     def expire(self, now: float) -> None:
-        """Forget what was said more than `suspect_seconds` ago: its senders may be in another generation by now."""
+        """Drops reports older than `suspect_seconds`, because their senders may be in another generation by now."""
         for name, said in list(self._said.items()):
             self._said[name] = {uid: at for uid, at in said.items() if now - at <= self._limits.suspect_seconds}
             if not self._said[name]:

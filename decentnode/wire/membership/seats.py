@@ -1,9 +1,9 @@
-"""Uids beyond the mapping's: whom this node knows to have one, and who may get the next. No sockets.
+"""Uids beyond those of the mapping: which nodes have them, and how the leader grants them. No sockets.
 
-A *seat* is a uid at or above the number of nodes in the mapping. The node that leads grants seats, one at a time, and
-names all that it knows in every `Prepare`, so that the members of a generation know where each other listen before it
-is in force. Two leaders may grant one seat to two newcomers; the token that each seat is granted with tells them apart,
-and the one that no generation knows is never let in.
+A *seat* is a uid at or above the number of nodes in the mapping. The leader grants seats one at a time, and lists all
+that it knows in every `Prepare`, so that the members of a generation know each other's addresses before it is in force.
+Two leaders may grant the same seat to two newcomers. Each seat is granted with a token that tells them apart, and the
+newcomer whose token no generation knows is never admitted.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from decentnode.errors import PeerFault
 from decentnode.wire.messages import MAX_SEATS, MAX_SEATS_BYTES, REACH_RELAYED, REACH_UNKNOWN, SEAT_TOKEN_BYTES
 
 RESERVED_SECONDS = 30.0
-"""How long a seat is kept for whom it was granted to, while that node is no member."""
+"""How long a seat is reserved for the node that it was granted to, while that node is not a member."""
 ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[0-9]{1,3}(\.[0-9]{1,3}){3}):[0-9]{1,5}")
-"""Addresses alone, no names: who looks a name up waits."""
+"""Only numeric addresses, no host names, because looking up a name blocks."""
 HIDDEN = "hidden"
-"""Of a node behind a relay whose own address is not known."""
+"""`Seat.via` of a node behind a relay whose own address is not known."""
 FACTS = re.compile(r"[0-9]{1,7} [0-9a-f]{16} ([0-9A-Fa-f:.]{2,45}|hidden|-) ([0-9a-f]{16}|-)")
 KEY = re.compile(r"[!-~]{40}")
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Who has a uid beyond the mapping's, and where that node listens."""
+    """The node that has a uid beyond those of the mapping, and the addresses at which it listens."""
 
     token: bytes
     control: str
     bulk: str
     key: str = ""
-    """Its public key (Z85); empty where nodes have none."""
+    """The node's public key (Z85); empty if nodes have no keys."""
     via: str = ""
-    """Of a node to which nobody can connect, so that relays pass on what others send to it (wire/relay.py): the address
-    that it comes from, or HIDDEN; empty of others."""
+    """For a node that others reach only through relays (wire/relay.py): the address that its connections come from, or
+    HIDDEN; empty for other nodes."""
     invitation: str = ""
-    """Id of the invitation that let it in, in hexadecimal; empty without one."""
+    """Id of the invitation with which it was admitted, in hexadecimal; empty without one."""
 
     @property
     def owner(self) -> str:
-        """Who has the seat: its key, or where nodes have none, its address, and that of its router."""
+        """Identifies the node that has the seat: its key, or its addresses and its router's if nodes have no keys."""
         return self.key or f"{self.control} {self.bulk} {self.via}"
 
 
 def seen_from(control: str, address: str, reach: int) -> str:
-    """Returns `Seat.via` of a node that says that it listens at `control`. Where it does not say whether others reach
-    it there, it counts as behind a router that translates addresses when it comes from another one.
+    """Returns `Seat.via` of a node that reports that it listens at `control`.
 
-    address: of its connection; "" where that is not known, and it counts as reached.
+    If it does not report whether others reach it there (`reach`), it counts as behind a router that translates
+    addresses if its connection comes from another address. address: the address of its connection; "" if not known, and
+    the node then counts as reachable.
     """
     own, seen = control.rpartition(":")[0].removeprefix("tcp://").strip("[]"), address.removeprefix("::ffff:")
     try:
@@ -63,7 +64,7 @@ def seen_from(control: str, address: str, reach: int) -> str:
 
 
 def check(control: str, bulk: str, key: str) -> None:
-    """Raises PeerFault unless these are two TCP endpoints of one host and a key, or no key."""
+    """Raises PeerFault unless `control` and `bulk` are TCP endpoints of one host and `key` is a public key or empty."""
     for at in (control, bulk):
         if not ENDPOINT.fullmatch(at) or not 0 < int(at.rpartition(":")[2]) < 1 << 16:
             raise PeerFault("malformed_header", f"endpoint {at[:80]!r}")
@@ -72,19 +73,19 @@ def check(control: str, bulk: str, key: str) -> None:
 
 
 class Seats:
-    """Those that one node knows of."""
+    """The seats that one node knows of."""
 
     def __init__(self, founders: int, num_nodes: int) -> None:
-        """founders: nodes of the mapping. num_nodes: uids that there can be."""
+        """founders: number of nodes in the mapping. num_nodes: number of possible uids."""
         self.first, self.stop = founders, num_nodes
         self.known: dict[int, Seat] = {}
         self._granted: dict[int, float] = {}
-        """When this node granted them."""
+        """uid -> when this node granted it."""
         self._invited: dict[str, set[str]] = {}
-        """By id of an invitation: the owners of all seats that it is known to have been used for."""
+        """Id of an invitation -> the owners of all seats that it is known to have been used for."""
 
     def used_up(self, seat: Seat, uses: int) -> bool:
-        """Whether the invitation of a seat that is asked for was used `uses` times, by others."""
+        """Returns whether other nodes have used the invitation of the requested seat `uses` times or more."""
         owners = self._invited.get(seat.invitation, set())
         return seat.owner not in owners and len(owners) >= uses
 
@@ -93,11 +94,11 @@ class Seats:
             self._invited.setdefault(seat.invitation, set()).add(seat.owner)
 
     def grant(self, asked: Seat, taken: Collection[int], now: float, draw: Callable[[int], bytes]) -> int | None:
-        """The uid of a newcomer that asks for a seat, whose token is drawn anew; None where all are taken.
+        """Grants a seat to a newcomer, with a new token, and returns its uid; None if all seats are taken.
 
-        taken: uids of members and of those that ask to join. Who has a key, or else an address, that was granted a seat
-        before gets the same again: its old process is gone. Others get one that nobody had, before one that nobody has
-        any more.
+        taken: uids of members and of nodes that ask to join. A newcomer whose owner (`Seat.owner`) was granted a seat
+        before gets the same one again, because its previous process is dead. Others get a seat that no node has had,
+        or, if there is none, one that no node has any more.
         """
         again = [uid for uid, seat in self.known.items() if seat.owner == asked.owner]
         uid = again[0] if again else None
@@ -113,18 +114,18 @@ class Seats:
         return uid
 
     def release(self, uid: int) -> None:
-        """Who was granted this uid does not come: it is free at once, and its invitation was not used."""
+        """Frees the uid of a newcomer that does not join; its invitation then counts as not used."""
         seat = self.known.pop(uid)
         self._granted.pop(uid, None)
         self._invited.get(seat.invitation, set()).discard(seat.owner)
 
     def admits(self, uid: int, token: bytes) -> bool:
-        """Whether who asks to join as `uid` is who has that uid."""
+        """Returns whether a node that asks to join as `uid` with this token has that uid."""
         return uid < self.first or (uid in self.known and self.known[uid].token == token)
 
     def learn(self, raw: bytes) -> list[int]:
-        """Take over what a leader says of seats; the uids whose seats are new here or another node's now. Raises
-        PeerFault, and takes nothing, where it is malformed."""
+        """Takes over the seats that a leader sent. Returns the uids whose seats are new or changed here. Raises
+        PeerFault for malformed bytes, and then changes nothing."""
         found = self._parsed(raw)
         new = [uid for uid, seat in found.items() if self.known.get(uid) != seat]
         self.known.update(found)
@@ -133,7 +134,7 @@ class Seats:
         return new
 
     def encoded(self) -> bytes:
-        """What `learn` reads: a line per seat."""
+        """Returns all known seats as the bytes that `learn` reads, one line for each."""
         return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'} {seat.via or '-'} "
                        f"{seat.invitation or '-'}\n" for uid, seat in sorted(self.known.items())).encode()  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The stages of a node while its run agrees on generations, and every change between them.
+"""The stages of a node while its run agrees on generations, and every transition between them.
 
-`TRANSITIONS` is what the code consults: a change that is not in it raises AssertionError.
+The code changes the stage only through `TRANSITIONS`; a transition that is not in it raises AssertionError.
 docs/explanation/membership.rst shows the same table, which tests/wire/test_stages.py compares with this one.
 """
 

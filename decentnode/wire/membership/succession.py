@@ -1,4 +1,5 @@
-"""Who leads to the next generation, and when: a member is missed, the leader is silent, or somebody asks to join."""
+"""Which node leads to the next generation, and when: a member is missed, the leader is silent, or a node asks to
+join."""
 
 from __future__ import annotations
 
@@ -10,20 +11,24 @@ from decentnode.wire.messages import Suspect
 
 
 class Succession:
-    """Ends a generation whose member is missed, and has this node lead to the next one, or report to who does."""
+    """Ends a generation of which a member is missed; this node then leads to the next one or reports to the leader."""
 
     def __init__(self, state: MemberState, leader: Leader, follower: Follower) -> None:
         self._state, self._leader, self._follower = state, leader, follower
 
     def suspect(self, uids: set[int], now: float, reason: str = "", dead: bool = False) -> None:
-        """Count these as absent; the generation in force ends, and an attempt that counts on them."""
+        """Counts these nodes as absent, which ends the generation in force or an attempt that includes them.
+
+        reason: why the generation ends; by default that they do not answer. dead: their processes are known to have
+        ended.
+        """
         state = self._state
         if state.stage == "outside":
             return
         if dead:
             state.failed |= uids - {state.uid}
             state.joiners -= uids
-            state.left -= uids  # its goodbye came before its failure was known
+            state.left -= uids  # the goodbye arrived before the failure was known
         known = set(state.generation.members) if state.proposal is None else state.proposal.members
         new = uids & known - state.suspects - state.left - {state.uid}
         if not new:
@@ -36,7 +41,7 @@ class Succession:
             self.find_leader(now)
 
     def find_leader(self, now: float) -> None:
-        """Find a new leader: the lowest uid of those that are not absent, perhaps this node."""
+        """Finds a new leader: the lowest uid that is not absent, which may be this node."""
         state = self._state
         if state.guest:
             state.go_outside(now, f"{state.describe(state.coordinator)} did not admit this node")
@@ -52,7 +57,7 @@ class Succession:
             self.report_missed(now)
 
     def report_missed(self, now: float) -> None:
-        """Tell the leader who is missed; if it is silent itself, the next lowest uid leads."""
+        """Tells the leader which nodes are missed. If the leader is silent itself, the next lowest uid leads."""
         state = self._state
         if now - state.coordinator_heard > state.watch.patience:
             state.suspects.add(state.coordinator)
@@ -62,7 +67,7 @@ class Succession:
             state.say(state.coordinator, Suspect, None, bitmap(missed, state.num_nodes), int(state.stopping))
 
     def admit(self, now: float) -> None:
-        """Begin a generation with the nodes that asked to join, where this node leads and no attempt is under way."""
+        """Begins an attempt with the nodes that asked to join, if this node leads and there is no attempt yet."""
         state = self._state
         if state.stage == "steady" and state.joiners and state.uid == min(state.counted_on() | {state.uid}):
             state.end_generation(f"{state.names(state.joiners)} asked to join")
