@@ -1,4 +1,4 @@
-"""Payloads cut into chunks, over the reliable links of the sockets: the path that reaches every member."""
+"""The path that reaches every member: payloads are cut into chunks and sent over the reliable links."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from decentnode.payload import Payload
 
 
 class ChunkPath(Path):
-    """DEALER -> ROUTER sockets between hosts, Unix sockets on one host. What arrives is put into the inbox by the I/O
-    thread; the sockets outlive this object, as control needs them in every generation."""
+    """Sends payloads over DEALER -> ROUTER sockets: TCP between hosts, Unix sockets on one host.
+
+    The I/O thread puts what arrives into the inbox. The sockets outlive this object, because control messages need them
+    in every generation.
+    """
 
     def __init__(self, context: PathContext, sender: Sender) -> None:
         super().__init__(context)
@@ -30,11 +33,11 @@ class ChunkPath(Path):
         return Sent(dropped=dropped) if dropped else NOTHING_LEFT
 
     def _block(self, room: Wait) -> None:
-        """Blocking while too much waits for a peer."""
+        """Blocks until the wait for room in a peer's queue is over."""
         state = self.context.state
         with state.changed:
             while not room.step(now := clock.now()):
                 state.wait(min(room.deadline - now, LONGEST_SLEEP_SECONDS))
 
     def close(self, broken: bool) -> None:
-        """Nothing: the links are the transport's."""
+        """Does nothing, because the links belong to the transport."""

@@ -1,4 +1,4 @@
-"""Keys of the networked transport, and the path that they give to every edge."""
+"""The YAML keys of the networked transport, and the path that they choose for every edge."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ class ZeroMQConfig(CommunicationConfig):
         return True if "shared_memory" in (self.name, self.same_host) else None
 
     def routing(self, machine_of: Mapping[int, int]) -> Routing:
-        """Which path every edge takes, before anybody knows who has a GPU; `Routing.problems` has what contradicts the
-        mapping."""
+        """Returns the path of every edge as far as it is known before the nodes have exchanged their GPUs;
+        `Routing.problems` lists contradictions with the mapping."""
         return Routing(machine_of, self.shared_memory is not False)
 
     def looks_for_gpus(self, routing: Routing) -> bool:  # noqa: ARG002
-        """Whether nodes tell each other at the start on which GPU their models lie, so that the routing may ask it."""
+        """Returns whether nodes exchange at the start on which GPU their models are, because the routing uses it."""
         return False

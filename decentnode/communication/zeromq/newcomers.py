@@ -1,5 +1,4 @@
-"""Nodes that are not in the mapping: the keys that they and the others come with, and how one that was granted a uid
-gets its place in a transport."""
+"""Nodes that are not in the mapping (newcomers): how their keys are loaded, and how a transport connects to them."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from decentnode.wire.generation import Seated
 
 
 def with_secret(config: ZeroMQConfig, given: TransportParts) -> TransportParts:
-    """Returns `given` with the secret of invitations, where this node is of the mapping and asks for them. Raises
-    EnvironmentFault."""
+    """Returns `given` with the secret of invitations, if this node is in the mapping and the config requires
+    invitations. Raises EnvironmentFault if the secret cannot be read."""
     growth = given.growth
     if growth is None or growth.token or config.invitations is None:
         return given
@@ -31,8 +30,8 @@ def with_secret(config: ZeroMQConfig, given: TransportParts) -> TransportParts:
 
 
 def keyring_of(config: ZeroMQConfig, given: TransportParts) -> Keyring | None:
-    """Reads a node's keys: a newcomer's own and those that it was told, or those of all nodes of the mapping; None
-    where nodes have none. Raises EnvironmentFault."""
+    """Reads the keys of this node; None if nodes have no keys. A newcomer reads its own key and its list of public
+    keys, another node those of all nodes of the mapping. Raises EnvironmentFault if a key cannot be read."""
     if config.key_folder is None:
         return None
     folder = given.base_dir / config.key_folder
@@ -42,13 +41,13 @@ def keyring_of(config: ZeroMQConfig, given: TransportParts) -> Keyring | None:
 
 
 class Newcomers:
-    """How one node's transport takes in nodes that are not in the mapping, itself among them where it is one."""
+    """Connects one node's transport to newcomers, and prepares it if the node is a newcomer itself."""
 
     def __init__(self, run: RunParts, relays: Relays) -> None:
         self._run, self._relays = run, relays
 
     def admit_through(self, reconfiguration: Reconfiguration, growth: Growth) -> None:
-        """Before the start: have members that agree on a generation admit newcomers, and tell them the experiment."""
+        """Sets up `reconfiguration` to admit newcomers and to send them the experiment; called before the start."""
         security, membership = self._run.security, reconfiguration.membership
         reconfiguration.seated, reconfiguration.config_text = self._seated, growth.experiment
         reconfiguration.control_of = lambda uid: growth.control.get(uid, "")
@@ -63,7 +62,7 @@ class Newcomers:
             self._relays.relayed.add(self._run.uid)
 
     def _seated(self, seat: Seated) -> None:
-        """With `LinkDriver.lock` held: a newcomer is at these endpoints."""
+        """Makes the sockets connect to a newcomer at its endpoints. Called with `LinkDriver.lock` held."""
         run, endpoints = self._run, (seat.control, seat.bulk)
         run.addresses.add({seat.uid: endpoints})
         for peers in run.maker.over_tcp:

@@ -1,4 +1,4 @@
-"""What one node's networked transport is made of from its start to its end, and how these parts are put together."""
+"""The parts of one node's networked transport that last for the whole run, and their construction."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from decentnode.wire.session import Session
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of one node's transport that stay the same through all generations of members."""
+    """The parts of one node's transport that are the same in all generations of members."""
 
     uid: int
     config: ZeroMQConfig
     machine_of: Mapping[int, int]
     schemas: tuple[Schema, ...]
     folder: Path | None
-    """Private folder for Unix sockets of this host."""
+    """Private folder for Unix sockets on this host."""
     addresses: Addresses
     session: Session
     driver: LinkDriver
@@ -48,21 +48,21 @@ class RunParts:
     state: RunState
     counters: Counters
     security: Security | None = None
-    """None where the config is not `secure`."""
+    """None if the config is not `secure`."""
     process: SharedProcess | None = None
-    """What this node shares with others of its process."""
+    """What this node shares with the other nodes of its process; None if it has a process of its own."""
     faults: LinkFaults | None = None
-    """What goes wrong between nodes."""
+    """The faults to inject between nodes; None for none."""
 
 
 def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring | None) -> RunParts:
-    """Makes the parts of one node, with sockets that neither listen nor are connected yet.
+    """Creates the parts of one node. Its sockets neither listen nor connect yet.
 
-    keyring: the node's keys. Raises ValueError for cliques or edges that contradict the mapping, and for keys without a
-    `secure` config or the other way round.
+    keyring: the node's keys. Raises ValueError for cliques or edges that contradict the mapping, and if keys are given
+    without a `secure` config or are missing with one.
     """
     if given.faults is not None and given.faults.damages and config.checksum == "auto":
-        config = config.model_copy(update={"checksum": "xxh3"})  # of one host's messages, too
+        config = config.model_copy(update={"checksum": "xxh3"})  # also for messages within one host
     machine_of = dict(given.machine_of)
     routing = config.routing(machine_of)
     for problem in chain(routing.unknown(), routing.problems()):
@@ -82,7 +82,7 @@ def put_together(config: ZeroMQConfig, given: TransportParts, keyring: Keyring |
     driven = session, counters, sizes, security, given.process
     driver = LinkDriver(*driven) if given.faults is None else FaultyDriver(*driven, given.faults)
     links = driver.links.sender
-    links.max_payloads = max(MAX_PAYLOADS, 2 * len(given.schemas))  # a round's fragments are sent together
+    links.max_payloads = max(MAX_PAYLOADS, 2 * len(given.schemas))  # all fragments of a round are sent at once
     maker = MessageMaker(session, config)
     inbox = Inbox(given.schemas, config.chunk_bytes, state, counters, driver.consumed,
                   reject_non_finite=config.non_finite == "reject", device=given.device)  # fmt: skip

@@ -1,6 +1,6 @@
-"""ZeroMQ between any machines: ipc on one host, tcp across hosts.
+"""The networked transport over ZeroMQ: Unix sockets (ipc) on one host, TCP across hosts.
 
-One file: it puts the parts of a networked transport together and meets the contract with them; each part has its own.
+This file combines the parts of the transport, which have their own files, to implement `Communication`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from decentnode.wire.generation import Generation
 from decentnode.wire.orders import Action, Next
 
 GRACE_SECONDS = 5.0
-"""How much longer than uid 0 the others wait at the start, so that its list of missing uids reaches them."""
+"""How much longer than uid 0 the other nodes wait at the start, so that its list of missing uids reaches them."""
 CLOSE_SECONDS = 5.0
 
 
@@ -57,7 +57,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     Config: ClassVar[type[component.Config]] = ZeroMQConfig
 
     def __init__(self, config: ZeroMQConfig, parts: TransportParts, keyring: Keyring | None = None) -> None:
-        """keyring: the node's keys; required where the config is `secure`. Raises ValueError for cliques or edges that
+        """keyring: the node's keys; required if the config is `secure`. Raises ValueError for cliques or edges that
         contradict the mapping."""
         run = self._run = put_together(config, parts, keyring)
         self.config: ZeroMQConfig = run.config
@@ -82,7 +82,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         self._driver.serve(self._protocol)
         self._current = CurrentGeneration(run, self._protocol, self._generations)
         self._local: Endpoints = ("", "")
-        """Where this node listens, for nodes of its host; empty before `bind`."""
+        """The endpoints of this node for nodes on its host; empty before `bind`."""
         self._closed = False
 
     def _node_protocol(self) -> NodeProtocol:
@@ -95,7 +95,10 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         ))  # fmt: skip
 
     def _takes_again(self, uid: int) -> None:
-        """With `LinkDriver.lock` held: a peer for which `max_payloads` waited takes payloads again."""
+        """Notes that the queue of a peer, which had reached `max_payloads`, accepts payloads again.
+
+        Called with `LinkDriver.lock` held.
+        """
         with self._status.changed:
             self._status.silent.discard(uid)
             self._status.notify()
@@ -106,18 +109,20 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     @property
     def parts(self) -> GenerationParts:
-        """What belongs to the generation in force, from `start` on."""
+        """The paths and buffers of the generation in force; available from `start` on."""
         return self._current.parts
 
     # -- the start --------------------------------------------------------------------------------------------
 
     def bind(self) -> Endpoints:
-        """Listen; the endpoints for nodes on the same host. Raises EnvironmentFault when a port is taken."""
+        """Starts to listen and returns the endpoints for nodes on the same host. Raises EnvironmentFault if a port is
+        taken."""
         self._local = self._run.addresses.bind(self._io.listening.by_plane)
         return self._local
 
     def set_peers(self, endpoints: Mapping[int, Endpoints]) -> None:
-        """Where every other uid listens; before `start`. Blocking while names are looked up, for a few seconds."""
+        """Sets where every other uid listens; called before `start`. Blocks for up to a few seconds while host names
+        are looked up."""
         addresses, maker = self._run.addresses, self._run.maker
         addresses.add(endpoints)
         maker.over_tcp = addresses.over_tcp()
@@ -139,12 +144,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     @property
     def absent(self) -> tuple[int, ...]:
-        """On uid 0, the uids that have not joined yet; elsewhere those not known to."""
+        """On uid 0, the uids that have not joined yet; on other nodes, those that are not known to have joined."""
         return () if self._protocol.joined else self._session.absent
 
     @property
     def refusals(self) -> dict[int, str]:
-        """Why nodes were refused, by the uid they claimed."""
+        """Claimed uid -> why the node was refused."""
         return dict(self._session.refusals)
 
     @property
@@ -224,11 +229,11 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         while status.stepped and not status.regrouping and (full := self._full(outgoing)):
             with status.changed:
                 room = self._sender.room(full[0], (round, phase), clock.now())
-            yield from status.until_over(room)  # `exchange` waits for nobody that it was in vain for
+            yield from status.until_over(room)  # `exchange` does not wait again for peers that this gave up
         return self.exchange(round, outgoing, expected, phase, group)
 
     def _full(self, uids: Iterable[int]) -> list[int]:
-        """Those of `uids` for which too many payloads wait already, and that are worth waiting for."""
+        """Returns the uids whose queues are full, except for peers that are silent or have departed."""
         silent, departed = self._status.silent, self._status.departed
         return [uid for uid in uids if not (self._sender.takes(uid) or uid in silent or uid in departed)]
 
@@ -273,7 +278,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def suspect(self, uids: Collection[int], reason: str) -> None:
         if self._generations is None:
             super().suspect(uids, reason)
-        elif self._status.broken.keys() >= set(uids):  # they may live, and who does not is found out by who leads
+        elif self._status.broken.keys() >= set(uids):  # they may be alive; the leader finds out which are not
             self._generations.renew(reason)
         else:
             self._generations.suspect(uids, reason)
@@ -369,7 +374,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def exposed_since(self, since: float) -> None:
         with self._status.changed:
             self._status.exposed_since = since
-            self._status.notify()  # the other thread's time-out runs from now on
+            self._status.notify()  # the time-out of the other thread starts now
 
     @property
     def goes_on(self) -> bool:
@@ -389,7 +394,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
 
     @property
     def ahead_bytes(self) -> float:
-        """The window, where anybody's payloads come as chunks; other paths give all that they have."""
+        """The flow-control window if any source sends its payloads as chunks; infinite otherwise, because other paths
+        deliver all that they have."""
         met = self._session.members if self.partners is None else self.partners
         whole = self._current.parts.paths.all_received(uid for uid in met if uid != self.uid)
         return math.inf if whole else self._links.window
@@ -422,4 +428,4 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             self._io.close(0.5 if in_vain else CLOSE_SECONDS)
             self._relays.close()
             self._current.close(leaving_chunks=True)
-            self._status.fail(NodeFailed(f"node {self.uid}: its communication was closed"))  # to whoever still waits
+            self._status.fail(NodeFailed(f"node {self.uid}: its communication was closed"))  # ends other waits

@@ -1,1 +1,1 @@
-"""What belongs to one generation of members, where the training thread and the sockets' thread meet."""
+"""The parts of a transport that belong to one generation of members, shared by the training and the I/O thread."""

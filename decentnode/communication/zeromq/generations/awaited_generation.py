@@ -1,4 +1,4 @@
-"""How a node waits for the next generation of members: in the thread that asks, or in one of its own."""
+"""The wait of a node for the next generation of members: in the calling thread, or in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from decentnode.communication.run_state import Steps
 from decentnode.wire.generation import Generation
 
 THREAD_LOOK_SECONDS = 0.01
-"""How often a thread is looked after that said that it is about to end, as it still lives while it says so."""
+"""How often `ThreadWait` checks whether its thread has ended: a thread that wakes its waiter is itself still alive."""
 
 
 class NextGeneration(PendingGeneration):
-    """Agrees with the others and opens paths on the thread that waits."""
+    """Agrees with the other nodes and opens the new paths in the thread that waits."""
 
     def __init__(self, begin: Callable[[], Generation]) -> None:
-        """begin: as `PendingGeneration.wait`."""
+        """begin: does what `PendingGeneration.wait` does."""
         self._begin = begin
 
     def wait(self) -> Generation:
@@ -26,11 +26,13 @@ class NextGeneration(PendingGeneration):
 
 
 class NextGenerationApart(PendingGeneration):
-    """The same in a thread of its own: to agree with the others, and to open paths, blocks in many places, and the
-    thread that steps this node has others to step."""
+    """Agrees with the other nodes and opens the new paths in a thread of its own.
+
+    Both block in many places, and the thread that steps this node has other nodes to step.
+    """
 
     def __init__(self, uid: int, begin: Callable[[], Generation], wake: Callable[[], None]) -> None:
-        """begin: as `PendingGeneration.wait`. wake: tells the thread that steps this node that its wait is over."""
+        """begin: does what `PendingGeneration.wait` does. wake: wakes the thread that steps this node at the end."""
         self._uid, self._begin, self._wake = uid, begin, wake
         self._found: Generation | None = None
         self._error: BaseException | None = None
@@ -41,7 +43,7 @@ class NextGenerationApart(PendingGeneration):
         try:
             with logs.of_node(self._uid):
                 self._found = self._begin()
-        except BaseException as error:  # whatever it is, the node has to hear of it
+        except BaseException as error:  # `wait` raises it in the node's own thread
             self._error = error
         finally:
             self._wake()
@@ -59,7 +61,7 @@ class NextGenerationApart(PendingGeneration):
 
 
 class ThreadWait:
-    """The wait for the end of a thread that has deadlines of its own (`run_state.Wait`)."""
+    """The wait for the end of a thread, which has its own deadlines (`run_state.Wait`)."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread

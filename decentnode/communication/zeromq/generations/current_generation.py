@@ -1,4 +1,4 @@
-"""What a node's transport has for the generation of members in force, and how it goes over to the next one."""
+"""The parts of a node's transport for the generation of members in force, and their replacement by the next one's."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from decentnode.wire.generation import Generation
 
 
 class CurrentGeneration:
-    """One node's. Used from the training thread, or the one that goes over to the next generation for it."""
+    """The generation in force on one node: its collectives and paths.
+
+    Used by the training thread, or by the thread that changes to the next generation on its behalf.
+    """
 
     def __init__(self, run: RunParts, protocol: NodeProtocol, generations: Generations | None) -> None:
-        """generations: None where there is but one."""
+        """generations: None if the run has only one generation."""
         self._run, self._protocol, self._generations = run, protocol, generations
         self._make()
 
     def _make(self) -> None:
-        """What a generation needs before its paths are open; `GenerationPaths.open` makes the rest of it."""
+        """Creates the parts that a generation needs before its paths are open; `GenerationPaths.open` creates the
+        rest."""
         run = self._run
         state = CollectiveState(run.session, run.config.chunk_bytes, run.state, self._protocol)
         self.collectives = TreeCollectives(state, run.driver, run.state)
@@ -32,15 +36,15 @@ class CurrentGeneration:
 
     @property
     def parts(self) -> GenerationParts:
-        """Its paths and what belongs to them, once they are open."""
+        """The open paths and what belongs to them."""
         assert self._parts is not None, "no generation is in force: start comes first"
         return self._parts
 
     def open(self, partners: frozenset[int] | None, timeout_seconds: float) -> None:
-        """Blocking: make its paths; where it ends meanwhile, those of the next. partners: as `GenerationPaths.open`.
+        """Opens the paths of the generation or, if it ends meanwhile, of the next one. Blocks until they are open.
 
-        Raises what every wait raises once the run has failed, and PeerLost or AssemblyError where no generation of
-        members can be had.
+        partners: as in `GenerationPaths.open`. Raises what every wait raises once the run has failed, and PeerLost or
+        AssemblyError if no generation is possible.
         """
         run = self._run
         while True:
@@ -61,25 +65,25 @@ class CurrentGeneration:
                 self._install_next(generations)
 
     def replace(self, partners: frozenset[int] | None) -> Generation:
-        """Blocking: put everything of the old generation away and open the paths of the next, which comes back. Raises
-        as `PendingGeneration.wait`."""
+        """Releases the parts of the old generation, waits for the next one, opens its paths, and returns it. Raises
+        what `PendingGeneration.wait` raises."""
         assert self._generations is not None
         self._install_next(self._generations)
         self.open(partners, self._run.config.start_timeout_seconds)
         return self._generations.reconfiguration.generation
 
     def close(self, *, leaving_chunks: bool) -> None:
-        """As `GenerationPaths.close`, of one that nothing broke."""
+        """Closes paths as `GenerationPaths.close` does, for a generation that has not failed."""
         self._paths.close(broken=False, leaving_chunks=leaving_chunks)
 
     def _install_next(self, generations: Generations) -> None:
-        # without the lock of the links: an abort may take seconds, in which the node answers whoever asks if it lives
+        # without the links' lock: aborting may take seconds, during which the node still has to answer pings
         self._paths.close(broken=True, leaving_chunks=False)
         config = self._run.config
         alone = config.start_timeout_seconds
         generations.wait(alone, alone + config.timeout_seconds, self._install)
 
     def _install(self, generation: Generation) -> None:
-        """With `LinkDriver.lock` held."""
+        """Replaces the parts of the old generation by those of `generation`. Called with `LinkDriver.lock` held."""
         self._paths.close(broken=True, leaving_chunks=True)
         self._protocol.install(generation, self._run.driver.restart, self._make, clock.now())

@@ -1,4 +1,4 @@
-"""The paths of one generation of members: found, opened together, closed."""
+"""The paths of one generation of members: which path every edge takes, and how they are opened and closed together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from decentnode.wire.messages import Message, Slot
 
 @dataclasses.dataclass(frozen=True)
 class GenerationParts:
-    """What belongs to one generation of members, made once all of its paths are open, and replaced as a whole."""
+    """The routing, paths and model slots of one generation, created when all paths are open and replaced as a whole."""
 
     routing: Routing
     paths: Paths
@@ -36,18 +36,19 @@ class GenerationParts:
 
 
 class GenerationPaths:
-    """The paths of one generation, from before they open until they are closed. Used from the training thread, but for
-    `take`."""
+    """The paths of one generation, from before they are open until they are closed. Used by the training thread, except
+    for `take`."""
 
     def __init__(self, run: RunParts, collectives: TreeCollectives) -> None:
         self._run, self._collectives = run, collectives
         self._made: dict[type[Path], Path] = {}
-        """Doorbells may come before all of them are open."""
+        """Path class -> path. Already set while paths are being opened, because doorbells may arrive by then."""
 
     def open(self, partners: frozenset[int] | None, timeout_seconds: float) -> GenerationParts:
-        """Blocking, on every node alike: find out which path every edge takes, and open those that any edge takes.
+        """Determines which path every edge takes, and opens the paths that this node's edges need.
 
-        partners: whom payloads are ever exchanged with; anybody when None.
+        A blocking collective call: all members have to make it. partners: the nodes that this node ever exchanges
+        payloads with; None: all.
         """
         run = self._run
         routing = self.routing(timeout_seconds)
@@ -64,7 +65,7 @@ class GenerationPaths:
             classes.setdefault(load_class(name, PATHS, "path"), []).append(name)
 
         def lease_of(tensor: Tensor) -> object:
-            # a short tensor is copied: that takes less than the wait for those who got it
+            # a short tensor is copied, which takes less time than waiting for its receivers
             return model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
 
         context = self._context(routing, partners, leases, lease_of)
@@ -81,7 +82,8 @@ class GenerationPaths:
         return GenerationParts(routing, paths, model_slots)
 
     def routing(self, timeout_seconds: float) -> Routing:
-        """Blocking: the config's, restricted to the members of the generation, with the GPUs of all nodes in it."""
+        """Returns the config's routing, restricted to the members of the generation. If it depends on the GPUs of the
+        nodes, these are gathered first, which blocks."""
         run = self._run
         routing = run.config.routing(run.machine_of)
         members = set(run.session.members)
@@ -113,28 +115,31 @@ class GenerationPaths:
         )  # fmt: skip
 
     def _gather(self, key: str, value: int, timeout_seconds: float) -> list[int]:
-        """Blocking: a small number of every node, by uid; all of them travel in one mean."""
+        """Returns a small integer of every node, indexed by uid. A blocking collective call; the integers are computed
+        with one mean over a vector with one entry per node."""
         values = torch.zeros(len(self._run.machine_of), dtype=torch.float64)
         values[self._run.uid] = value
         mean, contributors = self._collectives.mean(key, values, closing=True).wait(timeout_seconds)
         return [round(each) for each in (mean * contributors).tolist()]
 
     def take(self, message: Slot) -> None:
-        """I/O thread: an admitted doorbell that came over ZeroMQ. Raises PeerFault when there is no such payload."""
+        """Passes an admitted doorbell that arrived over ZeroMQ to the shared memory path. Called by the I/O thread.
+        Raises PeerFault if there is no such payload."""
         memory = self._made.get(SharedMemoryPath)
         if not isinstance(memory, SharedMemoryPath):
             raise PeerFault("no_board", f"of {message.source}")
         memory.take(message)
 
     def close(self, broken: bool, leaving_chunks: bool) -> None:
-        """Close the paths that leave neighbors to ZeroMQ, or those that do not; idempotent."""
+        """Closes the paths whose `Path.leaves_chunks` equals `leaving_chunks`: those that leave some neighbors to the
+        chunk path, or those that do not. Idempotent."""
         for path in self._made.values():
             if path.leaves_chunks == leaving_chunks:
                 path.close(broken)
 
     def _take_pinned_for_refused(self, peers: Mapping[str, frozenset[int]], partners: frozenset[int] | None) -> None:
-        """Neighbors on this node's GPU with which its memory cannot be shared, as some virtual machines and sandboxes
-        allow no CUDA IPC: chunks pass between them."""
+        """Allocates pinned memory if GPU memory cannot be shared with some neighbors on the same GPU, to which chunks
+        are sent instead. Some virtual machines and sandboxes do not allow CUDA IPC."""
         path = self._made.get(SharedMemoryPath)
         near = peers.get("cuda_ipc", frozenset())
         near = near if partners is None else near & partners
@@ -142,8 +147,8 @@ class GenerationPaths:
             self._take_pinned(outwards=not near <= path.readers)
 
     def _take_pinned(self, outwards: bool) -> None:
-        """H5: what passes between a GPU and the host's memory gets its slots before round 0, or before the first of the
-        generation that needs them."""
+        """Allocates the pinned slots for copies between a GPU and host memory: before round 0, or before the first
+        round of the generation that needs them. outwards: also those for sending."""
         run = self._run
         if run.sender.staging is None:
             run.sender.staging = staging_of(run.inbox.device)

@@ -1,4 +1,4 @@
-"""Generations of members where threads meet: the lock around `Reconfiguration`, and the training thread's waits."""
+"""Thread-safe access to `Reconfiguration`, and the training thread's waits for generations of members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from decentnode.wire.membership import Membership
 
 
 def generations_of(run: RunParts, given: TransportParts) -> Generations | None:
-    """Returns how this node agrees with the others on members; None in a run with but one generation of them."""
+    """Returns the object with which this node agrees with others on members; None if the run has only one
+    generation."""
     if given.limits is None:
         return None
     membership = Membership(run.uid, len(run.machine_of), given.limits, draw=entropy.draw, digest=given.digest,
@@ -29,7 +30,7 @@ def generations_of(run: RunParts, given: TransportParts) -> Generations | None:
 
 
 class Generations:
-    """One node's. All state of `reconfiguration` is guarded by the driver's lock."""
+    """One node's access to its `Reconfiguration`, all of whose state is guarded by the driver's lock."""
 
     def __init__(self, reconfiguration: Reconfiguration, driver: LinkDriver, state: RunState) -> None:
         self.reconfiguration = reconfiguration
@@ -38,60 +39,60 @@ class Generations:
     # -- any thread -------------------------------------------------------------------------------------------
 
     def suspect(self, uids: Collection[int], reason: str, *, dead: bool = False) -> None:
-        """As `Reconfiguration.suspect`."""
+        """Calls `Reconfiguration.suspect`."""
         with self._driver.sending():
             self.reconfiguration.suspect(uids, reason, clock.now(), dead=dead)
 
     def renew(self, reason: str) -> None:
-        """As `Reconfiguration.renew`."""
+        """Calls `Reconfiguration.renew`."""
         with self._driver.sending():
             self.reconfiguration.renew(reason, clock.now())
 
     def fail(self) -> None:
-        """As `Reconfiguration.fail`."""
+        """Calls `Reconfiguration.fail`."""
         with self._driver.sending():
             self.reconfiguration.fail(clock.now())
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def leave(self, reason: str) -> None:
-        """As `Reconfiguration.leave`."""
+        """Calls `Reconfiguration.leave`."""
         with self._driver.sending():
             self.reconfiguration.leave(reason, clock.now())
 
     def enter(self, round: int) -> None:
-        """As `Reconfiguration.enter`."""
+        """Calls `Reconfiguration.enter`."""
         with self._driver.lock:
             self.reconfiguration.enter(round)
 
     def ends_after(self, rounds: int) -> None:
-        """As `Reconfiguration.ends_after`."""
+        """Calls `Reconfiguration.ends_after`."""
         with self._driver.lock:
             self.reconfiguration.ends_after(rounds)
 
     def begin_at(self, round: int) -> None:
-        """As `Reconfiguration.begin_at`."""
+        """Calls `Reconfiguration.begin_at`."""
         with self._driver.lock:
             self.reconfiguration.begin_at(round)
 
     def caught_up(self) -> None:
-        """As `Reconfiguration.caught_up`."""
+        """Calls `Reconfiguration.caught_up`."""
         with self._driver.lock:
             self.reconfiguration.caught_up()
 
     def took_part(self, generation: Generation) -> None:
-        """As `Reconfiguration.took_part`."""
+        """Calls `Reconfiguration.took_part`."""
         with self._driver.lock:
             self.reconfiguration.took_part(generation)
 
     def stop(self) -> None:
-        """Any thread or signal handler: as `Reconfiguration.stop`."""
+        """Schedules `Reconfiguration.stop` on the I/O thread. May be called from any thread or signal handler."""
         self._driver.call(lambda: self.reconfiguration.stop(clock.now()))
 
     def wait(self, alone_seconds: float, together_seconds: float, install: Callable[[Generation], None]) -> Generation:
-        """Blocking until the next generation is in force; raises as `GenerationWait.step`.
+        """Blocks until the next generation is in force, and returns it. Raises what `GenerationWait.step` raises.
 
-        install(generation): with the driver's lock held, puts away what belonged to the old one.
+        install(generation): called with the driver's lock held; replaces the parts of the old generation.
         """
         of, state = self.reconfiguration, self._state
         with self._driver.lock:
@@ -107,6 +108,7 @@ class Generations:
                     state.changed.wait(max(0.0, min(wait.deadline - now, LONGEST_SLEEP_SECONDS)))
 
     def over(self, error: Exception, seconds: float) -> bool:
-        """Blocking for `seconds` at most: whether a failure of the training thread is but the end of the generation."""
+        """Returns whether an error of the training thread only means that the generation has ended. Blocks for up to
+        `seconds`."""
         self._state.block(EndWait(self._state, seconds, clock.now()))
         return isinstance(error, Regrouping) or bool(self._state.regrouping)

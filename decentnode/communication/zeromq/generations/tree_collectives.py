@@ -1,5 +1,5 @@
-"""Means, barriers and closing reports where threads meet: the locks around `CollectiveState`, and the waits of the
-training thread."""
+"""Thread-safe access to `CollectiveState` (means, barriers, closing reports), and the training thread's waits for
+it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,17 @@ class PendingMean(Pending):
 
 
 class TreeCollectives:
-    """The training thread's end. What changes `of`, or sends, needs the driver's lock and then that of the run's state,
-    which the I/O thread takes in the same order; a wait needs the second alone."""
+    """The training thread's access to the collectives of one generation.
+
+    Calls that change the `CollectiveState` or send take the driver's lock and then the lock of the `RunState`; the I/O
+    thread takes them in the same order. A wait takes only the second.
+    """
 
     def __init__(self, of: CollectiveState, driver: LinkDriver, state: RunState) -> None:
         self.of, self._driver, self.state = of, driver, state
 
     def mean(self, key: str, tensor: Tensor, closing: bool) -> Pending:
-        """What `Communication.mean` does."""
+        """Implements `Communication.mean`."""
         self.state.raise_if_over()
         share = own_share(tensor)
         with self._driver.sending(), self.state.lock:
@@ -57,27 +60,28 @@ class TreeCollectives:
         return PendingMean(self, key, closing, tensor)
 
     def mean_wait(self, key: str, closing: bool, timeout_seconds: float) -> MeanWait:
-        """The wait for a mean, which begins now."""
+        """Returns the wait for a mean; its time-out begins now."""
         return MeanWait(self.of, key, closing, timeout_seconds, clock.now())
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
-        """What `Communication.barrier` does."""
+        """Implements `Communication.barrier`."""
         self.state.raise_if_over()
         with self._driver.sending(), self.state.lock:
             wait = self.of.enter_barrier(name, timeout_seconds, clock.now())
         self.state.block(wait)
 
     def report(self, figures: Mapping[str, float | int | str]) -> None:
-        """What `Communication.report` does."""
+        """Implements `Communication.report`."""
         with self._driver.sending(), self.state.lock:
             self.of.report(dict(figures), clock.now())
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
-        """Elsewhere than on the lowest uid this waits for the subtree, whose reports pass through here."""
+        """Implements `Communication.reports`. On nodes other than the lowest uid it waits for the reports of the
+        subtree, which are forwarded through this node."""
         return blocking(self.reports_steps(timeout_seconds), self.state.block)
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
-        """As `reports`."""
+        """The same as `reports`, as steps."""
         yield from self.state.until_over(ReportsWait(self.of, timeout_seconds, clock.now()))
         with self.state.lock:
             return self.of.reports()

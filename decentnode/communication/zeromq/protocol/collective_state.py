@@ -1,6 +1,6 @@
-"""What all nodes do together, along the control tree: means, barriers and closing reports. No I/O, no lock, no clock.
+"""Collective operations along the control tree: means, barriers and closing reports. No I/O, no lock, no clock.
 
-`tree_collectives.py` lets one thread in at a time and blocks. now: seconds of any monotonic clock.
+generations/tree_collectives.py lets one thread call them at a time, and blocks. now: seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from decentnode.wire.session import Session
 
 
 class CollectivePort(Protocol):
-    """What sends for the collectives (`NodeProtocol`). Called from within calls of `CollectiveState`."""
+    """Sends the messages of the collectives (`NodeProtocol`). Called within calls of `CollectiveState`."""
 
     def control(self, uid: int, kind: type[Message], values: tuple[object, ...], now: float) -> None:
-        """Send a control message to a peer."""
+        """Sends a control message to a peer."""
 
     def emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
-        """Send pieces of means; their bytes are read, or copied, before this returns."""
+        """Sends pieces of means; their bytes are read or copied before this returns."""
 
     def consumed(self, uid: int, size: int) -> None:
-        """Bytes of a peer's window are free again, as what they were is used up."""
+        """Frees bytes of a peer's flow-control window, because the message that they carried was consumed."""
 
 
 class CollectiveState:
-    """One node's part in the collective calls of one generation of members."""
+    """One node's part in the collective operations of one generation of members."""
 
     def __init__(self, session: Session, chunk_bytes: int, facts: RunFacts, port: CollectivePort) -> None:
         self.facts, self.uid, self.describe = facts, session.uid, session.describe
         self.means = TreeMeans(session.tree, chunk_bytes)
         self.tree, self._session, self._port = session.tree, session, port
         self._here: dict[int, str] = {}
-        """The barrier at which this node or a child waits, since it arrived there last."""
+        """uid of this node or of a child -> the barrier at which it last arrived and waits."""
         self._gone_up: str | None = None
-        """The barrier at which this node's whole subtree is, as its parent knows."""
+        """The barrier at which this node's whole subtree has arrived, which the parent was told."""
         self._barrier: BarrierWait | None = None
-        """The one at which this node is."""
+        """The wait at the barrier at which this node is."""
         self._reports: dict[int, Scalars] = {}
         self._left: set[int] = set()
-        """Children that said their last word."""
+        """Children that have said goodbye."""
         self.part_came = -math.inf
-        """When a piece of a mean came last."""
+        """When the last piece of a mean arrived."""
 
     # -- means ------------------------------------------------------------------------------------------------
 
     def begin_mean(self, key: str, share: Tensor, now: float) -> None:
-        """This node's share of a mean (`TreeMeans.begin`)."""
+        """Adds this node's share to a mean (`TreeMeans.begin`)."""
         self._emit(self.means.begin(key, share), now)
 
     def part(self, message: Part, body: memoryview, now: float) -> None:
-        """A piece of a mean came. Raises PeerFault for one that fits none."""
+        """Handles a piece of a mean. Raises PeerFault for one that fits no mean."""
         pieces = self.means.receive(message, body)
         self.part_came = now
         self._emit(pieces, now)
 
     def give_up_mean(self, key: str) -> None:
-        """Nobody waits for this mean any more."""
+        """Forgets a mean, because this node does not wait for it any more."""
         self.means.give_up(key)
         self._count_consumed()
 
@@ -82,17 +82,17 @@ class CollectiveState:
     # -- barriers ---------------------------------------------------------------------------------------------
 
     def enter_barrier(self, name: str, timeout_seconds: float, now: float) -> BarrierWait:
-        """This node is at a barrier. Returns its wait for the others."""
+        """Notes that this node is at a barrier, and returns its wait for the others."""
         wait = self._barrier = BarrierWait(self, name, timeout_seconds, now)
         self.arrive(name, 0, self.uid, now)
         return wait
 
     def arrive(self, name: str, down: int, who: int, now: float) -> None:
-        """`who`, with its whole subtree, arrived at a barrier; down: everybody did.
+        """Notes that `who` and its whole subtree arrived at a barrier or, with `down`, that all nodes did.
 
-        What arrived is used up in the moment in which it completes something here, so that a child that is at the next
-        barrier of the same name before this node has gone on from the first is not forgotten.
-        Raises PeerFault where it is said to be passed and this node did not arrive.
+        Arrivals are cleared as soon as they complete the subtree. A child that arrives at the next barrier of the same
+        name before this node has left the first is thus not forgotten. Raises PeerFault if the barrier is reported as
+        passed although this node's subtree has not arrived.
         """
         if down and self._gone_up != name:
             raise PeerFault("unexpected_message", f"barrier {name!r} passed before node {self.uid} was there")
@@ -114,7 +114,7 @@ class CollectiveState:
             self._port.control(child, Arrive, (name, 1), now)
 
     def missing_at(self, name: str) -> list[int]:
-        """Whom this node waits for at a barrier: children that have not arrived, or its parent."""
+        """Returns the nodes that this node waits for at a barrier: children that have not arrived, or its parent."""
         if self._gone_up == name:
             return [] if self.tree.parent is None else [self.tree.parent]
         return [child for child in self.tree.children if self._here.get(child) != name]
@@ -122,29 +122,29 @@ class CollectiveState:
     # -- reports ----------------------------------------------------------------------------------------------
 
     def report(self, figures: Scalars, now: float) -> None:
-        """This node's closing figures, which go to the root of the tree."""
+        """Sends this node's closing figures to the root of the tree."""
         self._reports[self.uid] = dict(figures)
         if self.tree.parent is not None:
             self._port.control(self.tree.parent, Report, (self.uid, dict(figures)), now)
 
     def reported(self, report: Report) -> None:
-        """A node's closing figures passed through here."""
+        """Notes the closing figures of a node, which are forwarded through this node."""
         self._reports[report.uid] = report.figures
         self.facts.notify()
 
     def unreported(self) -> set[int]:
-        """The nodes at and below this one in the tree whose figures have not come, and may still come."""
+        """Returns the nodes at and below this one in the tree whose figures have not arrived but still may."""
         lost = {uid for child in self._left for uid in self._session.subtree(child)}
         return set(self._session.subtree()) - self._reports.keys() - lost
 
     def left(self, uid: int) -> None:
-        """A peer said its last word: where it is a child of this node, no more figures come through it."""
+        """Notes that a peer said goodbye. If it is a child of this node, no more figures arrive through it."""
         if uid in self.tree.children:
             self._left.add(uid)
             self.facts.notify()
 
     def reports(self) -> dict[int, dict[str, float | int | str]]:
-        """On the root of the tree the figures that have come, by uid, ascending; empty elsewhere."""
+        """Returns uid -> figures that have arrived, ascending, on the root of the tree; empty on other nodes."""
         return {uid: dict(self._reports[uid]) for uid in sorted(self._reports)} if self.tree.parent is None else {}
 
 
@@ -152,23 +152,26 @@ class MeanWait:
     """The wait for a mean (`run_state.Wait`); `result` is (mean [N], contributors) once it is over."""
 
     def __init__(self, of: CollectiveState, key: str, closing: bool, timeout_seconds: float, now: float) -> None:
-        """closing: as in `Communication.mean`. timeout_seconds: without a piece of a mean coming: a large model takes
-        as long as the line needs, and pieces show that the others go on. In a run with generations of members so long
-        for each link of the tree that lies before: who is dead is found out by other means there, and who waits for a
-        node that itself waits for others must not exclude it before it gives up those."""
+        """closing: as in `Communication.mean`. timeout_seconds: longest time without a piece of any mean.
+
+        The time-out starts again with every piece, because a large model takes as long as the link needs, and pieces
+        show that the others make progress. In a run with generations of members it is multiplied by the number of tree
+        links between this node and the nodes waited for: dead nodes are detected in another way there, and a node must
+        not be excluded before it has given up the nodes that it waits for itself.
+        """
         self._of, self._key, self._closing, self._timeout_seconds = of, key, closing, timeout_seconds
         self._began = self._since = now
         self.deadline = now + timeout_seconds
         self.result: tuple[Tensor, int] | None = None
 
     def postpone(self, seconds: float) -> None:
-        """As `run_state.PostponableWait.postpone`."""
+        """Implements `run_state.PostponableWait.postpone`."""
         self._since += seconds
         self.deadline += seconds
 
     def step(self, now: float) -> bool:
-        """Raises what every wait raises once the generation is over, PeerLost naming those that are late, Interrupted
-        on a stop."""
+        """Returns whether the wait is over. Raises what every wait raises once the generation is over, PeerLost with
+        the nodes that are late, and Interrupted on a stop."""
         of, facts, key = self._of, self._of.facts, self._key
         facts.waiting = None
         facts.raise_if_over()
@@ -193,7 +196,7 @@ class MeanWait:
 
 
 class BarrierWait:
-    """The wait at a barrier (`run_state.Wait`), as `CollectiveState.enter_barrier` makes it."""
+    """The wait at a barrier (`run_state.Wait`), which `CollectiveState.enter_barrier` returns."""
 
     def __init__(self, of: CollectiveState, name: str, timeout_seconds: float, now: float) -> None:
         self._of, self.name, self._timeout_seconds = of, name, timeout_seconds
@@ -201,7 +204,8 @@ class BarrierWait:
         self.passed = False
 
     def step(self, now: float) -> bool:
-        """Raises what every wait raises once the generation is over, PeerLost naming those that are late."""
+        """Returns whether the wait is over. Raises what every wait raises once the generation is over, and PeerLost
+        with the nodes that are late."""
         of, facts = self._of, self._of.facts
         facts.waiting = None
         if self.passed:
@@ -219,8 +223,8 @@ class BarrierWait:
 
 
 class ReportsWait:
-    """The wait for the figures of all nodes below this one, which pass through it (`run_state.Wait`). It raises
-    nothing: what has come by its end is what there is."""
+    """The wait for the figures of all nodes below this one in the tree (`run_state.Wait`). It raises nothing: the
+    figures that have arrived by its end are used."""
 
     def __init__(self, of: CollectiveState, timeout_seconds: float, now: float) -> None:
         self._of = of
@@ -228,7 +232,7 @@ class ReportsWait:
         self.deadline = now + timeout_seconds
 
     def postpone(self, seconds: float) -> None:
-        """As `run_state.PostponableWait.postpone`."""
+        """Implements `run_state.PostponableWait.postpone`."""
         self._began += seconds
 
     def step(self, now: float) -> bool:
@@ -240,19 +244,19 @@ class ReportsWait:
 
 
 class JoinWait:
-    """The wait for the start of the run (`run_state.Wait`): until every node has joined."""
+    """The wait for the start of the run (`run_state.Wait`), until every node has joined."""
 
     def __init__(
         self, facts: RunFacts, joined: Callable[[], bool], give_up: Callable[[], None], timeout_seconds: float,
         grace_seconds: float, now: float,
     ) -> None:
-        """give_up: called when the time is over, and again every `grace_seconds` until the failure that it brings about
-        is known."""
+        """give_up: called when the time is over, and then every `grace_seconds` until the failure that it causes is
+        known."""
         self._facts, self._joined, self._give_up, self._grace_seconds = facts, joined, give_up, grace_seconds
         self.deadline = now + timeout_seconds
 
     def step(self, now: float) -> bool:
-        """Raises AssemblyError naming who is missing."""
+        """Returns whether every node has joined. Raises AssemblyError with the missing nodes once the time is over."""
         if self._joined():
             return True
         self._facts.raise_if_failed()

@@ -1,4 +1,4 @@
-"""What lets a peer send bulk where the bulk socket does not use CURVE, and what encrypts bulk then. No sockets."""
+"""Credentials and encryption of bulk messages on bulk sockets that do not use CURVE. No sockets."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from decentnode.wire.framing import Bytes
 
 TOKEN_BYTES, SESSION_KEY_BYTES, TAG_BYTES = 16, 32, 16
 LOGIN_DIGITS = 16
-"""Of the number of a login, in hexadecimal."""
+"""Hexadecimal digits of the number of a login."""
 
 
 @dataclass
 class BulkCredential:
-    """What lets one peer send bulk to this node; given over CURVE, it is never sent in the clear.
+    """Allows one peer to send bulk messages to this node. It is sent over CURVE, never unencrypted.
 
-    A bulk socket without CURVE takes a credential that every eavesdropper reads. So that it lets nobody in a second
-    time, each is good for one login: a number that grows, and a proof that whoever sends it has the token.
+    A bulk socket without CURVE accepts logins that any eavesdropper can read. To be useless to an eavesdropper, each
+    login is valid once: it consists of an increasing number and a proof that its sender has the token.
     """
 
     token: bytes = field(repr=False, default_factory=lambda: entropy.draw(TOKEN_BYTES))
     key: bytes = field(repr=False, default_factory=lambda: entropy.draw(SESSION_KEY_BYTES))
     logins: int = 0
-    """Number of the last login: the last one that was made, or that was accepted."""
+    """Number of the last login that was made (on the sender) or accepted (on the receiver)."""
 
     def log_in(self) -> bytes:
-        """A credential for one connection."""
+        """Returns a login for one connection."""
         self.logins += 1
         return self._credential(self.logins)
 
     def refusal(self, credential: bytes) -> str | None:
-        """Why nobody gets in with a credential, or None where somebody does: once, and no more with those made before
-        it, which belong to connections that were given up."""
+        """Returns why a login is refused, or None if it is accepted. An accepted login and all logins made before it,
+        which belong to connections that were given up, are refused from then on."""
         number = credential[:LOGIN_DIGITS]
         if len(number) < LOGIN_DIGITS or number.strip(b"0123456789abcdef"):
             return "stranger"
@@ -53,7 +53,7 @@ class BulkCredential:
 
 
 class Cipher:
-    """AES-256-GCM over the bodies of bulk messages, one direction of one edge (wire/framing.py)."""
+    """Encrypts the bodies of bulk messages in one direction of one edge with AES-256-GCM (wire/framing.py)."""
 
     def __init__(self, given: BulkCredential) -> None:
         from cryptography.exceptions import InvalidTag
@@ -62,11 +62,11 @@ class Cipher:
         self._cipher, self._refusals = AESGCM(given.key), (InvalidTag, ValueError)
 
     def encrypted(self, sequence: int, header: bytes, body: Bytes) -> bytes:
-        """TAG_BYTES longer than the body."""
+        """Returns the encrypted body, which is TAG_BYTES longer."""
         return self._cipher.encrypt(framing.nonce(sequence), body, framing.associated(sequence, header))
 
     def decrypted(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
-        """Raises PeerFault when number, header or body are not what was encrypted."""
+        """Returns the decrypted body. Raises PeerFault if sequence number, header or body were changed."""
         plain = bytearray(max(0, body.nbytes - TAG_BYTES))
         try:
             self._cipher.decrypt_into(framing.nonce(sequence), body, framing.associated(sequence, header), plain)
@@ -77,16 +77,16 @@ class Cipher:
 
 @dataclass
 class BulkAccess:
-    """Whether bulk between nodes needs a credential of its own, and to whom this node gave one."""
+    """Whether bulk messages need credentials, and the credentials that this node gave to its peers."""
 
     needs_credential: bool = False
     encrypts: bool = False
     """Whether bodies of bulk messages are encrypted with the key of the credential."""
     given: dict[int, BulkCredential] = field(default_factory=dict)
-    """By uid: the credentials that this node gave."""
+    """uid -> the credential that this node gave to it."""
 
     def give(self, uid: int) -> BulkCredential:
-        """The credential of `uid`, made when it asks for the first time. Raises PeerFault where bulk needs none."""
+        """Returns the credential of `uid`, created the first time. Raises PeerFault if bulk messages need none."""
         if not self.needs_credential:
             raise PeerFault("unexpected_message", "Ask, but bulk needs no credential here")
         return self.given.setdefault(uid, BulkCredential())

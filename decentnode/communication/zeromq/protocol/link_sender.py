@@ -1,4 +1,4 @@
-"""The sending half of a node's edges: numbers, windows, what waits for a connection, and what is sent again. No I/O."""
+"""The sending half of reliable links: sequence numbers, flow control, queues and retransmission. No I/O."""
 
 from __future__ import annotations
 
@@ -26,79 +26,81 @@ from decentnode.wire.session import Session
 logger = logging.getLogger(__name__)
 
 EDGE_KINDS = frozenset({Ack, Probe, Credit, Ask, Key, Bye})
-"""What an edge's two ends say to each other about the edge."""
+"""Messages of the link protocol itself, which the two ends of an edge exchange."""
 UNNUMBERED = frozenset(messages.UNNUMBERED)
 MAX_QUEUED = 20_000
-"""Control messages that wait for one peer; beyond it the peer is given up."""
+"""Most control messages that wait for one peer; a peer with more is given up."""
 HELLOS_PER_CONNECTION, RENEW_SECONDS = 4, 2.0
 
 
 class LinkPort(Protocol):
-    """What the links reach the world through. Its methods are called from within calls of `ReliableLinks`."""
+    """The interface through which the links act on the outside. Its methods are called within calls of
+    `ReliableLinks`."""
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        """Hand over one message towards a peer; not blocking. False where the connection takes none now: the links'
-        `writable` has to be called once it does."""
+        """Passes one message to the connection to a peer; not blocking. Returns False if the connection accepts none at
+        the moment; the implementation then calls `LinkSender.writable` once it does."""
 
     def renew(self, uid: int, plane: int) -> None:
-        """Give the connection to a peer up, with what is under way on it; the next message makes a new one."""
+        """Closes the connection to a peer, dropping what is in flight on it. The next message makes a new one."""
 
     def carried(self, uid: int, plane: int) -> int | None:
-        """Returns how many bytes a peer's machine has of what went over the connection to it; None where nobody knows.
-        """
+        """Returns how many bytes sent over the connection have reached the peer's machine; None if it is not known."""
 
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
-        """An admitted message that is not about the edge itself, or a Bye; a numbered one comes once. May raise
-        PeerFault."""
+        """Handles an admitted message that is not part of the link protocol, or a Bye. Each numbered message is
+        delivered once. May raise PeerFault."""
 
     def consumed(self, uid: int, size: int) -> None:
-        """Bytes of a peer's window are free again, as what they were is refused."""
+        """Frees bytes of a peer's flow-control window, because the message that they carried was refused."""
 
     def has_room(self, uid: int) -> None:
-        """A peer for which `max_payloads` waited takes payloads again."""
+        """Notes that the queue of a peer, which had reached `max_payloads`, accepts payloads again."""
 
 
 class LinkSender:
-    """Sends to all peers of one node, for whoever holds its `ReliableLinks`. now: seconds of any monotonic clock."""
+    """Sends to all peers of one node; a part of its `ReliableLinks`. now: seconds of any monotonic clock."""
 
     def __init__(self, session: Session, port: LinkPort, counters: Counters, window: int, access: BulkAccess) -> None:
-        """window: how much bulk a peer takes before it grants more."""
+        """window: bytes of bulk messages that a peer accepts before it grants more."""
         self.control_kind = framing.NONE
-        """How control messages are protected against corruption."""
+        """The kind of checksum of control messages."""
         self.edges: dict[int, PeerLink] = {}
         self.max_payloads = MAX_PAYLOADS
-        """How many payloads may wait for one peer; set before the start."""
+        """Most payloads that may wait for one peer; set before the start."""
         self.due = math.inf
-        """`ReliableLinks.next_deadline`: nothing has to be done before. It is exact after a tick; what comes up later
-        lowers it, and what is settled leaves it, as to look at every peer for every message would cost too much."""
+        """`ReliableLinks.next_deadline`: nothing is due before. Exact after a tick; later it is only lowered, when
+        something new becomes due, and not raised when something is done, because looking at every peer for every
+        message would cost too much."""
         self._session, self._port, self._counters = session, port, counters
         self._window, self._access = window, access
 
     def due_by(self, when: float) -> None:
-        """Something has to be done at `when` at the latest."""
+        """Notes that something is due at `when`."""
         if when < self.due:
             self.due = when
 
     def takes(self, uid: int) -> bool:
-        """Whether one more payload may wait for this peer. What is sent to one that is gone is dropped. Any thread may
-        ask, as this reads one number."""
+        """Returns whether one more payload may be queued for this peer; a payload for a peer that is gone is dropped.
+        Any thread may call it, because it reads a single integer."""
         edge = self.edges.get(uid)
         return edge is None or edge.queued < self.max_payloads
 
     def waiting(self, uid: int) -> int:
-        """How many payloads wait for this peer. Any thread, as `takes`."""
+        """Returns how many payloads wait for this peer. Any thread may call it, like `takes`."""
         edge = self.edges.get(uid)
         return 0 if edge is None else edge.queued
 
     def control(self, uid: int, message: Message, now: float) -> None:
-        """Send a control message."""
+        """Sends a control message."""
         if isinstance(message, Hello):
             self.count_hello(uid, now)
         purpose: Purpose = "protocol" if type(message) in EDGE_KINDS else "control"
         self.control_header(uid, codec.encode(message), now, numbered=type(message) not in UNNUMBERED, purpose=purpose)
 
     def count_hello(self, uid: int, now: float) -> None:
-        """Hellos, sent or received, that go on and on mean that the answers get lost."""
+        """Counts a `Hello` that was sent or received, and makes a new control connection if there are too many:
+        repeated `Hello` messages mean that the answers are lost."""
         edge = self.edge(uid)
         edge.hellos += 1
         if edge.hellos >= HELLOS_PER_CONNECTION and now >= edge.renewed + RENEW_SECONDS:
@@ -108,7 +110,7 @@ class LinkSender:
     def control_header(
         self, uid: int, header: bytes, now: float, *, numbered: bool = True, purpose: Purpose = "control"
     ) -> None:
-        """Send an encoded control message."""
+        """Sends an encoded control message."""
         edge = self.edge(uid)
         plane = edge.planes[CONTROL]
         if edge.gone:
@@ -124,7 +126,7 @@ class LinkSender:
         self.pump(uid, edge, CONTROL, now)
 
     def bulk(self, uid: int, message: QueuedMessage, now: float) -> None:
-        """Send now, or as soon as the peer's window and the connection allow."""
+        """Sends a bulk message now, or as soon as the peer's window and the connection allow."""
         edge = self.edge(uid)
         if edge.gone:
             return
@@ -136,8 +138,8 @@ class LinkSender:
         self.pump(uid, edge, BULK, now)
 
     def withhold(self, uid: int, key: ExchangeKey, now: float) -> None:
-        """The payload of this (round, phase) is not sent. The peer hears so as soon as it takes anything, so that it
-        does not wait for what will not come."""
+        """Notes that the payload of this (round, phase) is not sent. The peer is told so as soon as it accepts
+        messages, so that it does not wait for the payload."""
         edge = self.edge(uid)
         if not edge.gone:
             edge.withheld = (key if edge.withheld is None else edge.withheld[0], key)
@@ -145,24 +147,25 @@ class LinkSender:
                 self._has_room(uid, edge, now)
 
     def owing(self) -> list[int]:
-        """Peers that have not acknowledged all of the bulk that was sent to them."""
+        """Returns the peers that have not acknowledged all bulk messages sent to them."""
         bulk = ((uid, edge.planes[BULK]) for uid, edge in self.edges.items())
         return [uid for uid, plane in bulk if plane.out.kept or plane.queue]
 
     def slowness(self, now: float) -> list[float]:
-        """Returns how many seconds each peer takes to acknowledge bulk (`SendStream.slowness`); of those that were sent
-        any."""
+        """Returns how many seconds each peer that was sent bulk messages takes to acknowledge them
+        (`SendStream.slowness`)."""
         return [edge.planes[BULK].out.slowness(now) for edge in self.edges.values() if edge.sent and not edge.gone]
 
     def send_once(self, uid: int, message: Message) -> None:
-        """Send a message that its sender repeats until it is answered: to anybody, also to peers that were given up."""
+        """Sends a message without a sequence number, to any peer, even one that was given up; its sender repeats it
+        until it is answered."""
         first = framing.sealed(0, codec.encode(message), self.control_kind, framing.body_sum(self.control_kind, b""))
         if self._port.send(uid, CONTROL, first, None):
             self._counters.edge(uid).control_bytes_sent += len(first)
 
     def renew_control(self) -> None:
-        """Make new control connections to all peers. Of what goes over them in a conversation about membership nothing
-        is numbered, so that nothing else tells that one is dead in this direction."""
+        """Makes new control connections to all peers. Membership messages are not numbered, so that no missing
+        acknowledgement shows that such a connection is dead in this direction."""
         for uid in range(self._session.num_nodes):
             edge = self.edges.get(uid)
             if edge is not None:
@@ -171,23 +174,23 @@ class LinkSender:
                 self._port.renew(uid, CONTROL)
 
     def grant(self, uid: int, allowed: int, now: float) -> None:
-        """Let a peer send up to so many bytes in all (`ReceiveCredits.consumed`)."""
+        """Allows a peer to send `allowed` bytes in total (`ReceiveCredits.consumed`)."""
         self.control(uid, self.message(Credit, allowed), now)
 
     def log_in(self, uid: int) -> bytes:
-        """A credential for one connection to the peer's bulk plane; empty where that needs none."""
+        """Returns a credential for one connection to the peer's bulk plane; empty if no credential is needed."""
         credential = self.edge(uid).credential
         return b"" if credential is None else credential.log_in()
 
     def hurry(self, now: float) -> None:
-        """Ask every peer now what it has of the bulk sent so far."""
+        """Probes every peer now for an acknowledgement of the bulk messages sent so far."""
         for uid, edge in self.edges.items():
             if edge.planes[BULK].out.kept:
                 edge.planes[BULK].out.ask()
                 self.probe(uid, edge, BULK, now)
 
     def writable(self, uid: int, plane: int, now: float) -> None:
-        """A connection that refused a message takes messages again."""
+        """Sends what waits for a connection that had refused a message and accepts messages again."""
         edge = self.edge(uid)
         edge.planes[plane].refused = math.inf
         self.pump(uid, edge, plane, now)
@@ -203,7 +206,7 @@ class LinkSender:
         return kind(session.run, session.generation, session.uid, *values, origin=session.origin)
 
     def pump(self, uid: int, edge: PeerLink, number: int, now: float) -> None:
-        """Send what may leave, most urgent first, until the connection is full."""
+        """Sends what may be sent, most urgent first, until the connection is full."""
         plane = edge.planes[number]
         if number == BULK and edge.needs_credential and edge.credential is None:
             return
@@ -217,7 +220,7 @@ class LinkSender:
                 return
             sealed = plane.sealed
             if sealed is None:
-                lease = message.lease if edge.outwards is None else None  # what is encrypted is a copy
+                lease = message.lease if edge.outwards is None else None  # an encrypted body is a copy
                 sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
             if not self._port.send(uid, number, sealed[0], sealed[1]):
                 self._refused(plane, now)
@@ -237,7 +240,7 @@ class LinkSender:
                     self._has_room(uid, edge, now)
 
     def _has_room(self, uid: int, edge: PeerLink, now: float) -> None:
-        """A peer that had too many payloads waiting takes some again: tell it which ones it need not wait for."""
+        """Tells a peer whose queue has room again which payloads were withheld, and reports the room to the port."""
         if edge.withheld is not None:
             (round, phase), last = edge.withheld
             edge.withheld = None
@@ -245,13 +248,13 @@ class LinkSender:
         self._port.has_room(uid)
 
     def _refused(self, plane: Channel, now: float) -> None:
-        """The connection is full. With nothing unacknowledged, only time tells whether it is dead."""
+        """Notes that the connection is full. If no message is unacknowledged, only a time-out shows that it is dead."""
         if plane.refused == math.inf and plane.queue and not plane.out.kept:
             plane.refused = now
             self.due_by(now + plane.patience)
 
     def _pump_urgent(self, uid: int, number: int, plane: Channel) -> bool:
-        """Send what is not numbered, and what was lost; False when the connection is full."""
+        """Sends messages without numbers and lost messages again; returns False if the connection is full."""
         counted = self._counters.edge(uid)
         while plane.urgent:
             header, purpose = plane.urgent[0]
@@ -278,7 +281,8 @@ class LinkSender:
         return True
 
     def stuck(self, uid: int, number: int, plane: Channel, now: float) -> bool:
-        """Whether a connection has acknowledged nothing for so long that it is given up, and is not merely slow."""
+        """Returns whether a connection is given up, because the peer has acknowledged nothing for too long and the
+        connection is not merely slow."""
         out = plane.out
         if not out.silent(now):
             return False
@@ -296,12 +300,12 @@ class LinkSender:
             self.pump(uid, edge, number, now)
 
     def renew(self, uid: int, edge: PeerLink, number: int) -> None:
-        """Make a new connection, and ask behind it what was lost with the old one."""
+        """Makes a new connection, over which a probe then asks which messages were lost with the old one."""
         self._counters.on_event("connection_renewed", uid, f"plane {number}")
         self._port.renew(uid, number)
         plane = edge.planes[number]
         plane.refused = math.inf
         plane.out.ask()
-        if plane.out.closing:  # without the answer, which may be lost as well: the peer's connection may be dead, too
+        if plane.out.closing:  # do not wait for the answer to the probe: the peer's connection may be dead as well
             plane.again.update(dict.fromkeys(plane.out.kept))
         self.due = -math.inf

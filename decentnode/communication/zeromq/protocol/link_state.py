@@ -1,5 +1,4 @@
-"""What is under way between a node and one peer: queued messages, both directions of both planes, windows. No sockets.
-"""
+"""The state of the link between a node and one peer: queues, both directions of both planes, windows. No sockets."""
 
 from __future__ import annotations
 
@@ -20,69 +19,72 @@ from decentnode.wire.stream import CLOSING_STUCK_SECONDS, ReceiveStream, SendStr
 CONTROL, BULK = 0, 1
 """The two planes of an edge: control messages arrive in order, bulk messages in any order."""
 MAX_PAYLOADS = 4
-"""Payloads of rounds that wait for one peer, with anything of them not handed to the socket yet; further ones are not
-sent to it, and count as undelivered. Where a round has more than two exchanges (phases, fragments, buffers), those of
-two rounds."""
+"""Most payloads that wait for one peer, that is, are not completely passed to the socket. Further payloads are not sent
+to it and count as undelivered. If a round has more than two exchanges (phases, fragments, buffers), the limit is the
+number of exchanges in two rounds instead."""
 REFUSED_SECONDS = 5.0
-"""How long a connection may have no room, with nothing unacknowledged, before another is made: as long as one on which
-nothing is acknowledged."""
+"""How long a connection with no unacknowledged messages may be full before a new one is made: as long as one without
+acknowledgements (`stream.STUCK_SECONDS`)."""
 MAX_URGENT = 64
-"""Messages that are not numbered and wait for one peer's socket."""
+"""Most messages without a number that wait for one peer's socket."""
 ONE_FRAME_BYTES = 16 * 1024
-"""Bodies up to this size, as sent, travel in one frame with their header.
+"""Bodies up to this size, as sent, are in the same frame as their header.
 
-That is one call less at either end. And libzmq 4.3.5 aborts the process (session_base.cpp, clean_pipes) where a DEALER
-is closed without linger in the moment its peer cuts the connection, if the first part of a message was taken out of
-the queue by then and the second was not. Parts are taken while a batch of 8192 bytes is filled: with the end of a short
-body, and the first part behind it. A body of two batches or more leaves in one piece after its first batch, so that the
-next first part begins a batch of its own, and its body is taken for the rest of it. What remains exposed is a first
-part that a batch ends in, as it may after short messages.
+This saves one call at each end. It also avoids an abort: libzmq 4.3.5 aborts the process (session_base.cpp,
+clean_pipes) if a DEALER is closed without linger at the moment when its peer cuts the connection, and the first part of
+a message has been taken out of the queue and the second has not. libzmq takes parts from the queue while it fills a
+batch of 8192 bytes, which after the end of a short body may also take the first part of the next message. A body of two
+batches or more is sent in one piece after its first batch, so that the next first part begins a batch of its own, whose
+rest is filled with its body. What remains exposed is a first part with which a batch ends, as it may after short
+messages.
 """
 
 
 class HeldBody(Protocol):
-    """The body of a bulk message that is kept until its receivers have it, without a copy: a `zmq.Frame`."""
+    """The body of a bulk message, which is kept without a copy until its receivers have it: a `zmq.Frame`."""
 
     @property
     def buffer(self) -> memoryview:
-        """Its bytes."""
+        """The bytes of the body."""
 
     def __len__(self) -> int: ...
 
 
 Body = bytes | HeldBody
 Hold = Callable[[memoryview, bool], Body]
-"""hold(body, shared) keeps a long body; shared: its memory does not change, so that it needs no copy."""
+"""hold(body, shared) returns a long body in a form that can be kept. shared: its memory does not change, so that it
+need not be copied."""
 
 
 def copied(body: memoryview, shared: bool) -> Body:  # noqa: ARG001
-    """A `Hold` that copies."""
+    """Returns a copy of the body; a `Hold`."""
     return bytes(body)
 
 
 @dataclass(eq=False, slots=True)
 class QueuedMessage:
-    """One message towards one or several peers; the body is shared."""
+    """One message to one or several peers, which share its body."""
 
     header: bytes
     body: Body | None = None
     cost: int = 0
-    """What it counts for in the receiver's window."""
+    """Bytes that it takes of the receiver's window."""
     kind: int = framing.NONE
     of_body: int = 0
     lease: object = None
-    """Kept alive as long as the body's memory may not change."""
+    """An object that is kept alive as long as the body's memory must not change."""
     purpose: Purpose = "control"
-    """What its first sending counts for: the whole message, or, of one with a body, that."""
+    """The purpose for which its bytes are counted when it is first sent: the bytes of the body, or of the whole message
+    if it has no body."""
     last: bool = False
-    """Whether it is the last of a round's payload."""
+    """Whether it is the last message of a payload."""
 
     @classmethod
     def bulk(
         cls, header: bytes, body: memoryview, kind: int, lease: object = None, *, hold: Hold = copied,
         purpose: Purpose = "data", last: bool = False,
     ) -> QueuedMessage:
-        """A message with a copy of `body`, or with what `hold` makes of it where it is long.
+        """Creates a message with a copy of `body` or, if it is long, with what `hold` returns for it.
 
         lease: while it is held, the memory of `body` does not change; None: `body` has to be copied.
         """
@@ -95,7 +97,7 @@ class QueuedMessage:
         return cls(header, held, size + MESSAGE_COST, kind, of_body, lease, purpose, last)
 
     def count(self, edge: EdgeCounters, first: bytes, body: Body | None) -> None:
-        """Count that this message, as `frames` made it, was sent for the first time."""
+        """Counts the bytes of this message, in the form that `frames` returned, when it is sent for the first time."""
         size = len(first) + (0 if body is None else len(body))
         if self.body is not None:
             plain = self.cost - MESSAGE_COST
@@ -109,7 +111,8 @@ class QueuedMessage:
             edge.framing_bytes_sent += size
 
     def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, Body | None]:
-        """The message as it travels: its first frame, and its second or None. cipher: encrypts the body."""
+        """Returns the message as it is sent: its first frame, and its second frame or None. cipher: encrypts the
+        body."""
         header, body, kind, of_body = self.header, self.body, self.kind, self.of_body
         if body is None:
             return framing.sealed(sequence, header, kind, of_body), None
@@ -122,60 +125,63 @@ class QueuedMessage:
 
 
 Sealed = tuple[bytes, Body | None, object]
-"""A message as it travels to one peer: first frame, second frame or None, and the lease on what these bytes lie in."""
+"""A message as it is sent to one peer: first frame, second frame or None, and the lease on the memory of these
+bytes."""
 
 
 @dataclass
 class Channel:
-    """One direction of one plane: what leaves here, and what came."""
+    """Both directions of one plane between a node and one peer: messages to send, and messages that have arrived."""
 
     out: SendStream[Sealed] = field(default_factory=SendStream)
-    """Kept as they left, so that what is sent again is the same to the last bit."""
+    """Messages are kept exactly as they were sent, so that a message that is sent again has the same bytes."""
     sealed: Sealed | None = None
-    """The first of `queue` under the number that follows, where the socket had no room for it. So each number is sealed
-    once: under AES-GCM, where it is the nonce, no key ever meets two plaintexts with one nonce."""
+    """The first message of `queue`, already sealed with the next sequence number, if the socket had no room for it.
+    Each sequence number is thus sealed only once: it is the nonce of AES-GCM, and a key must never encrypt two
+    plaintexts with the same nonce."""
     urgent: deque[tuple[bytes, Purpose]] = field(default_factory=lambda: deque(maxlen=MAX_URGENT))
-    """Headers of messages that are not numbered, and what they are for; the oldest are dropped, as they are said again
-    or out of date."""
+    """(header, purpose) of messages without a number. The oldest are dropped if there are too many, because they are
+    repeated or out of date."""
     again: dict[int, None] = field(default_factory=dict)
-    """Numbers of messages, among those that are kept, that have to be sent again; in this order, each once."""
+    """Sequence numbers of kept messages that have to be sent again, in this order, each once."""
     queue: deque[QueuedMessage] = field(default_factory=deque)
     came: ReceiveStream = field(default_factory=lambda: ReceiveStream(ordered=False))
     probes: int = 0
-    """Probes of the peer since anything else of this plane came."""
+    """Number of probes of the peer since any other message of this plane arrived."""
     probed_at: int = -1
-    """How much had come by then."""
+    """How many messages had arrived when the first of these probes did."""
     probed_since: float = 0.0
-    """When the first of these probes came."""
+    """When the first of these probes arrived."""
     refused: float = math.inf
-    """Since when the connection has no room for the first of `queue`, where nothing that was sent is unacknowledged: no
-    acknowledgement fails to come then, which would tell that the connection is dead."""
+    """Since when the connection has had no room for the first message of `queue`, if no message is unacknowledged;
+    otherwise missing acknowledgements show whether the connection is dead."""
     patience: float = REFUSED_SECONDS
-    """How long it may have none."""
+    """How long the connection may have no room."""
 
     @property
     def next_deadline(self) -> float:
         return min(self.out.next_deadline, self.refused + self.patience)
 
     def close(self, now: float) -> None:
-        """Little time is left for what waits here and for what is not acknowledged (`SendStream.close`)."""
+        """Begins to close: only a short time is left for queued and unacknowledged messages (`SendStream.close`)."""
         self.out.close(now)
         self.patience = CLOSING_STUCK_SECONDS
 
 
 class ReceiveCredits:
-    """What peers may send: the window of each moves on by the bytes of it that are used up here. Not thread-safe."""
+    """The flow-control credits of all peers: the window of each advances by the bytes that this node has consumed. Not
+    thread-safe."""
 
     def __init__(self, window: int) -> None:
-        """window: most bytes that one peer may have under way to this node and not used up, headers included."""
+        """window: most bytes, including headers, that one peer may have sent and this node has not consumed yet."""
         self.window = window
         self.used: dict[int, int] = {}
-        """By uid: bytes that were used up so far."""
+        """uid -> bytes that were consumed so far."""
         self._granted: dict[int, int] = {}
 
     def consumed(self, uid: int, size: int) -> int | None:
-        """Bytes of `uid` are used up. Returns how far it may send from now on, once a quarter of its window is free
-        that it does not know of; None before."""
+        """Notes that bytes of `uid` were consumed. Returns the total bytes that it may send from now on, once a quarter
+        of its window is free that it does not know of; None before."""
         used = self.used[uid] = self.used.get(uid, 0) + size
         if used - self._granted.get(uid, 0) < self.window // 4:
             return None
@@ -183,47 +189,47 @@ class ReceiveCredits:
         return used + self.window
 
     def clear(self) -> None:
-        """Nobody has sent anything yet."""
+        """Resets the credits: no peer has sent anything yet."""
         self.used.clear()
         self._granted.clear()
 
 
 class PeerLink:
-    """All about one peer."""
+    """The state of the link to one peer."""
 
     def __init__(self, window: int, needs_credential: bool) -> None:
         self.planes = (Channel(came=ReceiveStream(ordered=True)), Channel())
         self.sent = 0
-        """Cost of the bulk messages sent so far."""
+        """Total cost of the bulk messages sent so far."""
         self.allowed = window
-        """What the peer lets `sent` grow to."""
+        """The value up to which the peer allows `sent` to grow."""
         self.queued = 0
-        """Payloads of rounds of which something waits in the bulk plane's queue."""
+        """Number of payloads of which a message waits in the bulk plane's queue."""
         self.withheld: tuple[ExchangeKey, ExchangeKey] | None = None
-        """The first and the last (round, phase) of payloads that were not sent, until the peer has heard so."""
+        """The first and the last (round, phase) of payloads that were not sent, until the peer is told so."""
         self.came = 0
-        """Cost of the bulk messages that came."""
+        """Total cost of the bulk messages that arrived."""
         self.needs_credential = needs_credential
-        """Whether bulk to the peer waits for its credential."""
+        """Whether bulk messages to the peer wait for a credential of it."""
         self.asked = False
-        """Whether it was asked for one."""
+        """Whether the peer was asked for a credential."""
         self.credential: BulkCredential | None = None
         self.outwards: Cipher | None = None
         self.inwards: Cipher | None = None
-        """What bulk to and from the peer is encrypted with, where it is."""
+        """The ciphers of bulk messages to (`outwards`) and from (`inwards`) the peer; None without encryption."""
         self.hellos = 0
-        """Hellos sent to it or received from it since the last new connection."""
+        """Number of `Hello` messages sent to it or received from it since the last new connection."""
         self.renewed = 0.0
-        """When hellos last brought about a new connection."""
+        """When repeated `Hello` messages last led to a new connection."""
         self.doubted = 0.0
-        """When a damaged message of the peer was last acknowledged at once."""
+        """When a damaged message of the peer last led to an acknowledgement."""
         self.gone = False
-        """Nothing is sent to this peer any more."""
+        """Whether nothing is sent to this peer any more."""
         self.left = False
-        """It said goodbye."""
+        """Whether the peer said goodbye."""
 
     def forget(self) -> None:
-        """Nothing is owed to this peer any more."""
+        """Drops all messages for this peer, to which nothing is sent any more."""
         self.gone = True
         self.queued, self.withheld = 0, None
         for plane in self.planes:

@@ -1,4 +1,4 @@
-"""Headers of the messages that a node sends, and how they are protected against corruption. No I/O."""
+"""Encodes the headers of a node's messages, and chooses their kind of checksum. No I/O."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from decentnode.wire.session import Session
 
 
 class MessageMaker:
-    """One node's; any thread may use it."""
+    """Encodes the headers of one node's messages. Any thread may use it."""
 
     def __init__(self, session: Session, config: ZeroMQConfig) -> None:
         self.over_tcp: list[set[int]] = [set(), set()]
-        """By plane (control, bulk): peers that are not behind a Unix socket."""
+        """For each plane (control, bulk): the peers that are reached over TCP."""
         self.uid = session.uid
         self._session, self._checksum = session, config.checksum
         self._authenticated = (config.secure, config.secure and config.bulk_security != "none")
-        """By plane: whether encryption shows what was changed."""
+        """For each plane: whether its encryption detects changes."""
 
     def header(self, kind: type[Message], *values: object) -> bytes:
-        """An encoded message of this node in the generation in force; values: the fields behind the common ones."""
+        """Returns an encoded message of this node in the generation in force. values: the fields after the common
+        ones."""
         session = self._session
         return codec.encode_values(kind, (session.run, session.generation, session.uid, session.origin, *values))
 
     def sum_kind(self, plane: int, uids: Collection[int]) -> int:
-        """How messages to these uids are protected against corruption, beside what encryption does."""
+        """Returns the kind of checksum (wire/framing.py) for messages to these uids; NONE if encryption detects
+        changes."""
         if self._authenticated[plane]:
             return framing.NONE
         if self._checksum != "auto":

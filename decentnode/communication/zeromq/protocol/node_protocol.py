@@ -1,5 +1,7 @@
-"""What a node does with the messages of its links: session, payloads, means, barriers, generations. No sockets, no
-locks, no clock, no waits: whoever drives the links lets one thread in at a time. now: seconds of any monotonic clock.
+"""Handles the messages that a node's links deliver: session, payloads, means, barriers, generations.
+
+No sockets, no locks, no clock, no waits: the driver of the links lets one thread call it at a time. now: seconds of any
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -57,24 +59,24 @@ MEMBERSHIP_KINDS = frozenset({*MEMBERSHIP, Bye})
 
 
 class PayloadInbox(Protocol):
-    """What takes payloads: `InboxState`, or `Inbox` where threads share one."""
+    """Receives payloads: `InboxState`, or `Inbox` if threads share it. Its methods are those of `InboxState`."""
 
     def put(self, message: Chunk, buffer: memoryview, now: float) -> None:
-        """As `InboxState.put`."""
+        """See `InboxState.put`."""
 
     def skip(self, source: int, first: ExchangeKey, last: ExchangeKey) -> None:
-        """As `InboxState.skip`."""
+        """See `InboxState.skip`."""
 
     def waits_itself(self, source: int, now: float) -> None:
-        """As `InboxState.waits_itself`."""
+        """See `InboxState.waits_itself`."""
 
     def reset(self, round: int) -> None:
-        """As `InboxState.reset`."""
+        """See `InboxState.reset`."""
 
 
 @dataclass(frozen=True)
 class ProtocolParts:
-    """What a node's protocol works with, for as long as the run lasts."""
+    """The objects with which a `NodeProtocol` works for the whole run."""
 
     session: Session
     links: ReliableLinks
@@ -83,29 +85,30 @@ class ProtocolParts:
     counters: Counters
     maker: MessageMaker
     hold: Hold
-    """How long bodies are kept for sending."""
+    """How long bodies are kept in memory for sending."""
     consumed: Callable[[int, int], None]
-    """(uid, bytes): bulk of `uid` that is used up."""
+    """consumed(uid, bytes) is called when so many bytes of bulk messages of `uid` have been consumed."""
     has_room: Callable[[int], None]
-    """(uid): a peer for which too many payloads waited takes some again."""
+    """has_room(uid) is called when the queue of a peer, which was full, has room again."""
     joined: Callable[[], None]
-    """Every node has joined."""
+    """Called when every node has joined."""
     reconfiguration: Reconfiguration | None = None
-    """None in a run with but one generation of members."""
+    """None if the run has only one generation of members."""
     lock: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
-    """Held around calls of the collectives: that of `facts`, where threads share them."""
+    """Held around calls of the collectives: the lock of `facts`, if threads share them."""
 
 
 class NodeProtocol:
-    """One node's; the owner of its links (`LinkOwner`). What it finds out goes into `RunState`."""
+    """Handles one node's messages; the owner of its links (`LinkOwner`). It records the state of the run in
+    `RunFacts`."""
 
     def __init__(self, parts: ProtocolParts) -> None:
         self.joined = False
         """Whether the run has begun."""
         self.collectives: CollectiveState
-        """Of the generation in force; set with it."""
+        """The collectives of the generation in force; set with the generation."""
         self.take_slot: Callable[[Slot], None]
-        """Takes a doorbell that came over the links; set with the generation."""
+        """Handles a doorbell that arrived over the links; set with the generation."""
         self._parts = parts
         self._session, self._sender, self._inbox = parts.session, parts.links.sender, parts.inbox
         self._facts, self._counters, self._maker = parts.facts, parts.counters, parts.maker
@@ -117,9 +120,10 @@ class NodeProtocol:
     def install(
         self, generation: Generation, restart: Callable[[Collection[int]], None], begin: Callable[[], None], now: float
     ) -> None:
-        """Put away what belonged to the old generation, and begin what belongs to `generation`.
+        """Resets the state of the old generation and starts `generation`.
 
-        restart(fresh): the links', between the two. begin: makes what is the owner's, and sets `collectives`.
+        restart(fresh): restarts the links, between the two. begin: creates the owner's parts of the generation and sets
+        `collectives`.
         """
         assert self._reconfiguration is not None
         session, facts = self._session, self._facts
@@ -138,19 +142,19 @@ class NodeProtocol:
     # -- sending ----------------------------------------------------------------------------------------------
 
     def control(self, uid: int, kind: type[Message], values: tuple[object, ...], now: float) -> None:
-        """Send a control message to a peer. values: its fields behind the common ones."""
+        """Sends a control message to a peer. values: its fields after the common ones."""
         self._sender.control_header(uid, self._maker.header(kind, *values), now)
 
     def _unnumbered(self, uid: int, kind: type[Message], now: float) -> None:
         self._sender.control_header(uid, self._maker.header(kind), now, numbered=False)
 
     def ask_overdue(self, uids: Collection[int], now: float) -> None:
-        """Ask these neighbors, whose payloads are overdue, whether they wait for others themselves."""
+        """Asks these neighbors, whose payloads are overdue, whether they wait for others themselves."""
         for uid in uids:
             self._unnumbered(uid, Overdue, now)
 
     def emit(self, pieces: Sequence[OutgoingPart], now: float) -> None:
-        """Send pieces of means."""
+        """Sends pieces of means."""
         for piece in pieces:
             raw = to_bytes(piece.tensor)
             header = self._maker.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
@@ -159,25 +163,25 @@ class NodeProtocol:
             self._sender.bulk(piece.to, message, now)
 
     def _flush(self, now: float) -> None:
-        """Send what the session has to say."""
+        """Sends the messages in the session's outbox."""
         for uid, message in self._session.outbox:
             self._sender.control(uid, message, now)
         self._session.outbox.clear()
 
     def give_up(self, now: float) -> None:
-        """The start has taken too long."""
+        """Ends the start of the run, which has taken too long."""
         if self._session.state == "joining":
             self._on_event(self._session.give_up(), now)
             self._flush(now)
 
     def ask_stop(self, now: float) -> None:
-        """Tell every node to finish its round and stop."""
+        """Tells every node to finish its round and stop."""
         self._session.ask_stop()
         self._flush(now)
         self._stops(now)
 
     def order(self, action: Action, now: float) -> None:
-        """Have all nodes obey an order of people (wire/orders.py)."""
+        """Gives an order of the operator to all nodes (wire/orders.py)."""
         if self._session.state == "running":
             for event in self._session.orders.ask(action):
                 self._on_event(event, now)
@@ -196,26 +200,26 @@ class NodeProtocol:
             self._on_event(each, now)
 
     def _stops(self, now: float) -> None:
-        """The run is to stop."""
+        """Records that the run is to stop."""
         self._facts.stopping = True
         if self._reconfiguration is not None:
             self._reconfiguration.stop(now)
         self._facts.wake()
 
     def depart(self, rounds: int, neighbors: Collection[int], now: float) -> None:
-        """Tell `neighbors` that this node sends payloads of rounds below `rounds` alone."""
+        """Tells `neighbors` that this node sends only payloads of rounds below `rounds`."""
         for uid in neighbors:
             self.control(uid, Depart, (rounds,), now)
 
     def fail(self, uid: int, reason: str, now: float) -> None:
-        """Tell every node that `uid` failed."""
+        """Tells every node that `uid` failed."""
         self._session.fail(uid, reason)
         self._flush(now)
 
-    # -- what the links bring (LinkOwner) ---------------------------------------------------------------------
+    # -- calls of the links (LinkOwner) -----------------------------------------------------------------------
 
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
-        """As `LinkPort.deliver`."""
+        """Implements `LinkPort.deliver`."""
         if isinstance(message, Chunk):
             assert body is not None
             edge = self._counters.edge(message.source)
@@ -252,7 +256,8 @@ class NodeProtocol:
             raise PeerFault("unexpected_message", f"{type(message).__name__} in a run without generations")
 
     def _on_neighbor(self, event: SessionEvent, now: float) -> None:
-        """What the session made of a message: what a neighbor says of its payloads, or an event of the run."""
+        """Handles an event that the session returned for a message: a neighbor's message about its payloads, or an
+        event of the run."""
         if isinstance(event, Slot):
             self.take_slot(event)
         elif isinstance(event, Skipped):
@@ -266,7 +271,7 @@ class NodeProtocol:
             self._on_event(event, now)
 
     def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
-        """As `Reconfiguration.knocked`."""
+        """Answers a node outside the mapping, as `Reconfiguration.knocked` does."""
         if self._reconfiguration is None:
             reason = "the run admits no nodes beyond its mapping (node.missing, node.newcomers)"
             return Turned(NO_RUN, 0, self._session.uid, reason, 1, self._session.uid, "")
@@ -278,14 +283,14 @@ class NodeProtocol:
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
-        if self._session.outbox:  # who tells the session of a broken handshake does not send what it has to say of it
+        """The latest time at which `tick` has to be called; infinite if nothing is due."""
+        if self._session.outbox:  # noting a broken handshake in the session puts messages there without sending them
             return -math.inf
         due = math.inf if self.joined else self._session.next_deadline
         return due if self._reconfiguration is None else min(due, self._reconfiguration.next_deadline)
 
     def tick(self, now: float) -> None:
-        """Do what is due; to be called by `next_deadline`, or more often."""
+        """Does what is due. To be called at `next_deadline` at the latest."""
         for event in self._session.tick(now):
             self._on_event(event, now)
         self._flush(now)
@@ -293,7 +298,7 @@ class NodeProtocol:
             self._reconfiguration.tick(now)
 
     def crashed(self, error: BaseException) -> None:
-        """The thread at the sockets ends because of an error."""
+        """Fails this node, because the I/O thread ended with an error."""
         self.fail_with(NodeFailed(f"node {self._session.uid}: the I/O thread failed: {error!r}"))
 
     def _on_event(self, event: SessionEvent, now: float) -> None:
@@ -342,5 +347,6 @@ class NodeProtocol:
         return AssemblyError(text + self._counters.refused_handshakes(), event.missing)
 
     def fail_with(self, error: Exception) -> None:
-        """Any thread: every wait of this node raises this from now on, unless something came first."""
+        """Makes every wait of this node raise `error` from now on, unless it has failed already. May be called from any
+        thread."""
         self._facts.fail(error)

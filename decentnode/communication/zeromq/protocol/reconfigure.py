@@ -1,6 +1,6 @@
-"""Generations of a networked transport: what a node obeys of its membership, and its wait for the next one. No I/O.
+"""Applies the events of a node's `Membership` to its transport, and waits for the next generation. No I/O.
 
-`generations/generations.py` lets one thread in at a time and blocks. now: seconds of any monotonic clock.
+generations/generations.py lets one thread call it at a time, and blocks. now: seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -43,81 +43,81 @@ from decentnode.wire.messages import (
 logger = logging.getLogger(__name__)
 
 STOPPED_OUTSIDE_SECONDS = 0.25
-"""How long a node outside, once the run is to stop, may still be let in."""
+"""How long a node outside still waits to be admitted once the run is to stop."""
 RENEW_SECONDS = 2.0
-"""How long a node is in one of ALONE_STAGES until it makes its control connections anew: nobody may hear it. It does so
-again after twice as long each time, as it may be the others that are gone."""
+"""How long a node is in one of ALONE_STAGES before it makes new control connections, because its old ones may be dead.
+The time doubles with every repetition, because it may be the other nodes that are dead."""
 TOLD_STRANGERS = 3
-"""How many newcomers without an invitation the log has."""
+"""How many newcomers without a valid invitation are logged."""
 ALONE_STAGES = ("short", "outside", "suspecting")
-"""Of a node that hears of nobody with whom it could go on."""
+"""The stages in which a node hears from no other node with which it could continue."""
 
 
 class Reconfiguration:
-    """One node's part in agreeing on generations.
+    """Connects one node's `Membership` with its links and the state of its run.
 
-    `RunFacts.regrouping` is set from the moment a generation ends until the next one is in force: every wait of the
-    training thread ends then, and no round begins.
+    `RunFacts.regrouping` is set from the moment when a generation ends until the next one is in force: meanwhile every
+    wait of the training thread ends, and no round begins.
     """
 
     def __init__(
         self, membership: Membership, sender: LinkSender, facts: RunFacts, counters: Counters, wake: Callable[[], None]
     ) -> None:
-        """wake: called where a wait of the training thread may be over; not blocking."""
+        """wake: called when a wait of the training thread may be over; not blocking."""
         self.membership = membership
         self.active = False
-        """Whether the run has begun; before it, a missing node is the start's business."""
+        """Whether the run has begun; before that, the session handles missing nodes."""
         self.alone_since: float | None = None
-        """Since when this node has been in one of ALONE_STAGES; None while it is in another."""
+        """Since when this node has been in one of ALONE_STAGES; None while it is in another stage."""
         self._renew_after = RENEW_SECONDS
-        """How long after `alone_since` control connections are made anew."""
+        """Seconds after `alone_since` at which new control connections are made."""
         self.facts, self.counters = facts, counters
         self.catches_up = False
-        """Whether the round under way is one that the others wait for, as they have made it already."""
+        """Whether the current round is one that the other members have already finished, so that they wait for it."""
         self._stopping = False
         facts.watches = True
         membership.watch.load = sender.slowness
         self._sender, self._wake = sender, wake
         self.to_install: Generation | None = None
-        """A generation that is agreed on, while this node has not installed it."""
+        """A generation that was agreed on and that this node has not installed yet."""
         self.seated: Callable[[Seated], None] = lambda _seat: None
-        """Takes where a node is that is not in the mapping; the owner sets it."""
+        """Called with the endpoints of a newcomer; the owner sets it."""
         self.config_text = b""
-        """The experiment, as newcomers are told it."""
+        """The experiment (YAML) that newcomers are sent."""
         self.began: Callable[[], float | None] = lambda: None
-        """When the run began (`Communication.run_began`), for newcomers; the owner sets it."""
+        """Returns when the run began (`Communication.run_began`), for newcomers; the owner sets it."""
         self.admission: Callable[[str, str], Invitation | None] = lambda _text, _key: None
-        """(invitation, key) -> what the invitation of a newcomer says; None where it needs none. Raises PeerFault
-        ("uninvited"). The owner sets it."""
+        """admission(invitation, key) returns the verified invitation of a newcomer, or None if it needs none. Raises
+        PeerFault ("uninvited"). The owner sets it."""
         self.founder_keys = frozenset[str]()
         """Public keys of the nodes in the mapping."""
         self.control_of: Callable[[int], str] = lambda _uid: ""
-        """Where a member's control socket listens (tcp://...), for newcomers; the owner sets it."""
+        """Returns where a member's control socket listens (tcp://...), for newcomers; the owner sets it."""
         self.going: Generation | None = None
-        """A generation that all of its members have installed, while this node has not begun it."""
+        """A generation that is in force and that this node has not begun yet."""
 
     @property
     def generation(self) -> Generation:
-        """The one in force, or the last that was."""
+        """The generation in force, or the last that was."""
         return self.membership.generation
 
-    # -- what comes -------------------------------------------------------------------------------------------
+    # -- messages and ticks -----------------------------------------------------------------------------------
 
     def begin(self, run: bytes) -> None:
-        """Generation 0 is in force: everybody has joined."""
+        """Notes that every node has joined, so that generation 0 is in force."""
         self.membership.run, self.active = run, True
 
     def receive(self, message: Message, now: float) -> None:
-        """A message about membership, or a Bye. Raises PeerFault."""
+        """Handles a membership message or a Bye. Raises PeerFault for a message that its sender may not send."""
         if self.active:
             try:
                 self._obey(self.membership.receive(message, now), now)
             finally:
-                self._obey([], now)  # an answer may belong to what is refused
+                self._obey([], now)  # a refused message may have an answer, too
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+        """The latest time at which `tick` has to be called; infinite if nothing is due."""
         if not self.active:
             return math.inf
         waiting = self.facts.asked_after
@@ -125,7 +125,7 @@ class Reconfiguration:
         return due if self.alone_since is None else min(due, self.alone_since + self._renew_after)
 
     def tick(self, now: float) -> None:
-        """Do what is due; to be called by `next_deadline`, or more often."""
+        """Does what is due. To be called at `next_deadline` at the latest."""
         if self.active:
             waiting = self.facts.asked_after
             whom, since = ((), math.inf) if waiting is None else waiting
@@ -135,7 +135,7 @@ class Reconfiguration:
                 self._sender.renew_control()
 
     def stop(self, now: float) -> None:
-        """The run is to stop; this node waits for nobody to come back any more."""
+        """Notes that the run is to stop: this node no longer waits for others to come back."""
         if not self.membership.stopping:
             self._obey(self.membership.stop(now), now)
 
@@ -169,7 +169,7 @@ class Reconfiguration:
             self._sender.send_once(uid, message)
 
     def _note_stage(self, now: float) -> None:
-        """The end of every call that may change the stage, or end a wait for a generation earlier."""
+        """Updates `alone_since` and wakes the training thread, after every call that may change the stage."""
         if self.membership.stopping and not self._stopping:
             self._stopping = True
             self._wake()
@@ -183,7 +183,7 @@ class Reconfiguration:
         self.counters.on_event(kind, None, detail)
 
     def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
-        """Answer a node that is not in the mapping. Raises PeerFault for a malformed request."""
+        """Answers a node that is not in the mapping. Raises PeerFault for a malformed request."""
         of = self.membership
         if not self.active:
             return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
@@ -218,11 +218,11 @@ class Reconfiguration:
             self._obey(of.take_events(now), now)
 
     def _sent_on(self, turned: Turned) -> Turned:
-        """With where that one listens who is to be asked."""
+        """Adds the address of the node that is to be asked instead, if it is another one."""
         return turned if turned.uid == self.membership.uid else replace(turned, at=self.control_of(turned.uid))
 
     def _refuse_newcomer(self, fault: PeerFault, asked: Knock | Inquiry, caller: Caller) -> None:
-        """Count and name who comes without an invitation that holds; the log has the first few."""
+        """Counts a newcomer without a valid invitation, and logs the first few."""
         listens = asked.control if isinstance(asked, Knock) else ""
         who = f"{listens}{f' (from {caller.address})' if caller.address else ''}".strip()
         known = self.counters.faults.get(fault.reason, 0)
@@ -230,10 +230,11 @@ class Reconfiguration:
         if known < TOLD_STRANGERS:
             logger.warning("a node at %s is not admitted: %s", who, fault.detail)
 
-    # -- what this node finds out -----------------------------------------------------------------------------
+    # -- calls of the transport -------------------------------------------------------------------------------
 
     def suspect(self, uids: Collection[int], reason: str, now: float, *, dead: bool = False) -> None:
-        """These do not answer, or (dead) have ended: once this returns, no round of the generation begins here."""
+        """Reports nodes that do not answer or, with `dead`, whose processes ended. Once this returns, no round of the
+        generation begins on this node."""
         if self.active:
             known = self.membership.suspects | self.membership.failed
             for uid in sorted({*uids} & {*self.generation.members} - known):
@@ -241,25 +242,26 @@ class Reconfiguration:
             self._obey(self.membership.suspect(uids, now, reason, dead), now)
 
     def renew(self, reason: str, now: float) -> None:
-        """The members cannot go on in this generation, though nobody is known to be absent."""
+        """Asks for a new generation though no member is known to be absent, because the members cannot continue in this
+        one."""
         if self.active:
             self._obey(self.membership.renew(now, reason), now)
 
     def fail(self, now: float) -> None:
-        """This node failed: tell everybody, so that nobody has to find out."""
+        """Tells all members that this node failed, so that they do not have to detect it."""
         if self.active:
             self.membership.fail()
             self._obey([], now)
 
     def leave(self, reason: str, now: float) -> None:
-        """Come from outside: this process joins a run that has begun."""
+        """Puts this node outside: its process joins a run that has already begun."""
         self.active = True
         self.facts.regrouping = reason
         self._obey(self.membership.leave(now, reason), now)
 
     def enter(self, round: int) -> None:
-        """A round begins, which others have made already where it is below the generation's first. Raises Regrouping
-        when it may not."""
+        """Notes that a round begins; other members have already finished it if it is below the generation's first.
+        Raises Regrouping if it may not begin."""
         if self.active:
             self.facts.raise_if_over()
             self.catches_up = round < self.generation.first_round
@@ -267,35 +269,35 @@ class Reconfiguration:
             self.membership.last_round = self.membership.limits.rounds
 
     def ends_after(self, rounds: int) -> None:
-        """No round begins here after so many, unless `enter` says otherwise: the members of the next generation may
-        have gone on. Who says goodbye from now on has ended like this node."""
+        """Notes that the run ends after `rounds` rounds, unless a later `enter` shows that the members of the next
+        generation have continued. A node that says goodbye from now on has finished like this one."""
         self.membership.position = max(self.membership.position, rounds)
         self.membership.last_round = rounds
 
     def begin_at(self, round: int) -> None:
-        """Rounds below `round` are over: a generation without this node's peers begins no earlier one."""
+        """Notes that rounds below `round` are over, so that a generation of this node alone begins no earlier one."""
         self.membership.position = round
 
     def caught_up(self) -> None:
-        """This node has a model."""
+        """Notes that this node has a model."""
         self.membership.fresh = False
 
     def took_part(self, generation: Generation) -> None:
-        """This node's model is one with those of the members of `generation`."""
+        """Notes that this node now shares a common model with the members of `generation` (`MemberState.line`)."""
         self.membership.line = generation.name
 
     def installed(self, generation: Generation, now: float) -> None:
-        """What belonged to the old generation has been put away for this one."""
+        """Notes that the parts of the old generation were replaced by those of `generation`."""
         self._obey(self.membership.installed(generation, now), now)
 
     def begun(self, generation: Generation) -> None:
-        """This generation is in force here."""
+        """Notes that this node begins `generation`, which is in force."""
         self.facts.regrouping, self.catches_up = "", False
         self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
 
 
 class EndWait:
-    """The wait of one node that missed somebody, until it knows whether its generation is over (`run_state.Wait`)."""
+    """The wait of a node that misses another one, until it knows whether its generation is over (`run_state.Wait`)."""
 
     def __init__(self, facts: RunFacts, seconds: float, now: float) -> None:
         """seconds: the longest wait."""
@@ -303,30 +305,33 @@ class EndWait:
         self.deadline = now + seconds
 
     def step(self, now: float) -> bool:
-        """Raises nothing."""
+        """Returns whether the wait is over; raises nothing."""
         return bool(self._facts.regrouping) or self._facts.failure is not None or now >= self.deadline
 
 
 class GenerationWait:
-    """The wait of one node for its next generation (`run_state.Wait`); `generation` is what is in force once it is
-    over."""
+    """The wait of a node for its next generation (`run_state.Wait`), which is in `generation` once the wait is over."""
 
     def __init__(
         self, reconfiguration: Reconfiguration, alone_seconds: float, together_seconds: float,
         install: Callable[[Generation], None], now: float,
     ) -> None:
-        """install(generation): puts away what belonged to the old one, for this one; it blocks nobody."""
+        """install(generation): replaces the parts of the old generation by those of this one; not blocking.
+
+        alone_seconds, together_seconds: see `step`.
+        """
         self._reconfiguration, self._install = reconfiguration, install
         self._alone_seconds, self._together_seconds = alone_seconds, together_seconds
         self._began = self.deadline = now
         self.generation: Generation | None = None
 
     def step(self, now: float) -> bool:
-        """Whether a generation is in force.
+        """Returns whether the next generation is in force.
 
-        Raises NoGeneration when none can be had: after alone_seconds without enough others, or together_seconds in all.
-        Raises Interrupted when the run is to stop and this node is outside, or hears nobody
-        who would close with it for STOPPING_TIMEOUT_SECONDS; AssemblyError when it is refused.
+        Raises NoGeneration if there is none after `alone_seconds` without enough other nodes, or after
+        `together_seconds` in total. If the run is to stop, raises Interrupted after STOPPED_OUTSIDE_SECONDS if this
+        node is outside, and after STOPPING_TIMEOUT_SECONDS if it hears from no node that would close with it. Raises
+        AssemblyError if this node is refused.
         """
         of, membership = self._reconfiguration, self._reconfiguration.membership
         of.facts.raise_if_failed()
@@ -344,11 +349,11 @@ class GenerationWait:
 
     @property
     def news(self) -> bool:
-        """Whether a step would find something, other than that it is late."""
+        """Whether the next step has something to do other than checking the deadline."""
         return self._reconfiguration.to_install is not None or self._reconfiguration.going is not None
 
     def _raise_if_in_vain(self, now: float) -> None:
-        """Sets `deadline`, too."""
+        """Raises if the wait has no chance of success any more, and updates `deadline`."""
         of, membership = self._reconfiguration, self._reconfiguration.membership
         since = now if of.alone_since is None else max(of.alone_since, self._began)
         outside = membership.stage == "outside"

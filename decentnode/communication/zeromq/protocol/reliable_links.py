@@ -1,8 +1,9 @@
-"""Edges over unreliable connections: every message once and whole wherever they break, windows, credentials for bulk.
+"""Reliable links over unreliable connections: exactly-once delivery, flow control, credentials for bulk messages.
 
-Control messages arrive in order; bulk messages in any order. A state machine without I/O: calls bring it what came,
-what is to be sent, and the time, and it acts through a `LinkPort`. It holds no lock and reads no clock: whoever drives
-it (link_driver.py, on sockets) lets one thread in at a time, and calls `tick` by `next_deadline`.
+Control messages arrive in order; bulk messages in any order. `ReliableLinks` is a state machine without I/O: calls pass
+it received messages, messages to send, and the time, and it acts through a `LinkPort`. It has no lock and reads no
+clock: its driver (link_driver.py, on sockets) lets one thread call it at a time, and calls `tick` at `next_deadline`
+at the latest.
 """
 
 from __future__ import annotations
@@ -31,44 +32,49 @@ logger = logging.getLogger(__name__)
 
 BULK_KINDS = frozenset(messages.BULK)
 DOUBT_SECONDS = 0.005
-"""Least time between two acknowledgements that damaged messages of one peer bring about."""
+"""Shortest time between two acknowledgements that are sent at once for damaged messages of one peer."""
 PROBES_PER_CONNECTION = 3
-"""Probes of a peer, with nothing of it arriving between them, after which this node's connection to it is renewed."""
+"""Number of probes of a peer, with no other message of it between them, after which this node's connection to it is
+renewed."""
 ACK_EVERY = (256, 16)
-"""Messages of a plane after which the sender gets an acknowledgement at once; otherwise it comes with the next tick."""
+"""For each plane: number of unacknowledged messages after which an acknowledgement is sent at once; otherwise it is
+sent by the next tick."""
 ACK_SECONDS = 0.25
-"""Longest time until a message that arrived is acknowledged."""
+"""Longest time until an arrived message is acknowledged."""
 
 
 class ReliableLinks:
-    """One node's edges to all peers it ever speaks with. now: seconds of any monotonic clock."""
+    """One node's links to all of its peers. now: seconds of any monotonic clock."""
 
     def __init__(
         self, session: Session, port: LinkPort, counters: Counters, credits: ReceiveCredits, access: BulkAccess
     ) -> None:
-        """credits: how much peers may send; when it grows, `LinkSender.grant` passes it on.
-        access: of bulk, alike on all nodes."""
+        """credits: how much peers may send; its owner passes increases on with `LinkSender.grant`. access: the
+        credentials of bulk messages, configured alike on all nodes."""
         self.sender = LinkSender(session, port, counters, credits.window, access)
-        """What sends."""
+        """The sending half."""
         self.access = access
         self._session, self._port, self._counters, self._credits = session, port, counters, credits
         self._edges, self._edge, self._message = self.sender.edges, self.sender.edge, self.sender.message
         self._closing = False
         self._broken: set[tuple[int, int]] = set()
-        """(uid, plane) of connections to make again at the next tick."""
+        """(uid, plane) of connections that the next tick makes again."""
         self._report_at = math.inf
-        """When the oldest message that is not acknowledged has to be."""
+        """When the oldest unacknowledged arrived message has to be acknowledged."""
 
     @property
     def window(self) -> int:
-        """Most bytes that one peer may have under way to this node."""
+        """Most bytes that one peer may have in flight to this node."""
         return self._credits.window
 
     def restart(self, fresh: Collection[int]) -> None:
-        """A new generation. Nothing of the old one is owed to anybody, and numbers start anew; the caller clears the
-        credits. fresh: nodes whose processes are new, and what was queued for the old ones is not for them. Of a new
-        one itself all connections are made anew: a member that did not know its key yet has refused it, after which
-        ZeroMQ does not try again."""
+        """Resets the links for a new generation: pending messages are dropped and sequence numbers start again.
+
+        The caller resets the credits. fresh: nodes with new processes; their control connections are renewed as well,
+        because what was queued for the old process is not for the new one. If this node is fresh itself, it makes all
+        control connections again: a member that did not know its key yet has refused the connection, and ZeroMQ does
+        not retry after that.
+        """
         if self._session.uid in fresh:
             self.sender.renew_control()
         for uid, edge in self._edges.items():
@@ -82,15 +88,15 @@ class ReliableLinks:
         self._report_at = math.inf
 
     def forget(self, uid: int) -> None:
-        """`uid` failed: nothing is owed to it any more."""
+        """Drops all messages for `uid`, which failed."""
         self._edge(uid).forget()
 
     # -- receiving --------------------------------------------------------------------------------------------
 
     def receive(self, plane: int, frames: Sequence[memoryview], uid: int | None, now: float) -> None:
-        """One message as it came; what is wrong with it is counted. uid: who sent it, where the connection proves it.
+        """Handles one received message; a message that breaks the protocol is counted and dropped.
 
-        A frame's memory is kept as long as the body is.
+        uid: the sender, if the connection proves it. The memory of a frame is kept as long as the body is in use.
         """
         source: int | None = uid
         header = b""
@@ -127,14 +133,14 @@ class ReliableLinks:
                 self._doubt(plane, header, now)
 
     def _doubt(self, plane: int, header: bytes, now: float) -> None:
-        """A message was damaged: acknowledge at once to whoever sent it, as far as the header is right, so that it
-        comes again without the longer silence of a link that breaks often."""
+        """Sends an acknowledgement to the sender of a damaged message at once, if its header can be decoded, so that it
+        is sent again without waiting for a probe, which may take long on a link that breaks often."""
         try:
             message = codec.decode(header)
             self._session.belongs(message)
             edge = self._edge(message.source)
         except PeerFault as fault:
-            if fault.reason == "protocol_version":  # another version's sums may be others
+            if fault.reason == "protocol_version":  # another version may use other checksums
                 self.refuse(fault)
             return
         came = edge.planes[plane].came
@@ -147,12 +153,13 @@ class ReliableLinks:
             self._report_by(now + ACK_SECONDS)
 
     def _report_by(self, when: float) -> None:
-        """Something that came has to be acknowledged at `when` at the latest."""
+        """Schedules the acknowledgement of arrived messages for `when` at the latest."""
         self._report_at = min(self._report_at, when)
         self.sender.due_by(when)
 
     def _admit(self, plane: int, sequence: int, message: Message, body: memoryview | None, now: float) -> None:
-        """Take a message that is well-formed; its number decides whether it is new."""
+        """Handles a well-formed message, unless its sequence number shows that it is a duplicate or, on the ordered
+        plane, out of order."""
         kind_of = type(message)
         if sequence:
             edge = self._edge(message.source)
@@ -188,7 +195,7 @@ class ReliableLinks:
             raise
 
     def _serve(self, plane: int, message: Message, now: float) -> None:
-        """A message about the edge."""
+        """Handles a message of the link protocol itself."""
         uid = message.source
         edge = self._edge(uid)
         if isinstance(message, Ack):
@@ -198,7 +205,7 @@ class ReliableLinks:
             if message.gap:
                 flow.out.ask()
                 self.sender.probe(uid, edge, message.plane, now)
-            if flow.out.kept:  # the patience with the rest begins anew
+            if flow.out.kept:  # the time-out of the remaining messages starts again
                 self.sender.due_by(flow.out.next_deadline)
             self.sender.pump(uid, edge, message.plane, now)
         elif isinstance(message, Probe):
@@ -226,8 +233,12 @@ class ReliableLinks:
             self._port.deliver(message, None, now)
 
     def _count_probe(self, uid: int, edge: PeerLink, number: int, now: float) -> None:
-        """A peer that goes on probing for what has come long ago does not get the acknowledgements: this node's own
-        connection to it is dead, which nothing else tells while nothing numbered is to be sent over it."""
+        """Counts a probe, and renews this node's control connection to the peer if the peer keeps probing for messages
+        that have long arrived.
+
+        The peer then does not receive the acknowledgements: this node's connection to it is dead, and nothing else
+        shows that while no numbered messages are sent over it.
+        """
         plane = edge.planes[number]
         if plane.probed_at != plane.came.taken:
             plane.probed_at, plane.probes, plane.probed_since = plane.came.taken, 0, now
@@ -250,7 +261,7 @@ class ReliableLinks:
         self.sender.control_header(uid, header, now, numbered=False, purpose="protocol")
 
     def refuse(self, fault: PeerFault, source: int | None = None) -> None:
-        """Count a message that breaks the protocol."""
+        """Counts a message that breaks the protocol, and logs the first ones of each kind."""
         known = self._counters.faults.get(fault.reason, 0)
         self._counters.fault(fault.reason, source, str(fault))
         if known < 3:
@@ -260,8 +271,8 @@ class ReliableLinks:
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; infinite while nothing waits for the clock. At times there is
-        nothing to do by then (`LinkSender.due`)."""
+        """The latest time at which `tick` has to be called; infinite if nothing is due. It may be earlier than needed
+        (`LinkSender.due`)."""
         return self.sender.due
 
     def _exact_deadline(self) -> float:
@@ -269,7 +280,8 @@ class ReliableLinks:
         return min(self._report_at, min(due, default=math.inf))
 
     def tick(self, now: float) -> None:
-        """Do what is due; to be called by `next_deadline`, or more often."""
+        """Sends due acknowledgements and probes and renews dead connections. To be called at `next_deadline` at the
+        latest."""
         for uid, number in self._broken:
             self.sender.pump(uid, self._edge(uid), number, now)
         self._broken.clear()
@@ -287,7 +299,8 @@ class ReliableLinks:
         self.sender.due = self._exact_deadline()
 
     def disconnected(self, uid: int, plane: int) -> None:
-        """A connection broke that is made again by a login of its own. The next tick does, and asks what was lost."""
+        """Handles a broken connection that ZeroMQ does not make again, because it needs a new login. The next tick
+        makes it, and probes for lost messages."""
         self._port.renew(uid, plane)
         edge = self._edges.get(uid)
         if edge is not None and not edge.gone:
@@ -297,12 +310,15 @@ class ReliableLinks:
 
     @property
     def breaks_matter(self) -> bool:
-        """Whether connections that break are worth reporting: not while the run ends, here or for any peer."""
+        """Whether broken connections should be reported: not while the run ends, here or for any peer."""
         return not self._closing and not any(edge.gone for edge in self._edges.values())
 
     def finished(self, now: float) -> bool:
-        """While closing: whether every peer has everything. A dead control connection is soon made again, as the last
-        that a node says, its closing figures, goes over it; bulk may take its time on a slow one."""
+        """Returns whether every peer has acknowledged everything; the first call begins to close the links.
+
+        A dead control connection is then soon made again, because the last messages of a node, its closing figures, are
+        sent over it. The time-outs of bulk messages stay as they are, because they may take long on a slow connection.
+        """
         if not self._closing:
             self._closing = True
             for uid, edge in self._edges.items():
@@ -318,7 +334,7 @@ class ReliableLinks:
         return not any(plane.out.kept or plane.queue for edge in self._edges.values() for plane in edge.planes)
 
     def goodbye(self, now: float) -> None:
-        """The last message: nothing more comes, and nothing is read any more."""
+        """Sends `Bye` to every peer that has not left; nothing is sent or read after it."""
         for uid, edge in self._edges.items():
             if not edge.left:
                 edge.forget()

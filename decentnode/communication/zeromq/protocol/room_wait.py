@@ -1,4 +1,4 @@
-"""One payload's wait for room in what waits for a peer: until when, and what becomes of it. No I/O."""
+"""The wait of a payload for room in the queue of a peer, and its outcome. No I/O."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from decentnode.communication.zeromq.protocol.link_sender import LinkSender
 
 
 class RoomWait:
-    """Call `step` until it returns True: at once, whenever `LinkPort.has_room` is called, and by `deadline` at the
-    latest. now: seconds of any monotonic clock."""
+    """The wait for room in the queue of one peer.
+
+    The caller calls `step` until it returns True: at once, whenever `LinkPort.has_room` is called, and at `deadline` at
+    the latest. now: seconds of any monotonic clock.
+    """
 
     def __init__(
         self, sender: LinkSender, facts: RunFacts, counters: Counters, *, uid: int, key: ExchangeKey,
@@ -22,15 +25,16 @@ class RoomWait:
         self._began = now
         self.deadline = now + facts.room_patience(timeout_seconds)
         self.verdict: Literal["send", "withhold", "gone"] = "gone"
-        """Once it is over. withhold: the peer takes nothing, and is to hear so once it does."""
+        """The outcome, once the wait is over. send: there is room. withhold: the peer accepts nothing in time, and is
+        to be told so once it does. gone: the peer has left or the generation is over."""
         facts.wait_for((uid,), now)
 
     def postpone(self, seconds: float) -> None:
-        """As `run_state.PostponableWait.postpone`."""
+        """Implements `run_state.PostponableWait.postpone`."""
         self.deadline += seconds
 
     def step(self, now: float) -> bool:
-        """Whether the wait is over. Raises what every wait raises once the run has failed."""
+        """Returns whether the wait is over. Raises what every wait raises once the run has failed."""
         facts, uid, round = self._facts, self._uid, self._key[0]
         if self._sender.takes(uid):
             self.verdict = "send"

@@ -1,5 +1,5 @@
-"""Payloads that leave a node over its links, cut into chunks. No sockets, no threads, no clock: who waits is the
-caller."""
+"""Sends a node's payloads over its links, cut into chunks. No sockets, no threads, no clock; the caller does the
+waiting."""
 
 from __future__ import annotations
 
@@ -26,50 +26,51 @@ _NOBODY: frozenset[int] = frozenset()
 
 
 class BulkPort(Protocol):
-    """What takes chunks (`LinkDriver`): the links, and the lock and the clock around them where threads share them."""
+    """Accepts chunks (`LinkDriver`): the links, with the lock and the clock around them if threads share them."""
 
     def bulk(self, uids: Sequence[int], message: QueuedMessage) -> None:
-        """Send a message to these peers now, or as soon as windows and sockets allow."""
+        """Sends a message to these peers now, or as soon as windows and sockets allow."""
 
     def withhold(self, uid: int, key: ExchangeKey) -> None:
-        """As `LinkSender.withhold`."""
+        """Does what `LinkSender.withhold` does."""
 
     def hurry(self) -> None:
-        """Ask every peer now what it has of the bulk sent so far."""
+        """Probes every peer now for an acknowledgement of the bulk messages sent so far."""
 
 
 class Sender:
-    """One node's payloads, on their way to the links; used from the training thread."""
+    """Cuts one node's payloads into chunks and passes them to the links. Used by the training thread."""
 
     staging: Staging | None = None
-    """Slots of pinned memory, for models on a GPU."""
+    """Slots of pinned memory, if models are on a GPU."""
 
     def __init__(
         self, links: LinkSender, port: BulkPort, maker: MessageMaker, plans: tuple[tuple[TensorPlan, ...], ...],
         facts: RunFacts, counters: Counters, *, timeout_seconds: float, hold: Hold,
     ) -> None:
-        """plans: by phase. timeout_seconds: longest wait for a peer that takes nothing. hold: how long bodies are
-        kept."""
+        """plans: the plans of each phase's tensors. timeout_seconds: longest wait for a peer that accepts nothing.
+        hold: how long bodies are kept in memory (`link_state.Hold`)."""
         self._links, self._port, self._maker, self._plans = links, port, maker, plans
         self._facts, self._counters = facts, counters
         self._timeout_seconds, self._hold = timeout_seconds, hold
 
     def takes(self, uid: int) -> bool:
-        """Whether one more payload may be sent to a peer at once."""
+        """Returns whether one more payload may be sent to a peer without waiting."""
         return self._links.takes(uid)
 
     def is_idle(self, uid: int) -> bool:
-        """Whether nothing that was sent to a peer before waits here."""
+        """Returns whether no earlier payload to a peer is still queued."""
         return self._links.waiting(uid) == 0
 
     def room(self, uid: int, key: ExchangeKey, now: float) -> RoomWait:
-        """Returns the wait while `max_payloads` wait for a peer, unless it is silent; `may_send` has its result."""
+        """Returns the wait for room in the queue of a peer, which ends at once for a silent peer; `may_send` then
+        returns its outcome."""
         return RoomWait(self._links, self._facts, self._counters, uid=uid, key=key,
                         timeout_seconds=self._timeout_seconds, now=now)  # fmt: skip
 
     def may_send(self, uid: int, key: ExchangeKey, room: RoomWait) -> bool:
-        """After the wait for room: whether to send. A payload that found none in time (`RunState.room_patience`) is
-        not sent, and the peer hears so once it takes any."""
+        """Returns whether to send after the wait for room. A payload that found no room in time
+        (`RunState.room_patience`) is not sent, and the peer is told so once it accepts messages."""
         if room.verdict == "withhold":
             self._port.withhold(uid, key)
             self._counters.fault("send_window", uid, f"round {key[0]}")
@@ -79,15 +80,16 @@ class Sender:
         self, outgoing: Mapping[int, Payload], key: ExchangeKey, lease_of: Callable[[Tensor], object],
         now: Callable[[], float],
     ) -> Steps[frozenset[int]]:
-        """Send the payloads of a (round, phase) by neighbor. Returns those that take none, after a wait for each.
+        """Sends the payloads of a (round, phase), given by neighbor. Returns the neighbors that accept none, after a
+        wait for each of them.
 
-        lease_of: as `PathContext.lease_of`. now: the clock.
+        lease_of: as in `PathContext.lease_of`. now: the clock.
         """
         held_up = [uid for uid in outgoing if not self.takes(uid)]
         if not held_up:
             self._send(outgoing, key, lease_of)
             return _NOBODY
-        # nobody waits for its payload because another one takes none
+        # first the neighbors with room, so that none waits because another one accepts nothing
         self._send({uid: payload for uid, payload in outgoing.items() if uid not in held_up}, key, lease_of)
         dropped = set()
         for uid in held_up:
@@ -105,7 +107,7 @@ class Sender:
             self.send_chunks(payload, uids, *key, lease_of)
 
     def checked(self, payload: Payload, phase: int) -> None:
-        """Raises ValueError, as our own fault, for a payload that is not what the schema says."""
+        """Raises ValueError (a bug in our own code) for a payload that does not match the schema."""
         wrong = mismatch(self._plans[phase], payload.tensors)
         if wrong:
             raise ValueError(f"payload {wrong}")
@@ -113,8 +115,8 @@ class Sender:
     def send_chunks(
         self, payload: Payload, uids: list[int], round: int, phase: int, lease_of: Callable[[Tensor], object]
     ) -> None:
-        """Hand one payload to the links of these neighbors, cut into chunks; every byte is read, or leased, before this
-        returns. Not blocking, but for the copy."""
+        """Passes one payload to the links of these neighbors, cut into chunks. Every byte is read or leased before this
+        returns. Does not block, except for the copy."""
         plans = self._plans[phase]
         scalars: Scalars = payload.scalars
         sums = self._maker.sum_kind(BULK, uids)
@@ -135,8 +137,11 @@ class Sender:
                     self._counters.edge(uid).frames_sent += 1
 
     def _fetched(self, plan: TensorPlan, tensor: Tensor) -> Fetched | None:
-        """A tensor on a GPU, on its path to a slot of pinned memory; None on the CPU, or while peers have not said yet
-        that they got what lies in the slots: then it is copied as a whole."""
+        """Starts the copy of a GPU tensor to a slot of pinned memory.
+
+        Returns None for a tensor on the CPU, and if no slot is free because peers have not acknowledged what is in the
+        slots; the caller then copies the tensor as a whole.
+        """
         if self.staging is None or tensor.is_cpu:
             return None
         fetched = self.staging.fetch(plan, tensor)
@@ -148,8 +153,11 @@ class Sender:
 def to_be_published(
     outgoing: Mapping[int, Payload], schema: Schema, sender: Sender, facts: RunFacts
 ) -> dict[int, Payload]:
-    """Returns those of a mailbox's payloads that can leave without a wait: none for nodes that are gone, nor for those
-    for which too much waits, which is anything where the newest payload alone is kept."""
+    """Returns the payloads of a mailbox that can be sent without waiting.
+
+    Leaves out nodes that have departed or whose queue is full; if the mailbox keeps only the newest payload, any queued
+    payload counts as full.
+    """
     if facts.regrouping:
         return {}
     takes = sender.is_idle if schema.mailbox == 1 else sender.takes

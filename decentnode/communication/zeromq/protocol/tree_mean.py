@@ -13,12 +13,12 @@ from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.messages import Part
 
 MAX_OVER = 1024
-"""Means that are remembered, so that what still comes of them is dropped."""
+"""Number of finished means that are remembered, so that late pieces of them are dropped."""
 
 
 @dataclass(frozen=True)
 class OutgoingPart:
-    """A piece to send: its bytes are `tensor`'s at this moment."""
+    """A piece to send. `tensor` is a view of a tensor that changes later, so that its bytes must be read at once."""
 
     to: int
     key: str
@@ -30,14 +30,14 @@ class OutgoingPart:
 
 @dataclass
 class _Mean:
-    """One mean under way. `tensor` [N] is this node's share, then the sum below it, then the mean."""
+    """One mean in progress. `tensor` [N] is first this node's share, then the sum over its subtree, then the mean."""
 
     tensor: Tensor
     elements_per_chunk: int
     pending: list[dict[int, tuple[int, Tensor]]] = field(default_factory=list)
-    """Per chunk: child -> (contributors, sum) not added yet."""
+    """For each chunk: child -> (contributors, sum) that is not added yet."""
     added: list[int] = field(default_factory=list)
-    """Per chunk: how many children are added."""
+    """For each chunk: how many children are added."""
     contributors: list[int] = field(default_factory=list)
     down: set[int] = field(default_factory=set)
     """Chunks whose mean is known."""
@@ -58,7 +58,7 @@ class _Mean:
 
 
 class TreeMeans:
-    """All means of one node. Used from one thread; children are added in ascending order per chunk."""
+    """All means of one node. Not thread-safe. Children are added to each chunk in ascending order of their uids."""
 
     def __init__(self, tree: ControlTree, chunk_bytes: int) -> None:
         self._tree = tree
@@ -66,13 +66,14 @@ class TreeMeans:
         self._running: dict[str, _Mean] = {}
         self._early: dict[str, list[tuple[Part, memoryview]]] = {}
         self._over: dict[str, None] = {}
-        """Means that are over, the last MAX_OVER of them."""
+        """Keys of the last MAX_OVER means that are finished or given up."""
         self.done: dict[str, tuple[Tensor, int]] = {}
         self.consumed: list[tuple[int, int]] = []
-        """(uid, bytes) that were used up since the caller last looked."""
+        """(uid, bytes) of the pieces that were consumed since the caller last cleared the list."""
 
     def begin(self, key: str, tensor: Tensor) -> list[OutgoingPart]:
-        """This node's share of mean `key`; the tensor becomes the result and must not be used meanwhile."""
+        """Starts the mean `key` with this node's share, and returns the pieces to send. The tensor becomes the result
+        and must not be used meanwhile."""
         if key in self._running or key in self.done or key in self._over:
             raise ValueError(f"mean key must be new, got {key!r} again")
         mean = _Mean(tensor, chunk_elements(self._chunk_bytes, tensor.dtype))
@@ -85,7 +86,7 @@ class TreeMeans:
         return out
 
     def give_up(self, key: str) -> None:
-        """Forget a mean; what still comes of it is dropped."""
+        """Forgets a mean; pieces of it that still arrive are dropped."""
         self._running.pop(key, None)
         self.done.pop(key, None)
         self._end(key)
@@ -93,7 +94,7 @@ class TreeMeans:
             self.consumed.append((message.source, buffer.nbytes + MESSAGE_COST))
 
     def take(self, key: str) -> tuple[Tensor, int] | None:
-        """The result, once."""
+        """Returns the result (mean [N], contributors) once it is known, and forgets it; None before."""
         result = self.done.pop(key, None)
         if result is not None:
             self._end(key)
@@ -105,7 +106,7 @@ class TreeMeans:
             del self._over[next(iter(self._over))]
 
     def waiting_for(self, key: str) -> list[int]:
-        """Who has to act next: children that have not delivered, or the parent."""
+        """Returns the nodes that this mean waits for: children whose pieces are missing, or the parent."""
         mean = self._running.get(key)
         if mean is None:
             return []
@@ -115,7 +116,7 @@ class TreeMeans:
         return [] if self._tree.parent is None else [self._tree.parent]
 
     def receive(self, message: Part, buffer: memoryview) -> list[OutgoingPart]:
-        """Raises PeerFault for parts that fit no mean."""
+        """Handles a received piece, and returns the pieces to send. Raises PeerFault for a piece that fits no mean."""
         allowed = (self._tree.parent,) if message.down else self._tree.children
         if message.source not in allowed:
             raise PeerFault("wrong_sender", f"part of {message.key!r} from {message.source}")
@@ -144,7 +145,7 @@ class TreeMeans:
         return self._advance(message.key, mean, message.chunk)
 
     def _advance(self, key: str, mean: _Mean, chunk: int) -> list[OutgoingPart]:
-        """Add the children whose turn it is; pass the chunk on when all are in."""
+        """Adds the next children's sums to a chunk; once all are added, passes it up or, on the root, down the tree."""
         children, part = self._tree.children, mean.part(chunk)
         while mean.added[chunk] < len(children) and children[mean.added[chunk]] in mean.pending[chunk]:
             contributors, below = mean.pending[chunk].pop(children[mean.added[chunk]])
@@ -168,5 +169,5 @@ class TreeMeans:
 
 
 def own_share(tensor: Tensor) -> Tensor:
-    """A flat contiguous CPU copy that a mean may work in."""
+    """Returns a flat contiguous CPU copy of a tensor, which a mean may change in place."""
     return tensor.detach().reshape(-1).to("cpu", copy=True).contiguous() if tensor.numel() else torch.empty(0)

@@ -1,1 +1,1 @@
-"""How nodes behind NAT are reached: connections through relays."""
+"""Connections through relays, by which nodes behind NAT are reached."""

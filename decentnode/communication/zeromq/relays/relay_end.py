@@ -1,9 +1,9 @@
-"""A node's connections to relays, in a thread of its own: by them it is reached, and reaches others (wire/relay.py).
+"""A thread with a node's connections to relays, through which it is reached and reaches others (wire/relay.py).
 
-Sockets of ZeroMQ know nothing of it. Towards a node behind a relay they connect to a Unix socket of this process, whose
-bytes go through a stream; at the other end a stream is a connection to the node's own listening socket. So whatever
-holds for a connection holds for a stream: where a relay dies, both ends see a connection that broke, ZeroMQ makes
-another, and that one goes through the next relay.
+The ZeroMQ sockets are not aware of it. To reach a node behind a relay they connect to a Unix socket of this process,
+whose bytes are sent through a stream; at the other end the stream is a connection to that node's listening socket. A
+stream thus behaves like a connection: if a relay dies, both ends see a broken connection, ZeroMQ makes a new one, and
+that one is sent through the next relay.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from decentnode.communication.zeromq.relays.relayed_streams import RelayedStream
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
-"""How long the last bytes of streams have to leave, at the end."""
+"""How long the last bytes of streams have to be sent when the thread closes."""
 LOOK_MS = 100
-"""How often uplinks and streams are looked after at least."""
+"""Longest time, in milliseconds, between two ticks of the uplinks and streams."""
 BACKLOG = 64
 
 
@@ -41,10 +41,11 @@ class RelayEnd(threading.Thread):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker()
         self._lock = threading.Lock()
-        """Of `_reached` and `_fresh`."""
+        """Guards `_reached` and `_fresh`."""
         self._reached: dict[int, Endpoints] = {}
+        """uid of a node behind a relay -> the local endpoints to connect to."""
         self._fresh: deque[tuple[socket.socket, int, int]] = deque()
-        """(listening socket, uid, plane) that the thread does not know yet: two for each node behind a relay."""
+        """(listening socket, uid, plane) that the thread does not poll yet: two for each node behind a relay."""
         self._listeners: dict[int, tuple[socket.socket, int, int]] = {}
         self._uplinks = Uplinks(plan, self._context)
         self._streams = self._uplinks.user = RelayedStreams(plan, self._uplinks)
@@ -53,12 +54,13 @@ class RelayEnd(threading.Thread):
     # -- any thread -------------------------------------------------------------------------------------------
 
     def reach(self, uid: int) -> Endpoints:
-        """Returns where this node's sockets connect to, to reach `uid` through relays; not blocking."""
+        """Returns the local endpoints to which this node's sockets connect to reach `uid` through relays. Not
+        blocking."""
         with self._lock:
             if uid not in self._reached:
                 names = []
                 for plane in (0, 1):
-                    # an abstract name leaves no file behind, whatever becomes of this process
+                    # an abstract name leaves no file behind, however this process ends
                     names.append(f"decentnode-relay-{os.getpid()}-{entropy.word(8)}")
                     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                     listener.bind(f"\0{names[-1]}")
@@ -70,7 +72,8 @@ class RelayEnd(threading.Thread):
         return found
 
     def close(self) -> None:
-        """End the thread, once the last bytes have left. Blocking for CLOSE_SECONDS at most, and some."""
+        """Ends the thread once the last bytes are sent. Blocks for little more than CLOSE_SECONDS, at most twice as
+        long."""
         self._closing = clock.now() + CLOSE_SECONDS
         self._waker.wake()
         if self.is_alive():

@@ -1,4 +1,4 @@
-"""A node's connections to relays: made, asked whether they live, and given up where a relay is silent or gone."""
+"""A node's connections to relays (uplinks): they are opened, pinged, and given up if a relay is silent or gone."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from decentnode.wire.relay import (
 logger = logging.getLogger(__name__)
 
 OFFERS = 2
-"""Relays at which a node offers itself: where one dies, the other is there already."""
+"""Number of relays with which a node registers: if one dies, the other is already connected."""
 PING_SECONDS, SILENT_SECONDS = 1.0, 3.0
-"""How often a relay is asked whether it lives, and after how long a silence it is given up."""
+"""How often a relay is pinged, and after how long a silence it is given up."""
 HELLO_SECONDS = 0.25
-"""Time between two questions of a node that its relay does not know yet."""
+"""Time between two HELLO frames of a node that its relay does not know yet."""
 DOWN_SECONDS = 2.0
-"""How long a relay that was given up is left alone, where there are others."""
+"""How long a relay that was given up is not used, if there are others."""
 LINGER_SECONDS = 0.5
-"""How long the last frames have to get into a connection, at the end."""
+"""How long the last frames have to be sent when uplinks are released."""
 BURST = 64
-"""Frames taken from one relay before other sockets are looked at."""
+"""Most frames that are read from one relay before other sockets are polled."""
 _BROKEN = (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
            | zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # fmt: skip
@@ -48,19 +48,19 @@ _BROKEN = (zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 
 @dataclass(frozen=True)
 class RelayPlan:
-    """What one node has to know of relays."""
+    """The settings of one node for relays."""
 
     uid: int
     identity: Callable[[int], bytes]
-    """Of a uid: its public key, or where nodes have none, the uid in ASCII digits."""
+    """Returns the identity of a uid: its public key, or the uid in ASCII digits if nodes have no keys."""
     relays: Sequence[int]
     """Nodes that are relays, ascending."""
     control_of: Callable[[int], tuple[str, bool]]
-    """Where a relay's control socket listens, and whether by IPv6; asked for this node itself, too."""
+    """Returns where a relay's control socket listens, and whether over IPv6; also called with this node's uid."""
     own: Endpoints
-    """Where this node listens, for itself."""
+    """Where this node listens, as it can connect to itself."""
     offers: bool
-    """Whether others reach it through relays alone."""
+    """Whether others reach this node only through relays, so that it registers with them."""
     keyring: Keyring | None
 
 
@@ -73,29 +73,29 @@ class Uplink:
         self.monitor.linger = 0
         self.heard = now
         self.said = -math.inf
-        """When it was last asked something."""
+        """When it was last sent a HELLO or PING."""
         self.known = False
         """Whether the relay knows this node."""
 
 
 class UplinkUser(Protocol):
-    """Who goes through uplinks (`RelayedStreams`)."""
+    """Uses the uplinks (`RelayedStreams`), which call these methods."""
 
     def known(self, now: float) -> None:
-        """A relay has come to know this node."""
+        """A relay now knows this node."""
 
     def refused(self, uplink: Uplink, now: float) -> None:
-        """A relay that does not know this node yet takes no streams of it."""
+        """A relay that does not know this node yet refused a stream of it."""
 
     def take(self, uplink: Uplink, frame: Frame, now: float) -> None:
-        """A frame of a stream came."""
+        """A frame of a stream arrived."""
 
     def lost(self, uplink: Uplink, now: float) -> None:
         """A relay was given up."""
 
 
 class Uplinks:
-    """Those of one node. Used from one thread, with `user` set before."""
+    """The connections of one node to relays. Not thread-safe; `user` has to be set before the first call."""
 
     user: UplinkUser
 
@@ -103,10 +103,10 @@ class Uplinks:
         self._plan, self._context = plan, context
         self.by_relay: dict[int, Uplink] = {}
         self._down: dict[int, float] = {}
-        """Relay -> until when it is left alone."""
+        """Relay -> until when it is not used."""
 
     def made(self, uid: int, now: float) -> Uplink:
-        """The connection to a relay, made where there is none."""
+        """Returns the connection to a relay, opened if there is none."""
         if uid in self.by_relay:
             return self.by_relay[uid]
         (at, by_ipv6), keyring = self._plan.control_of(uid), self._plan.keyring
@@ -123,11 +123,11 @@ class Uplinks:
         return uplink
 
     def usable(self, uid: int, now: float) -> bool:
-        """Whether a relay is not left alone for now."""
+        """Returns whether a relay was not given up within the last DOWN_SECONDS."""
         return now >= self._down.get(uid, 0.0)
 
     def tick(self, now: float) -> None:
-        """Ask relays whether they live, and give up those that are silent."""
+        """Pings relays that are due, and gives up those that are silent."""
         for uplink in list(self.by_relay.values()):
             if now - uplink.heard > SILENT_SECONDS:
                 self._give_up(uplink, now, "is silent")
@@ -138,7 +138,7 @@ class Uplinks:
                 self.say(uplink, Frame(PING))
 
     def offer(self, now: float) -> None:
-        """Have this node known to enough relays, where others reach it through them."""
+        """Connects to up to OFFERS relays, if others reach this node through relays."""
         if not self._plan.offers:
             return
         for uid in order(self._plan.uid, list(self._plan.relays)):
@@ -148,7 +148,7 @@ class Uplinks:
                 self.made(uid, now)
 
     def say(self, uplink: Uplink, frame: Frame) -> None:
-        """Send a frame; a relay that takes nothing is given up."""
+        """Sends a frame; a relay whose queue is full is given up."""
         if uplink.uid not in self.by_relay:
             return
         try:
@@ -157,7 +157,7 @@ class Uplinks:
             self._give_up(uplink, clock.now(), "takes nothing")
 
     def hear(self, uplink: Uplink, source: zmq.Socket[bytes]) -> None:
-        """There is something to read at `source`: its socket, or what watches that one."""
+        """Reads what has arrived at `source`, which is the uplink's socket or the monitor of that socket."""
         if source.closed or uplink.uid not in self.by_relay:
             return
         now = clock.now()
@@ -183,7 +183,7 @@ class Uplinks:
                 return
 
     def release(self) -> None:
-        """Close all of them. The last frames have LINGER_SECONDS to leave."""
+        """Closes all uplinks. The last frames have LINGER_SECONDS to be sent."""
         for uplink in self.by_relay.values():
             connections.end_monitor(uplink.socket, uplink.monitor)
             uplink.socket.close(linger=int(1000 * LINGER_SECONDS))

@@ -1,5 +1,5 @@
-"""Streams through relays: each stands for one connection, whose bytes it carries between a local socket of this process
-and the node at the other end (wire/relay.py)."""
+"""Streams through relays. Each replaces one connection: it carries the bytes between a local socket of this process and
+the node at the other end (wire/relay.py)."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from decentnode.wire.relay import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
-"""How long a connection waits that no relay had a stream for, until all are asked again: ZeroMQ would make another at
-once, as it could connect to this process."""
+"""How long a connection for which no relay had a stream waits until all relays are asked again. It is not closed,
+because ZeroMQ, which can always connect to this process, would connect again at once."""
 DIAL_SECONDS = 3.0
-"""How long a relay may take to make a stream before another is asked."""
+"""How long a relay may take to open a stream before another relay is asked."""
 CONNECT_SECONDS = 1.0
 """How long this node's own listening socket may take to accept a connection."""
 
 
 @dataclass(eq=False)
 class Stream:
-    """One end of a stream, and the local connection that it stands for."""
+    """One end of a stream, with its local connection."""
 
     local: socket.socket
     plane: int
     to: int = -1
-    """The uid that it was dialed for; -1 of one that came."""
+    """The uid to which this node opened the stream; -1 if another node opened it to this one."""
     left: list[int] = field(default_factory=list)
     """Relays that were not asked yet."""
     uplink: Uplink | None = None
@@ -53,34 +53,34 @@ class Stream:
     opened: bool = False
     asked: float = 0.0
     credit: int = STREAM_BYTES
-    """Bytes that may be sent."""
+    """Bytes that may still be sent."""
     waiting: bytearray = field(default_factory=bytearray)
-    """Bytes for the local connection that it does not take yet."""
+    """Bytes that were received and that the local connection does not accept yet."""
     used: int = 0
-    """Bytes that it took since the other end was last told."""
+    """Bytes that the local connection accepted since the last CREDIT frame."""
     over: bool = False
     """Whether the other end sends nothing more."""
 
     @property
     def events(self) -> int:
-        """What to poll the local connection for; 0 for nothing."""
+        """The events to poll the local connection for; 0 for none."""
         events = zmq.POLLIN if self.opened and self.credit > 0 and not self.over else 0
         return events | (zmq.POLLOUT if self.waiting else 0)
 
 
 class RelayedStreams:
-    """Those of one node, over its uplinks, and their user (`UplinkUser`). Used from one thread."""
+    """All streams of one node; the user of its uplinks (`UplinkUser`). Not thread-safe."""
 
     def __init__(self, plan: RelayPlan, uplinks: Uplinks) -> None:
         self._plan, self._uplinks = plan, uplinks
         self.all: set[Stream] = set()
         self._through = WeakKeyDictionary[Uplink, dict[int, Stream]]()
-        """Those that go through a relay, by their numbers there."""
+        """Uplink -> stream number -> stream, for the streams through each relay."""
         self._next_number = WeakKeyDictionary[Uplink, int]()
-        """Of streams that this node asks for."""
+        """Uplink -> number of the next stream that this node opens through it."""
 
     def tick(self, now: float) -> None:
-        """Ask the next relay for the streams that were asked for long enough."""
+        """Asks the next relay for streams that were not opened in time."""
         for stream in [each for each in self.all if not each.opened]:
             if stream.uplink is None and now - stream.asked > RETRY_SECONDS:
                 self._dial(stream, now)
@@ -88,19 +88,19 @@ class RelayedStreams:
                 self._dial_next(stream, now)
 
     def release(self) -> None:
-        """Close all local connections."""
+        """Closes all local connections."""
         for stream in list(self.all):
             stream.local.close()
 
     # -- local connections ------------------------------------------------------------------------------------
 
     def accept(self, listener: socket.socket, uid: int, plane: int) -> None:
-        """This node's own socket connects towards `uid`."""
+        """Accepts a connection of this node's own socket to `uid`, and opens a stream for it."""
         with contextlib.suppress(OSError):
             local, _ = listener.accept()
             local.setblocking(False)
             credentials = local.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", credentials)[0] != os.getpid():  # of another process of this host
+            if struct.unpack("3i", credentials)[0] != os.getpid():  # another process on this host
                 local.close()
                 return
             made = Stream(local, plane, uid)
@@ -108,7 +108,7 @@ class RelayedStreams:
             self._dial(made, clock.now())
 
     def serve(self, stream: Stream, events: int) -> None:
-        """The local connection takes bytes or has some, or broke."""
+        """Writes to and reads from the local connection, for which these events were polled."""
         if events & zmq.POLLOUT:
             self._write(stream)
         if events & ~zmq.POLLOUT and stream in self.all:
@@ -145,7 +145,7 @@ class RelayedStreams:
             used, stream.used = stream.used, 0
             self._uplinks.say(stream.uplink, Frame(CREDIT, stream.number, stream.plane, used))
 
-    # -- what comes through relays (UplinkUser) ---------------------------------------------------------------
+    # -- calls of the uplinks (UplinkUser) --------------------------------------------------------------------
 
     def known(self, now: float) -> None:
         for waiting in [each for each in self.all if not each.opened and each.uplink is None]:
@@ -156,7 +156,7 @@ class RelayedStreams:
             self._dial_next(dialed, now)
 
     def lost(self, uplink: Uplink, now: float) -> None:
-        """Its streams are over, and what was not opened yet goes through the next."""
+        """Closes the streams through a lost relay; those that are not open yet are tried through the next relay."""
         for stream in self._through.pop(uplink, {}).values():
             stream.uplink = None
             if stream.opened:
@@ -183,13 +183,13 @@ class RelayedStreams:
             self._write(stream)
         elif frame.kind == DATA:
             stream.waiting += frame.body
-            if len(stream.waiting) > STREAM_BYTES:  # more than it was allowed
+            if len(stream.waiting) > STREAM_BYTES:  # more than its credit allows
                 self._end(stream)
             else:
                 self._write(stream)
 
     def _take_open(self, uplink: Uplink, frame: Frame) -> None:
-        """Somebody wants to connect to this node."""
+        """Opens a stream that another node asked for, with a connection to this node's own listening socket."""
         try:
             local = _connected(self._plan.own[frame.plane])
         except OSError as error:
@@ -204,13 +204,13 @@ class RelayedStreams:
     # -- which relay a stream goes through --------------------------------------------------------------------
 
     def _dial(self, stream: Stream, now: float) -> None:
-        """Ask one relay after the other for a stream."""
+        """Asks one usable relay after the other for a stream, beginning with the first."""
         relays = order(stream.to, [each for each in self._plan.relays if each != stream.to])
         stream.left = [each for each in relays if self._uplinks.usable(each, now)]
         self._dial_next(stream, now)
 
     def _dial_next(self, stream: Stream, now: float) -> None:
-        """Ask the next relay for a stream; where none is left, all again after RETRY_SECONDS."""
+        """Asks the next relay for a stream; if none is left, all are asked again after RETRY_SECONDS."""
         self._leave(stream, told=True)
         if not stream.left:
             stream.asked = now
@@ -222,12 +222,12 @@ class RelayedStreams:
         self._uplinks.say(uplink, Frame(OPEN, number, stream.plane, body=self._plan.identity(stream.to)))
 
     def _lead(self, stream: Stream, uplink: Uplink, number: int) -> None:
-        """From now on a stream goes through this relay."""
+        """Assigns a stream to a relay."""
         stream.uplink, stream.number = uplink, number
         self._through.setdefault(uplink, {})[number] = stream
 
     def _leave(self, stream: Stream, told: bool = False) -> None:
-        """A stream goes through its relay no more; told: the other end is to hear of it."""
+        """Removes a stream from its relay. told: a CLOSE frame tells the other end."""
         uplink, stream.uplink = stream.uplink, None
         if uplink is not None and self._through.get(uplink, {}).pop(stream.number, None) is not None and told:
             self._uplinks.say(uplink, Frame(CLOSE, stream.number))
@@ -242,7 +242,7 @@ class RelayedStreams:
 
 
 def _connected(at: str) -> socket.socket:
-    """A connection to this node's own listening socket. Raises OSError."""
+    """Returns a new connection to this node's own listening socket. Raises OSError."""
     if at.startswith("ipc://"):
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.connect(at.removeprefix("ipc://"))

@@ -1,4 +1,4 @@
-"""How relays come into a transport: who is one, who is reached through them, and by which endpoints."""
+"""Decides which nodes are relays, which nodes are reached through them, and at which endpoints."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from decentnode.wire.relay import RelayHub
 
 
 class Relays:
-    """Those of one node. Every node of the mapping that others reach is a relay."""
+    """One node's use of relays. Every node of the mapping to which others can connect is a relay."""
 
     def __init__(
         self, uid: int, machine_of: Mapping[int, int], relayed: Collection[int], founders: int,
         *, others: Mapping[int, Endpoints], io: NodeSockets, keyring: Keyring | None,
     ) -> None:
-        """relayed: nodes of the mapping to which no other machine can connect. founders: how many it has. others: where
-        nodes listen, by uid."""
+        """relayed: nodes of the mapping to which no other machine can connect. founders: number of nodes in the
+        mapping. others: uid -> where the node listens."""
         self.relayed = set(relayed)
-        """Newcomers among them as they are seated."""
+        """Nodes that are reached through relays; newcomers are added when they get a seat."""
         self.is_newcomer: Callable[[int], bool] = lambda _uid: False
         self._uid, self._machine_of, self._founders = uid, machine_of, founders
         self._others, self._io, self._keyring = others, io, keyring
@@ -33,15 +33,18 @@ class Relays:
         self._end: RelayEnd | None = None
 
     def set_up(self, grows: bool, counters: Counters) -> None:
-        """Before the start: be a relay, where anybody may need one. grows: whether newcomers may come."""
+        """Makes this node a relay if any node may need one; called before the start. grows: whether newcomers may
+        join."""
         if (grows or self.relayed) and self._uid in self._relays:
             hub = RelayHub(self._knows)
             counters.relayed = lambda: hub.relayed_bytes
             self._io.listening.be_relay(hub)
 
     def begin(self, own: Endpoints) -> None:
-        """Before the start: let this node, which listens at `own`, be reached through relays where it has to be, and
-        reach others so. Where they listen is known by now."""
+        """Starts to use relays, to reach other nodes and to be reached at `own`, as far as needed.
+
+        Called before the start, once the endpoints of the others are known.
+        """
         self._own = own
         for uid in self.relayed - {self._uid}:
             if uid in self._others:
@@ -50,11 +53,12 @@ class Relays:
             self._made()
 
     def way_to(self, uid: int, endpoints: Endpoints) -> Endpoints:
-        """Returns where this node connects to, to reach one that listens at `endpoints`. Any thread; not blocking."""
+        """Returns the endpoints to which this node connects to reach `uid`, which listens at `endpoints`. May be called
+        from any thread; not blocking."""
         return self._made().reach(uid) if uid in self.relayed and self._apart(uid) else endpoints
 
     def close(self) -> None:
-        """Blocking for a second or two, where relays were in use."""
+        """Closes the connections to relays; blocks for a second or two if there are any."""
         if self._end is not None:
             self._end.close()
 
