@@ -1,1 +1,1 @@
-"""The sockets of a node, their thread, and who may speak to them."""
+"""The sockets of a node, the thread that uses them, and the authentication of peers."""

@@ -1,4 +1,5 @@
-"""Where the nodes of a run listen: this one's own sockets, and what the others are called in reasons."""
+"""Where the nodes of a run listen: binds this node's sockets, keeps the others' endpoints, and names nodes in
+reasons."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from decentnode.mapping.hosts import endpoint, host_of, unknown_name
 
 
 class Addresses:
-    """Of one node: its own, as the plan has them, and those of the others, once they are known."""
+    """The endpoints that one node knows: its own, according to its `BindPlan`, and those of the others."""
 
     def __init__(self, uid: int, machine_of: Mapping[int, int], plan: BindPlan) -> None:
         self.others: dict[int, Endpoints] = {}
-        """Where the other uids listen."""
+        """uid -> where that node listens; without this node itself."""
         self._uid, self._machine_of, self._plan = uid, machine_of, plan
 
     def describe(self, uid: int) -> str:
-        """A node as a person would look for it."""
+        """Returns the name of a node for messages: its uid, its machine if there are several, and its TCP address."""
         machine = self._machine_of.get(uid)
         where = [] if machine is None or len(set(self._machine_of.values())) == 1 else [f"machine {machine}"]
         if uid in self.others and self.others[uid][CONTROL].startswith("tcp://"):
@@ -31,17 +32,17 @@ class Addresses:
         return f"node {uid}" + (f" ({', '.join(where)})" if where else "")
 
     def add(self, endpoints: Mapping[int, Endpoints]) -> None:
-        """Where every other uid listens; this node's own are left out."""
+        """Adds where other nodes listen; an entry for this node itself is ignored."""
         self.others.update((uid, address) for uid, address in endpoints.items() if uid != self._uid)
 
     def over_tcp(self) -> list[set[int]]:
-        """By plane: the others that are not behind a Unix socket."""
+        """Returns, for each plane, the other nodes that are reached over TCP."""
         return [{uid for uid, address in self.others.items() if address[plane].startswith("tcp://")}
                 for plane in (CONTROL, BULK)]  # fmt: skip
 
     def bind(self, listeners: Sequence[zmq.Socket[bytes]]) -> Endpoints:
-        """Listen on both planes; the endpoints for nodes on the same host. Raises EnvironmentFault when a port is
-        taken."""
+        """Binds the sockets of both planes and returns the endpoints for nodes on the same host. Raises
+        EnvironmentFault if a port is taken."""
         plan, local = self._plan, []
         for plane, listener in enumerate(listeners):
             if plan.ipc_dir is not None:
@@ -58,7 +59,7 @@ class Addresses:
         return local[CONTROL], local[BULK]
 
     def _listen(self, listener: zmq.Socket[bytes], host: str, port: int | None = None) -> None:
-        """host: or a whole endpoint ipc://. Raises EnvironmentFault."""
+        """Binds a socket. host: a host name, or a complete ipc:// endpoint. Raises EnvironmentFault."""
         try:
             if host.startswith("ipc://"):
                 listener.bind(host)

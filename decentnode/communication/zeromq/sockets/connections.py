@@ -1,4 +1,4 @@
-"""How a node's sockets are made: where they listen, whom they connect to, with which keys and which family."""
+"""Creates a node's ZeroMQ sockets: their addresses, keys, address family and options."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from decentnode.communication.zeromq.sockets.security import Keyring
 from decentnode.mapping.hosts import address, endpoint, resolved
 
 CRYPTOGRAPHIC, MECHANISM_MISMATCH, REFUSED = 0x11000001, 0x11000002, 400
-"""Why a handshake broke, as libzmq tells (zmq.h; ZAP's status where it was refused)."""
+"""Why a handshake failed, as libzmq reports it (zmq.h; the status of ZAP if it was refused)."""
 WHY_BROKEN = {CRYPTOGRAPHIC: "wrong keys", MECHANISM_MISMATCH: "other security", REFUSED: "refused"}
 
 MAX_CONTROL_BYTES = 1 << 20
 
 KEEPALIVE_SECONDS = (10, 5, 3)
-"""TCP's own probes of idle connections: after, every, how many. ZeroMQ's heartbeats stay off: libzmq 4.3.5 aborts the
-process when one is due on a connection that broke while its input waited (stream_engine_base.cpp, out_event). Links
-notices from its acknowledgements when nothing comes through, and makes a new connection."""
+"""TCP keepalive of idle connections: seconds before the first probe, seconds between probes, number of probes.
+
+ZeroMQ's heartbeats stay off, because libzmq 4.3.5 aborts the process if one is due on a connection that broke while its
+input waited (stream_engine_base.cpp, out_event). `ReliableLinks` notices from missing acknowledgements that a
+connection is dead, and makes a new one."""
 HANDSHAKE_MS, CONNECT_MS = 5000, 5000
 RECONNECT_MS = (50, 2000)
 BACKLOG = 1024
 RECEIVE_MESSAGES = 1000
-"""Messages of one connection that wait to be received, before the sender's side fills."""
+"""Most received messages of one connection that wait to be read, before the sender's queue fills."""
 
 
 def listen(socket_: zmq.Socket[bytes], host: str, port: int | None) -> None:
-    """Bind a socket to a host's address, or to every address that a name has and this machine too, so that it does not
-    matter which of them the others go to. port: None for a free one, on the first address then.
+    """Binds a socket to a host's address or, for a host name, to each of its addresses that this machine has, so that
+    others may use any of them. port: None for a free port, on the first address only.
 
-    Blocking while a name is looked up. Raises zmq.ZMQError.
+    Blocks while a name is looked up. Raises zmq.ZMQError.
     """
     spelled = address(host)
-    addresses = ([str(spelled)] if spelled is not None else resolved(host)) or [host]  # or an interface, such as eth0
+    addresses = ([str(spelled)] if spelled is not None else resolved(host)) or [host]  # an interface, such as eth0
     failure: zmq.ZMQError | None = None
     bound = 0
     for each in addresses[:1] if port is None else addresses:
-        socket_.ipv6 = ":" in each  # an IPv6 socket would give IPv4 addresses in IPv6 spelling
+        socket_.ipv6 = ":" in each  # an IPv6 socket reports IPv4 addresses in IPv6 notation
         try:
             socket_.bind(endpoint(each, "*" if port is None else port))
             bound += 1
@@ -54,10 +56,11 @@ def listen(socket_: zmq.Socket[bytes], host: str, port: int | None) -> None:
 def listener(
     context: zmq.Context[zmq.Socket[bytes]], max_bytes: int, keyring: Keyring | None, plain: bool
 ) -> zmq.Socket[bytes]:
-    """A socket for all peers, not bound yet. plain: peers log in with a credential rather than with CURVE.
+    """Returns a socket that receives from all peers, not bound yet.
 
-    max_bytes: of one frame; a connection that sends more is cut. libzmq 4.3.5 has no limit for, and never tells of, a
-    message of many frames that never ends: what bounds it is who gets in (keys, or the network's walls).
+    plain: peers log in with a credential instead of CURVE. max_bytes: largest frame; a connection that sends a larger
+    one is closed. libzmq 4.3.5 neither limits nor reports a message with an endless number of frames; only
+    authentication or a firewall protects from that.
     """
     made = context.socket(zmq.ROUTER)
     made.maxmsgsize = max_bytes
@@ -77,9 +80,10 @@ def listener(
 def sender(
     context: zmq.Context[zmq.Socket[bytes]], max_messages: int, by_ipv6: bool
 ) -> zmq.Socket[bytes]:
-    """A socket towards one peer, not connected yet; `log_in` or `log_in_by_key` come first where peers want it.
+    """Returns a socket that sends to one peer, not connected yet. If peers authenticate, `log_in_by_key` or
+    `log_in_once` have to be called before it is connected.
 
-    max_messages: wait in it before it is full.
+    max_messages: how many messages wait in it before it is full.
     """
     made = context.socket(zmq.DEALER)
     made.sndhwm = max_messages
@@ -93,15 +97,15 @@ def sender(
 
 
 def log_in_by_key(sender_: zmq.Socket[bytes], keyring: Keyring, uid: int) -> None:
-    """Prove to node `uid` with CURVE who this node is, and have it prove the same."""
+    """Makes a socket authenticate with CURVE: this node to node `uid`, and node `uid` to this one."""
     sender_.curve_secretkey = keyring.secret
     sender_.curve_publickey = keyring.public[keyring.uid]
     sender_.curve_serverkey = keyring.public[uid]
 
 
 def log_in_once(sender_: zmq.Socket[bytes], keyring: Keyring, credential: bytes) -> None:
-    """Log in with a credential that is good for one connection. libzmq does not make it again when it broke: it would
-    come with the same credential."""
+    """Makes a socket log in with a credential that is valid for one connection. libzmq does not reconnect, because it
+    would use the same credential again."""
     sender_.plain_username = b"%d" % keyring.uid
     sender_.plain_password = credential
     sender_.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -109,8 +113,11 @@ def log_in_once(sender_: zmq.Socket[bytes], keyring: Keyring, credential: bytes)
 
 
 def end_monitor(socket_: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
-    """Hear no more of a socket. libzmq's own thread waits for room when it tells, and whoever turns the telling off
-    waits for that thread, with Python's lock: first there has to be room, and somebody at the other end."""
+    """Stops monitoring a socket and closes its monitor.
+
+    The monitor is read empty first: libzmq's own thread blocks while the monitor is full, and `disable_monitor` waits
+    for that thread while it holds Python's global interpreter lock.
+    """
     if monitor.closed:
         return
     with contextlib.suppress(zmq.Again):
@@ -130,6 +137,6 @@ def _watch_for_silence(socket_: zmq.Socket[bytes]) -> None:
 
 
 def held(body: memoryview, shared: bool) -> Body:
-    """The body of a message as the sockets keep it (`link_state.Hold`)."""
+    """Returns the body of a message in the form in which the sockets keep it; a `link_state.Hold`."""
     frame: HeldBody = zmq.Frame(body, copy=not shared)
     return frame

@@ -1,5 +1,5 @@
-"""Reliable links on sockets that lose, damage, repeat, delay and reorder messages, as the faults of an experiment say
-(decentnode/faults). They act below the links, on what goes to the sockets: the links have to make up for them."""
+"""A `LinkDriver` that injects the link faults of an experiment (decentnode/faults): it loses, damages, repeats, delays
+and reorders messages. The faults act between the links and the sockets, so that the links have to recover from them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from decentnode.faults import (
 from decentnode.wire.session import Session
 
 MAX_HELD = 1000
-"""Messages to one peer that wait to be late, as many as wait in a socket: it takes no more then."""
+"""Most delayed messages on one connection, as many as wait in a socket; further ones are refused."""
 RETRY_SECONDS = 0.002
-"""After which a message that was late is tried again where the socket was full."""
+"""Time after which a delayed message is tried again if the socket was full."""
 Connection = tuple[int, int]
 """(uid, plane)"""
 
 
 @dataclass(order=True)
 class _Held:
-    """A message that is late."""
+    """A message that is being delayed."""
 
     due: float
     order: int
@@ -52,45 +52,46 @@ class _Held:
 
 
 class FaultyDriver(LinkDriver):
-    """A driver between whose links and sockets messages meet their fate."""
+    """A driver that injects faults into the messages between its links and its sockets."""
 
     def __init__(
         self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None,
         process: SharedProcess | None, faults: LinkFaults,
     ) -> None:
-        """As `LinkDriver`."""
+        """faults: the fault plan and its seed. Other parameters as for `LinkDriver`."""
         super().__init__(session, counters, sizes, security, process)
         self._uid = session.uid
         kinds = Cut, Break, HalfOpen, Delay, Drop, Corrupt, Duplicate, Reorder
         self._course = Course(faults.plan, session.uid, kinds, self._began)
         self._fates = Fates(faults.seed)
         self.touched: dict[str, int] = {}
-        """How many messages a fault changed, by its kind; those of a cut or a half-open connection are lost."""
+        """Kind of fault -> number of messages that it changed; a cut or half-open connection loses them."""
         self._plan = faults.plan
         self._dead: set[Connection] = set()
-        """Half-open."""
+        """Half-open connections, which lose every message."""
         self._broken: list[Connection] = []
-        """To break at the next tick."""
+        """Connections to break at the next tick."""
         self._held: list[_Held] = []
+        """A heap of the delayed messages."""
         self._count: dict[Connection, int] = {}
-        """How many are held, by connection."""
+        """Connection -> number of its delayed messages."""
         self._last: dict[Connection, float] = {}
-        """When the last one that keeps its order is due."""
+        """Connection -> when its last delayed message that keeps its order is due."""
         self._refused: set[Connection] = set()
         self._order = itertools.count()
         self._due = math.inf
-        """When the first message of `_held` is due, or a connection breaks; read without the lock."""
+        """When the first message of `_held` is due or a connection breaks; read without the lock."""
         self.send, self.renew = self._send, self._renew
 
     # -- the course of faults (`base.FaultCourse`) ---------------------------------------------------
 
     def begin(self, zero: float, again: bool = False) -> None:
-        """The run began at `zero`. again: whether this is not the node's first process."""
+        """Notes that the run began at `zero`. again: whether this is a restarted process of the node."""
         with self.sending():
             self._course.begin(zero, clock.now(), again)
 
     def enter(self, round: int) -> None:
-        """The node begins a round."""
+        """Notes that the node begins a round."""
         with self.sending():
             self._course.enter(round, clock.now())
 
@@ -105,10 +106,10 @@ class FaultyDriver(LinkDriver):
                 self._broken.append(to)
                 self._due = -math.inf
 
-    # -- what goes to the sockets -----------------------------------------------------------------------------
+    # -- messages to the sockets ------------------------------------------------------------------------------
 
     def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        """As `PeerSockets.send`."""
+        """Replaces `PeerSockets.send`: sends, changes, delays or drops a message, as its faults say."""
         now, to = clock.now(), (uid, plane)
         found = self._course.in_effect(now)
         if to in self._dead:
@@ -138,7 +139,8 @@ class FaultyDriver(LinkDriver):
         if self._count.get(to, 0) >= MAX_HELD:
             self._refused.add(to)
             return False
-        # a copy, as it may lie where the model moves to once it is acknowledged, which another copy of it may be first
+        # copied, because the body's memory may change once the message is acknowledged, which may happen for another
+        # transmission of it before this one is sent
         content = None if body is None else _bytes(body)
         if fate.flipped is not None:
             first, content = _flipped(fate, first, content)
@@ -153,7 +155,7 @@ class FaultyDriver(LinkDriver):
         return True
 
     def _renew(self, uid: int, plane: int) -> None:
-        """As `PeerSockets.renew`: what is under way is lost, late messages too."""
+        """Replaces `PeerSockets.renew`: what is in flight is lost, including delayed messages."""
         to = uid, plane
         self._dead.discard(to)
         self._refused.discard(to)
@@ -181,7 +183,7 @@ class FaultyDriver(LinkDriver):
         super().tick(now)
 
     def _retry(self, held: _Held, now: float) -> None:
-        """The socket is full: all of its messages that are due come a little later, in the order that they have."""
+        """Delays all due messages of a full socket a little longer, in unchanged order."""
         late = [each for each in self._held if each.to == held.to and each.due <= now]
         others = [each for each in self._held if not (each.to == held.to and each.due <= now)]
         for each in (held, *late):

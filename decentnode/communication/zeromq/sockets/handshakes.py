@@ -1,4 +1,4 @@
-"""Handshakes that break off while a run starts, told so that both ends are named."""
+"""Explains handshakes that fail while a run starts, naming the nodes at both ends."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ logger = logging.getLogger(__name__)
 
 
 class Handshakes:
-    """Tells the session of a node who may be whom it waits for in vain, and why.
+    """Tells a node's session which of the missing nodes a failed handshake probably belongs to, and why it failed.
 
-    ZeroMQ does not let strangers say who they are, so that a node goes by where they are and whom it misses. What it
-    finds is noted in the session, which sends it to the root of the control tree, and into the message of a start that
-    failed.
+    ZeroMQ does not identify the other end of a failed handshake; a node concludes it from the address and from the
+    nodes that it misses. The result is noted in the session, which sends it to the root of the control tree and
+    includes it in the error of a start that failed.
     """
 
     def __init__(self, session: Session, endpoints: Mapping[int, tuple[str, str]]) -> None:
         self._session, self._endpoints = session, endpoints
         self._guessed: set[int] = set()
-        """Peers of whom no more is known than that a handshake broke off. Which end hears why, where one has keys and
-        the other none, is a race."""
+        """Peers whose handshake failed for an unknown reason. If only one of two nodes uses keys, it is a race which of
+        them learns the reason."""
 
     def refused_here(self, kind: str, where: str, detail: str) -> None:
-        """Somebody at address `where`, which is this node's own socket unless it is a stranger's, did not get in."""
+        """Handles a handshake that failed at this node's own listening socket.
+
+        kind: "stranger" if the key or login was refused. where: the address of a stranger; otherwise that of the
+        listening socket.
+        """
         session = self._session
         missing = [uid for uid in session.tree.children if uid not in session.present]
         if kind == "stranger":
@@ -53,7 +57,7 @@ class Handshakes:
         return host is None or host.is_loopback or str(host) == str(address(where) or where)
 
     def refused_there(self, uid: int, code: int) -> None:
-        """`uid`, to which this node connected, broke the handshake off."""
+        """Handles a handshake that `uid`, to which this node connected, broke off. code: ZeroMQ's, or 0."""
         session = self._session
         if session.state != "joining" or uid != session.tree.parent:
             return
@@ -67,7 +71,8 @@ class Handshakes:
         self._note(uid, f"{session.describe(uid)} {why}", bool(code))
 
     def _note(self, uid: int, text: str, known: bool) -> None:
-        """Once for each peer, so that strangers do not decide how often; a second time where more is known."""
+        """Notes a refusal in the session and logs it: once for each peer, so that strangers cannot fill the log, and a
+        second time if the reason is known only then."""
         if uid in self._session.refusals and not (known and uid in self._guessed):
             return
         (self._guessed.discard if known else self._guessed.add)(uid)

@@ -1,6 +1,6 @@
-"""The one thread that owns a node's ZeroMQ sockets: it moves frames and knows nothing of what they say.
+"""The I/O thread, which owns a node's ZeroMQ sockets: it moves frames and does not interpret them.
 
-While the training thread waits for a message, it may be at the sockets itself, in the I/O thread's place
+While the training thread waits for a message, it may use the sockets itself in place of the I/O thread
 (socket_owner.py).
 """
 
@@ -25,11 +25,11 @@ from decentnode.communication.zeromq.sockets.socket_owner import SocketDoorbell,
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
-"""Longest sleep at the sockets, after which all of them are looked at, whatever they told of or not."""
+"""Time after which all sockets are read, whether or not their descriptors reported something; also the longest poll."""
 
 
 class IoThread(NodeSockets, threading.Thread):
-    """Runs until `close`. Other threads reach it through `call` alone."""
+    """The thread that polls and reads a node's sockets, until `close`. Other threads use it only through `call`."""
 
     doorbell: SocketDoorbell
 
@@ -37,12 +37,12 @@ class IoThread(NodeSockets, threading.Thread):
         self, uid: int, max_bulk_bytes: int, handler: Handler, security: Security | None = None,
         credentials: Mapping[int, BulkCredential] | None = None,
     ) -> None:
-        """As `NodeSockets`."""
+        """Parameters as for `NodeSockets`."""
         threading.Thread.__init__(self, name=f"io-{uid}", daemon=True)
         self._waker = Waker()
         self._poll = select.poll()
         self._next_look = 0.0
-        self.sleeps_until = -math.inf  # also while it is awake, as it looks at what is due before it sleeps
+        self.sleeps_until = -math.inf  # also while it is awake, because it checks what is due before it sleeps
         self._owner = SocketOwner(self._waker.wake)
         self.doorbell = SocketDoorbell(self._owner, self._waker.wake, self._guest_step)
         NodeSockets.__init__(self, uid, max_bulk_bytes, handler, security, credentials)
@@ -84,7 +84,7 @@ class IoThread(NodeSockets, threading.Thread):
     def _wanted_back(self) -> bool:
         return self._owner.asked or self.doorbell.rung
 
-    # -- I/O thread, or training thread at the owner -----------------------------------------------------------
+    # -- I/O thread, or training thread while it owns the sockets ---------------------------------------------
 
     def run(self) -> None:
         with logs.of_node(self.uid):
@@ -114,14 +114,15 @@ class IoThread(NodeSockets, threading.Thread):
             self._handler.crashed(error)
 
     def _step(self, timeout_seconds: float) -> None:
-        """Wait at the sockets for no longer, nor beyond what is due, and take in what is there."""
+        """Polls the sockets for up to `timeout_seconds`, but not beyond the next deadline, and reads what has
+        arrived."""
         now = clock.now()
         due, ticked = self._tick(now)
         if ticked:
             timeout_seconds = 0
         elif now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
-            # also where a socket should have been silent about its news
+            # in case a descriptor did not report that its socket has something to read
             for take_in in list(self._watched.by_descriptor.values()):
                 take_in()
             timeout_seconds = 0

@@ -1,7 +1,7 @@
-"""Runs one node's reliable links on its sockets: the lock, the clock and the I/O thread around a machine without any.
+"""Runs one node's `ReliableLinks`, which have no lock, clock or thread of their own, on its sockets.
 
-The training thread and the I/O thread both send, each holding `LinkDriver.lock`: a message leaves at once from whoever
-has it. Never take that lock while holding `RunState.changed`.
+The training thread and the I/O thread both send, holding `LinkDriver.lock`, so that a message is sent at once by the
+thread that has it. Never take that lock while holding `RunState.changed`.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from decentnode.wire.session import Session
 
 
 class LinkOwner(Protocol):
-    """Whom a driver tells what its links bring (`NodeProtocol`). All but `crashed` are called with the driver's lock
-    held, from the thread at the sockets or from one that sends."""
+    """Handles what the links of a driver deliver (`NodeProtocol`). All methods but `crashed` are called with the
+    driver's lock held, by the I/O thread or by a thread that sends; `next_deadline` is also read without it."""
 
     def deliver(self, message: Message, body: memoryview | None, now: float) -> None:
-        """As `LinkPort.deliver`."""
+        """See `LinkPort.deliver`."""
 
     def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
-        """As `Reconfiguration.knocked`."""
+        """See `Reconfiguration.knocked`."""
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; infinite while nothing waits for the clock."""
+        """The latest time at which `tick` has to be called; infinite if nothing is due."""
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Does what is due."""
 
     @property
     def has_room(self) -> Callable[[int], None]:
-        """As `LinkPort.has_room`."""
+        """See `LinkPort.has_room`."""
 
     def crashed(self, error: BaseException) -> None:
-        """The thread at the sockets ends because of an error."""
+        """Called when the I/O thread ends because of an error."""
 
 
 MAX_KNOCKS = 8
-"""Requests of nodes that are in no mapping that are answered per second."""
+"""Most requests of nodes outside the mapping that are answered per second."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,22 @@ class LinkSizes:
     """Bounds on what peers may send."""
 
     window: int
-    """Most bytes of bulk that one peer may have under way to this node and not used up."""
+    """Most bytes of bulk messages that one peer may have sent and this node has not consumed yet."""
     max_bulk_bytes: int
-    """Of one bulk frame."""
+    """Largest bulk frame, in bytes."""
 
     @classmethod
     def of(cls, chunk_bytes: int, window_bytes: int) -> LinkSizes:
-        """Those of a config: a window has room for four chunks at least, a frame for a chunk of any kind and 64 KiB."""
+        """Returns the bounds for a config: a window of at least four chunks, and frames of at most one chunk of any
+        dtype plus 64 KiB."""
         kinds = (torch.float32, torch.float64)
         largest = max(chunk_elements(chunk_bytes, kind) * kind.itemsize for kind in kinds)
         return cls(max(window_bytes, 4 * (largest + MESSAGE_COST)), largest + (1 << 16))
 
 
 class Sending(contextlib.AbstractContextManager[None]):
-    """The driver's lock for a thread that sends, or changes when something is due: the thread at the sockets hears of
-    it where it would sleep for longer."""
+    """A context with the driver's lock, for a thread that sends or changes when something is due. On exit it wakes the
+    I/O thread if that would sleep for too long."""
 
     def __init__(self, driver: LinkDriver) -> None:
         self._driver = driver
@@ -96,24 +97,27 @@ class Sending(contextlib.AbstractContextManager[None]):
 
 
 class LinkDriver:
-    """The I/O shell of `ReliableLinks`: the handler of `NodeSockets`, and the port of the links."""
+    """Connects `ReliableLinks` with `NodeSockets`: the handler of the sockets, and the port of the links."""
 
     def __init__(
         self, session: Session, counters: Counters, sizes: LinkSizes, security: Security | None,
         process: SharedProcess | None = None,
     ) -> None:
-        """Opens sockets; they are bound, and the thread is started, later, with `serve` before. process: what the node
-        shares with others of its process, where there are any."""
+        """Opens the sockets. The caller then calls `serve`, binds them and starts the I/O thread.
+
+        process: what the node shares with other nodes of its process; None if it has a process of its own.
+        """
         self.lock = threading.RLock()
         """Held around every call of the links."""
         self._counters = counters
         access = BulkAccess(security is not None and security.bulk_needs_credential,
                             security is not None and security.bulk == "aes-gcm")  # fmt: skip
         self._knocks = 0.0, 0
-        """Since when requests of newcomers are counted, and how many came."""
+        """(since when requests of newcomers are counted, how many arrived since)."""
         self._credits = ReceiveCredits(sizes.window)
         self._credit_lock = threading.Lock()
-        """Of the credits alone: payloads are used up with `RunState.changed` held, under which `lock` is not taken."""
+        """Guards only the credits: payloads are consumed with `RunState.changed` held, under which `lock` must not be
+        taken."""
         self.links = ReliableLinks(session, self, counters, self._credits, access)
         parts = session.uid, sizes.max_bulk_bytes, self, security, access.given
         self.io: NodeSockets = IoThread(*parts) if process is None else HostedSockets(process, *parts)
@@ -123,24 +127,25 @@ class LinkDriver:
         self._sending = Sending(self)
 
     def serve(self, owner: LinkOwner) -> None:
-        """Before the thread is started: who hears what the links bring."""
+        """Sets the owner, which handles what the links deliver; called before the I/O thread is started."""
         self._owner = owner
-        # not methods that pass on: that would be a tenth of what a message costs here
+        # bound directly: forwarding methods would add a tenth to the cost of a message here
         self.deliver, self.has_room, self.crashed = owner.deliver, owner.has_room, owner.crashed
 
     # -- any thread -------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` soon on the thread at the sockets, with the lock held; not blocking. Raises NodeFailed when
-        that thread no longer comes to it."""
+        """Schedules `function` on the I/O thread, with the lock held; not blocking. Raises NodeFailed if too many calls
+        wait for that thread."""
         self.io.call(function)
 
     def sending(self) -> contextlib.AbstractContextManager[None]:
-        """The lock, for a thread that is not at the sockets and calls the links or the owner."""
+        """Returns a context that holds the lock, for a thread other than the I/O thread that calls the links or the
+        owner."""
         return self._sending
 
     def bulk(self, uids: Sequence[int], message: QueuedMessage) -> None:
-        """Send a message to these peers now, or as soon as windows and sockets allow."""
+        """Sends a message to these peers now, or as soon as windows and sockets allow."""
         sender, io = self.links.sender, self.io
         with self.lock:
             send, now = sender.bulk, clock.now()
@@ -150,34 +155,34 @@ class LinkDriver:
                 io.due_by(sender.due)
 
     def withhold(self, uid: int, key: ExchangeKey) -> None:
-        """As `LinkSender.withhold`."""
+        """Calls `LinkSender.withhold`."""
         with self._sending:
             self.links.sender.withhold(uid, key, clock.now())
 
     def hurry(self) -> None:
-        """Ask every peer now what it has of the bulk sent so far."""
+        """Probes every peer now for an acknowledgement of the bulk messages sent so far."""
         with self._sending:
             self.links.sender.hurry(clock.now())
 
     def owing(self) -> list[int]:
-        """Peers that have not acknowledged all of the bulk that was sent to them."""
+        """Returns the peers that have not acknowledged all bulk messages sent to them."""
         with self.lock:
             return self.links.sender.owing()
 
     def restart(self, fresh: Collection[int]) -> None:
-        """As `ReliableLinks.restart`; with the lock held."""
+        """Calls `ReliableLinks.restart` and resets the credits; called with the lock held."""
         self.links.restart(fresh)
         with self._credit_lock:
             self._credits.clear()
 
     def consumed(self, uid: int, size: int) -> None:
-        """Bytes of `uid` are used up: it is granted more once a good part of its window is free again."""
+        """Notes that bytes of `uid` were consumed, and grants it more once a quarter of its window is free."""
         with self._credit_lock:
             allowed = self._credits.consumed(uid, size)
         if allowed is not None:
             self.io.call(lambda: self.links.sender.grant(uid, allowed, clock.now()))
 
-    # -- what happens at the sockets (socket_handler.py) -------------------------------------------------------
+    # -- calls of the sockets (socket_handler.py) -------------------------------------------------------------
 
     def writable(self, uid: int, plane: int) -> None:
         self.links.sender.writable(uid, plane, clock.now())
@@ -198,7 +203,7 @@ class LinkDriver:
     def connection_event(self, kind: str, address: str, detail: str = "") -> None:
         if kind != "connection_lost":
             self.links.refuse(PeerFault(kind, f"{address} {detail}".strip()))
-            if kind != "no_files":  # of which a peer has no part
+            if kind != "no_files":  # not the fault of a peer
                 with self.lock:
                     self._handshakes.refused_here(kind, address, detail)
         elif self.links.breaks_matter:

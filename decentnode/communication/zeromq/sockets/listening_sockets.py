@@ -1,4 +1,5 @@
-"""The sockets at which a node listens, one ROUTER per plane: what comes there is told apart and handed on."""
+"""The sockets at which a node listens, one ROUTER per plane: received messages are classified and passed to the
+handler."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from decentnode.wire.generation import Caller
 from decentnode.wire.relay import ROUTE, RelayHub
 
 RECEIVE_BURST = 64
-"""Messages taken from one socket before the others are looked at; fewer when the training thread has to be let in or
-out."""
+"""Most messages that are read from one socket before the others are polled; fewer if the sockets are to change between
+the I/O thread and the training thread."""
 
 
 def _address(frame: zmq.Frame) -> str:
-    """Where the connection comes from that a frame came on; "" for one within the host."""
+    """Returns the address of the other end of the connection on which a frame arrived; "" for one within the host."""
     try:
         return str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -32,17 +33,17 @@ def _address(frame: zmq.Frame) -> str:
 
 
 class ListeningSockets:
-    """Those of one node. The thread at the sockets."""
+    """The listening sockets of one node. Used by the I/O thread."""
 
     def __init__(self, parts: SocketParts, max_bulk_bytes: int, wanted_back: Callable[[], bool]) -> None:
-        """max_bulk_bytes: of one frame. wanted_back: whether the thread at the sockets has something more urgent to do
-        than to take in the rest of a burst."""
+        """max_bulk_bytes: largest bulk frame. wanted_back: returns whether the I/O thread has something more urgent to
+        do than to read the rest of a burst."""
         self._parts, self._handler, self._security = parts, parts.handler, parts.security
         self._wanted_back = wanted_back
         self.behind: set[int] = set()
-        """Planes where messages may be left."""
+        """Planes whose sockets may have unread messages."""
         self.relayed: RelayedFrames | None = None
-        """What others send each other through this node, where it is a relay; `be_relay` sets it."""
+        """Forwards the frames of other nodes if this node is a relay; `be_relay` sets it."""
         self.by_plane = [self._made(CONTROL, connections.MAX_CONTROL_BYTES), self._made(BULK, max_bulk_bytes)]
         self._monitors = [self._monitor(each) for each in self.by_plane]
 
@@ -60,17 +61,17 @@ class ListeningSockets:
         return monitor
 
     def be_relay(self, hub: RelayHub) -> None:
-        """Before the start: pass on bytes between others."""
+        """Makes this node a relay, which forwards bytes between others; called before the start."""
         self.relayed = RelayedFrames(hub, self.by_plane[CONTROL], self._handler, self._identity())
 
     def _identity(self) -> bytes:
         uid = self._parts.uid
         return b"%d" % uid if self._security is None else self._security.keyring.public[uid]
 
-    # -- what comes -------------------------------------------------------------------------------------------
+    # -- received messages ------------------------------------------------------------------------------------
 
     def catch_up(self) -> bool:
-        """Take in messages that were left; whether there were any."""
+        """Reads messages that were left unread; returns whether there were any."""
         left = [plane for plane in self.behind if int(self.by_plane[plane].getsockopt(zmq.EVENTS)) & READABLE]
         self.behind.clear()
         for plane in left:
@@ -82,11 +83,11 @@ class ListeningSockets:
         recv, received, lock = listener.recv, self._handler.received, self._handler.lock
         for _ in range(RECEIVE_BURST):
             try:
-                route = recv(NOW)  # the sender's routing id, which proves nothing
+                route = recv(NOW)  # the sender's routing id, which does not authenticate it
             except zmq.Again:
                 return
             frame = recv(NOW, copy=False)
-            frames = [frame.buffer]  # which keeps the frame
+            frames = [frame.buffer]  # the buffer keeps the frame alive
             while frame.more:
                 frame = recv(NOW, copy=False)
                 frames.append(frame.buffer)
@@ -95,7 +96,7 @@ class ListeningSockets:
                 if self.relayed is not None and plane == CONTROL and len(frames) == 1:
                     self.relayed.pass_on(route, self._key_of(user), frames[0])
                 continue
-            if route[0]:  # it chose its own: a newcomer, which waits for an answer
+            if route[0]:  # it chose its own routing id: a newcomer, which waits for an answer
                 reply = self._answer(plane, frames, user, _address(frame))
                 if reply is not None:
                     with contextlib.suppress(zmq.ZMQError):
@@ -115,20 +116,20 @@ class ListeningSockets:
         self.behind.add(plane)
 
     def _answer(self, plane: int, frames: list[memoryview], user: bytes, address: str) -> bytes | None:
-        """Somebody asks to be admitted. Returns the answer, for the same connection; None for none."""
+        """Returns the answer to a node that asks to be admitted, for the same connection; None for no answer."""
         key = self._key_of(user)
         with self._handler.lock:
             return self._handler.knocked(plane, frames, Caller(key.decode(), address), clock.now())
 
     def _uid_of(self, user: bytes) -> int | None:
-        """Who is at a connection; None where that one has no uid (yet)."""
+        """Returns the uid of the node at a connection; None if it has no uid (yet)."""
         if not user.startswith(GUEST):
             return int(user)
         assert self._security is not None
         return self._security.keyring.uid_of.get(user.removeprefix(GUEST))
 
     def _key_of(self, user: bytes) -> bytes:
-        """The public key that a connection has proved; b"" where none is."""
+        """Returns the public key that a connection has proved; b"" if none."""
         if self._security is None:
             return b""
         return user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
@@ -145,7 +146,8 @@ class ListeningSockets:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def release(self, left_seconds: float) -> None:
-        """Close the sockets, behind those that send. left_seconds: whether there is time for last words."""
+        """Closes the sockets, after the sending sockets were closed. left_seconds: if not 0, there is time to forward
+        last messages."""
         control = self.by_plane[CONTROL]
         if self.relayed is not None and left_seconds and not control.closed:
             self._relay_own_last_words(self.relayed, control)
@@ -154,8 +156,8 @@ class ListeningSockets:
             listener.close(linger=0)
 
     def _relay_own_last_words(self, relayed: RelayedFrames, listener: zmq.Socket[bytes]) -> None:
-        """What this node itself said at the end goes through its own relay, too. Blocking for OWN_LINGER_SECONDS at
-        most; nothing but frames of relays is taken any more."""
+        """Forwards this node's own last messages, which may go through its own relay. Blocks for up to
+        OWN_LINGER_SECONDS; drops all received messages that are not relay frames."""
         until = clock.now() + OWN_LINGER_SECONDS
         while relayed.hub.serves(self._identity()) and (remaining := until - clock.now()) > 0:
             if not listener.poll(math.ceil(1000 * remaining)):

@@ -1,8 +1,9 @@
-"""A node's ZeroMQ sockets, and the calls of other threads for the thread that is at them.
+"""A node's ZeroMQ sockets, and the calls that other threads schedule on the I/O thread.
 
-Two planes with their own sockets, control and bulk. A node listens on one ROUTER per plane (listening_sockets.py) and
-sends on one DEALER per plane and peer (peer_sockets.py); frames only ever go from a DEALER to a ROUTER. One thread at
-a time is at the sockets: the node's own (io_thread.py), or that of all nodes of its process (process_io.py).
+There are two planes with their own sockets, control and bulk. A node listens on one ROUTER per plane
+(listening_sockets.py) and sends on one DEALER per plane and peer (peer_sockets.py). Frames are only sent from a DEALER
+to a ROUTER, except for answers to newcomers and relay frames. The I/O thread that polls and reads the sockets is the
+node's own (io_thread.py) or that of all nodes of its process (process_io.py).
 """
 
 from __future__ import annotations
@@ -27,42 +28,44 @@ from decentnode.communication.zeromq.sockets.socket_parts import SocketParts, Wa
 from decentnode.errors import NodeFailed
 
 MAX_CALLS = 10_000
-"""Calls that wait for the thread at the sockets; each other thread makes a few per round."""
+"""Most calls that wait for the I/O thread; each other thread schedules a few per round."""
 CLOSING_LOOK_SECONDS = 0.02
-"""How often a node that closes looks whether it has finished."""
+"""How often a closing node checks whether it has finished."""
 JOIN_SECONDS = 0.1
-"""How often whoever closes looks whether the thread at the sockets still has time."""
+"""How often a thread that closes the sockets checks whether the I/O thread still has time."""
 
 
 class NodeSockets(abc.ABC):
     """The sockets of one node, from before they are bound until they are released."""
 
     doorbell: Doorbell | None = None
-    """Where the training thread may wait; None where it steps several nodes."""
+    """The doorbell at which the training thread may wait; None if that thread steps several nodes."""
     sleeps_until: float
-    """Whoever is at the sockets comes back by then by itself; before, `due_by` has to tell it. Infinite while it finds
-    out."""
+    """When the I/O thread wakes up by itself at the latest; `due_by` has to wake it for anything earlier. Infinite
+    while the thread determines what is due."""
     send: Callable[[int, int, bytes, Body | None], bool]
-    """As `PeerSockets.send`."""
+    """Sends a message, as `PeerSockets.send` does."""
 
     def __init__(
         self, uid: int, max_bulk_bytes: int, handler: Handler, security: Security | None = None,
         credentials: Mapping[int, BulkCredential] | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """credentials: what lets peers into the bulk socket where it does not use CURVE; filled as they ask. context:
-        one that outlives these sockets, which nodes of a process share; one of its own when None."""
+        """credentials: with which peers log in to the bulk socket if it does not use CURVE; added as peers ask.
+        context: a context that outlives these sockets and is shared by the nodes of a process; None: a context of its
+        own.
+        """
         self.uid = uid
         self.lock = handler.lock
-        """Held by whoever uses a socket for sending, or any state of the handler."""
+        """Held by a thread that sends on a socket or uses state of the handler."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context() if context is None else context
         self._owns_context = context is None
         self._handler, self._security = handler, security
         self._calls: deque[Callable[[], None]] = deque()
         self._left: RunningTime | None = None
         self._noted = math.inf
-        """The last that `due_by` woke somebody for, until it is over: what is settled before, as most waits for
-        neighbors are, would bring about a wake-up each time otherwise."""
+        """The last time for which `due_by` woke the I/O thread, until it has passed. Deadlines that are dropped before,
+        like most waits for neighbors, would otherwise cause a wake-up each time."""
         self._watched = WatchedSockets(self._register, self._unregister)
         self._door: Authenticator | None = None
         if security is not None:
@@ -73,47 +76,47 @@ class NodeSockets(abc.ABC):
         parts = SocketParts(uid, self._context, handler, security, self._watched)
         self.listening = ListeningSockets(parts, max_bulk_bytes, self._wanted_back)
         self.peers = PeerSockets(parts, self._watch_blocked)
-        self.send = self.peers.send  # not a method that passes on: every message goes through it
+        self.send = self.peers.send  # bound directly, without a forwarding method: every message passes through it
 
-    # -- whoever looks after the sockets ----------------------------------------------------------------------
+    # -- implemented with an I/O thread -----------------------------------------------------------------------
 
     @abc.abstractmethod
     def start(self) -> None:
-        """From now on a thread is at the sockets. Once."""
+        """Starts to poll the sockets on the I/O thread; called once."""
 
     @abc.abstractmethod
     def due_by(self, when: float) -> None:
-        """Any thread: a call of the handler has made something due at `when`; not blocking."""
+        """Notes that a call of the handler made something due at `when`. May be called from any thread; not
+        blocking."""
 
     @abc.abstractmethod
     def close(self, linger_seconds: float) -> None:
-        """Blocking: release every socket, once the handler has finished or `linger_seconds` are over."""
+        """Releases every socket, once the handler has finished or `linger_seconds` are over. Blocks until then."""
 
     @abc.abstractmethod
     def _register(self, descriptor: int) -> None:
-        """Poll a descriptor of `_watched`, too."""
+        """Adds a descriptor of `_watched` to those that are polled."""
 
     @abc.abstractmethod
     def _unregister(self, descriptor: int) -> None:
-        """Undo `_register`."""
+        """Undoes `_register`."""
 
     @abc.abstractmethod
     def _rouse(self) -> None:
-        """Any thread: have calls made soon."""
+        """Wakes the I/O thread to run the scheduled calls. May be called from any thread."""
 
     @abc.abstractmethod
     def _at_sockets(self) -> bool:
-        """Whether the calling thread is the one that looks after the sockets."""
+        """Returns whether the calling thread is the I/O thread."""
 
     def _wanted_back(self) -> bool:
-        """As `ListeningSockets` asks."""
+        """Returns whether the I/O thread has something more urgent to do (`ListeningSockets`)."""
         return False
 
     # -- any thread -------------------------------------------------------------------------------------------
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` soon on the thread at the sockets; not blocking. Raises NodeFailed when that thread no longer
-        comes to it."""
+        """Schedules `function` on the I/O thread; not blocking. Raises NodeFailed if MAX_CALLS calls wait already."""
         if len(self._calls) >= MAX_CALLS:
             raise NodeFailed(f"node {self.uid}: the sockets' thread is {MAX_CALLS} calls behind")
         self._calls.append(function)
@@ -124,18 +127,18 @@ class NodeSockets(abc.ABC):
         return self._left is not None
 
     def joined(self) -> None:
-        """The node has joined, and hears of handshakes no more."""
+        """Notes that the node has joined, so that failed handshakes are not reported any more."""
         self.peers.joining = False
 
     def _watch_blocked(self) -> None:
         if not self._at_sockets():
-            self.call(lambda: None)  # the thread at the sockets watches it from now on
+            self.call(lambda: None)  # wakes the I/O thread, which then watches the blocked socket
 
-    # -- the thread at the sockets ----------------------------------------------------------------------------
+    # -- the I/O thread ---------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> tuple[float, bool]:
-        """Do what is due. Returns when something was due next, and whether that was now."""
-        # before the deadline is asked for, so that a thread that changes it meanwhile sees that it has to tell this one
+        """Does what is due. Returns (the deadline before the call, whether it had passed)."""
+        # set before the deadline is read, so that a thread that changes it meanwhile knows that it has to wake this one
         self.sleeps_until = math.inf
         due = min(self._handler.next_deadline, self._noted)
         if now < due:

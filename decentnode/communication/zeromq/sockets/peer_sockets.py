@@ -1,4 +1,4 @@
-"""The sockets by which a node sends, one for each peer and plane: connected, sent through, renewed and released."""
+"""The sockets on which a node sends, one for each peer and plane: connecting, sending, renewing and closing them."""
 
 from __future__ import annotations
 
@@ -17,58 +17,64 @@ from decentnode.communication.zeromq.sockets.tcp_progress import acknowledged_by
 from decentnode.mapping.hosts import by_ipv6, host_of, resolve_all
 
 SEND_MESSAGES = 1000
-"""Messages that wait in one socket for a peer, before it is full."""
+"""Most messages that wait in the socket to one peer."""
 LINGER_SECONDS = 0.2
-"""How long the last messages (a Bye, acknowledgements) have to get into a connection. All else was acknowledged, so
-that no buffer on the way is full; libzmq keeps them for that long where a peer that closed at the same time is gone."""
+"""How long the last messages (a Bye, acknowledgements) have to be sent. A short time is enough, because all others were
+acknowledged, so that no buffer on the way is full. libzmq waits for the whole time if the peer has closed as well."""
 
 
 def nothing() -> None:
-    """What there is to take in from a socket that only sends."""
+    """Reads nothing: the `take_in` of a socket that only sends."""
 
 
 class PeerSockets:
-    """Those of one node; each is made with the first message. Used by the thread at the sockets and by those that send,
-    with `Handler.lock` held, but for `connect_to` before the start."""
+    """The sending sockets of one node; each is created for the first message to its peer.
+
+    Used by the I/O thread and by threads that send, with `Handler.lock` held, except for `connect_to` before the start.
+    """
 
     def __init__(self, parts: SocketParts, watch_blocked: Callable[[], None]) -> None:
-        """watch_blocked: a socket refused a message; has the thread at the sockets come to `unblock`."""
+        """watch_blocked: called when a socket refused a message; makes the I/O thread call `unblock`."""
         self.endpoints: dict[int, Endpoints] = {}
-        """Where every peer listens; `connect_to` sets it."""
+        """uid -> where the peer listens; `connect_to` sets it."""
         self.joining = True
-        """Whether the handler is told of handshakes that peers break off; from the start until the node has joined."""
+        """Whether failed handshakes are reported to the handler: until the node has joined."""
         self.blocked: set[tuple[int, int]] = set()
-        """(uid, plane) of sockets that refused a message, and that the thread at the sockets watches."""
+        """(uid, plane) of sockets that refused a message and that the I/O thread watches."""
         self.senders: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._monitors: dict[tuple[int, int], zmq.Socket[bytes]] = {}
         self._by_ipv6: dict[str, bool] = {}
         self._parts, self._handler, self._watch_blocked = parts, parts.handler, watch_blocked
 
     def connect_to(self, endpoints: Mapping[int, Endpoints]) -> None:
-        """Where peers listen. Blocking while their hosts' names are looked up, for RESOLVE_SECONDS at most.
+        """Sets where peers listen. Blocks for up to RESOLVE_SECONDS while their host names are looked up.
 
-        libzmq looks every name up again for every connection, but takes an address of one family only: of IPv4 where
-        the name has such addresses. A name that is not known yet (its machine may be on its path) is left to IPv6, for
-        which libzmq takes an IPv4 address where there is no other.
+        libzmq looks every name up again for every connection, but uses only addresses of one family. Names with IPv4
+        addresses use IPv4. A name that cannot be resolved yet (its machine may still be starting) uses IPv6, for which
+        libzmq also accepts an IPv4 address if there is no other.
         """
         self.endpoints.update(endpoints)
         hosts = {host for pair in endpoints.values() for each in pair if (host := host_of(each))}
         self._by_ipv6.update((host, by_ipv6(found)) for host, found in resolve_all(hosts).items())
 
     def add_peer(self, uid: int, endpoints: Endpoints) -> None:
-        """With `lock` held: a peer listens at these addresses (no names), which may be others than before."""
+        """Adds a peer that listens at these numeric addresses, or changes its addresses. Called with `Handler.lock`
+        held."""
         self.endpoints[uid] = endpoints
         self._by_ipv6[host_of(endpoints[CONTROL])] = ":" in host_of(endpoints[CONTROL])
         for plane in (CONTROL, BULK):
             self.renew(uid, plane)
 
     def by_ipv6(self, at: str) -> bool:
-        """Whether an endpoint is connected to by IPv6."""
+        """Returns whether connections to an endpoint use IPv6."""
         return self._by_ipv6.get(host_of(at), False)
 
     def send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
-        """With `lock` held: hand over one message; False when the socket is full, `writable` is then called later, or
-        when this process may have no more open files: whoever tries again makes the connection."""
+        """Passes one message to the socket of a peer. Called with `Handler.lock` held.
+
+        Returns False if the socket is full, and `Handler.writable` is called later, or if this process has too many
+        open files to create the socket, which the next call tries again.
+        """
         if (uid, plane) in self.blocked:
             return False
         sender = self.senders.get((uid, plane)) or self._connected(uid, plane)
@@ -87,8 +93,8 @@ class PeerSockets:
         return True
 
     def _connected(self, uid: int, plane: int) -> zmq.Socket[bytes] | None:
-        """A socket towards a peer; None where the system gives this process no more files, which strangers that connect
-        to it bring about."""
+        """Returns a new socket that connects to a peer; None if this process has too many open files, which may be
+        caused by strangers that connect to it."""
         at = self.endpoints[uid][plane]
         try:
             sender = connections.sender(self._parts.context, SEND_MESSAGES, self.by_ipv6(at))
@@ -120,8 +126,8 @@ class PeerSockets:
         self.senders[uid, plane] = sender
 
     def _watch_sender(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
-        """Hear how connections to a peer fare."""
-        with self._handler.lock:  # under which alone a monitor is closed
+        """Reads the events of connections to a peer, and reports failed handshakes and broken connections."""
+        with self._handler.lock:  # a monitor is closed only with this lock held
             broken = False
             with contextlib.suppress(zmq.Again):
                 while self._monitors.get((uid, plane)) is monitor:
@@ -134,7 +140,8 @@ class PeerSockets:
                 self._handler.disconnected(uid, plane)
 
     def unblock(self) -> None:
-        """Sockets that refused a message are the I/O thread's alone until they take messages again."""
+        """Reports sockets that refused a message and are writable again. Called by the I/O thread, which alone uses
+        such sockets until then."""
         for uid, plane in list(self.blocked):
             sender = self.senders[uid, plane]
             if sender not in self._parts.watched:
@@ -151,9 +158,10 @@ class PeerSockets:
         self._parts.watched.remove(sender)
 
     def renew(self, uid: int, plane: int) -> None:
-        """With `lock` held: give the connection up, with what is under way; the next message makes a new one.
+        """Closes the connection to a peer, dropping what is in flight; the next message makes a new one. Called with
+        `Handler.lock` held.
 
-        To close without linger is what makes libzmq abort where half a message was taken: link_state.ONE_FRAME_BYTES.
+        Closing without linger is what may make libzmq abort if it has taken half a message: link_state.ONE_FRAME_BYTES.
         """
         sender = self.senders.pop((uid, plane), None)
         if sender is None:
@@ -167,11 +175,11 @@ class PeerSockets:
         sender.close(linger=0)
 
     def carried(self, uid: int, plane: int) -> int | None:
-        """With `lock` held: as `LinkPort.carried`."""
+        """Implements `LinkPort.carried`. Called with `Handler.lock` held."""
         return acknowledged_bytes(self.endpoints[uid][plane]) if (uid, plane) in self.senders else None
 
     def release(self, left_seconds: float) -> None:
-        """Close every socket. left_seconds: what the last messages have at most to get away."""
+        """Closes every socket. left_seconds: longest time for the last messages to be sent."""
         for which, monitor in self._monitors.items():
             connections.end_monitor(self.senders[which], monitor)
         for each in self.senders.values():

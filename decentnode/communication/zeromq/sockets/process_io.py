@@ -1,8 +1,8 @@
-"""One thread at the sockets of all nodes of a process, which are stepped by one other thread.
+"""One I/O thread for the sockets of all nodes of a process, whose training one other thread steps.
 
-Messages between two nodes of the process go through no socket: they are put into the receiver's queue as they are, and
-need no connection, no handshake and no login. All else that links do stays, so that a node behaves alike towards a node
-of its own process and one of another.
+Messages between two nodes of the process do not pass through sockets: they are put directly into the receiver's queue,
+without a connection, a handshake or a login. Everything else that links do is the same, so that a node treats nodes of
+its own process and of others alike.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from decentnode.communication.zeromq.sockets.socket_handler import Handler
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 4.0
-"""Time after which all sockets are looked at, whatever they told of or not: there are many, and each look takes
-microseconds."""
+"""Time after which all sockets are read, whether or not their descriptors reported something. It is longer than that of
+`IoThread`, because there are many sockets, and reading each takes microseconds."""
 CLOSE_SECONDS = 2.0
 """How long the thread may take to end."""
 INSIDE_MESSAGES = 2000
-"""Messages of the process's other nodes that wait for one node: as many as between two sockets."""
+"""Most messages of the process's other nodes that wait for one node: as many as between two sockets."""
 
 
 class HostedSockets(NodeSockets):
-    """The sockets of a node whose process has several."""
+    """The sockets of one of several nodes of a process."""
 
     def __init__(
         self, process: SharedProcess, uid: int, max_bulk_bytes: int, handler: Handler,
         security: Security | None = None, credentials: Mapping[int, BulkCredential] | None = None,
     ) -> None:
-        """As `NodeSockets`. With keys a node has a context of its own: it asks at a door of its own who comes, and
-        libzmq has one door in a context."""
+        """Parameters as for `NodeSockets`. With keys each node has its own context, because it needs its own
+        authenticator (ZAP), of which libzmq allows one per context."""
         self.loop = ProcessIo.of(process)
         self.started = False
         self.is_touched = False
-        """Whether it waits to be served; the loop's."""
+        """Whether this node is in the loop's queue to be served; used by the loop."""
         self.comes_back = math.inf
-        """When the loop serves it at the latest, whatever happens; the loop's."""
+        """When the loop serves this node next at the latest; used by the loop."""
         self.sleeps_until = math.inf
         self._inside: deque[tuple[int, int, list[memoryview]]] = deque()
         """(plane, source, frames) of the messages of the process's other nodes."""
@@ -96,14 +96,14 @@ class HostedSockets(NodeSockets):
         return self.peers.send(uid, plane, first, body) if peer is None else peer.take(self, plane, first, body)
 
     def take(self, source: HostedSockets, plane: int, first: bytes, body: Body | None) -> bool:
-        """Any thread: a message of another node of the process. Returns False where too many wait; the source's
-        `writable` is called once there is room."""
+        """Queues a message of another node of the process. Called by any thread. Returns False if too many messages
+        wait; the `writable` of the source's handler is called once there is room."""
         if len(self._inside) >= INSIDE_MESSAGES:
             self._refused.add((source, plane))
             self.loop.touch(self)
             return False
-        # a body may lie in memory that the sender writes again once it is acknowledged, which is before it is read; and
-        # it becomes a tensor, which has to be writable
+        # copied, because the sender may overwrite the body's memory once the message is acknowledged, which is before
+        # the body is read, and because the body becomes a tensor, which has to be writable
         frames = [memoryview(bytearray(first) if plane == BULK else first)]
         if body is not None:
             frames.append(memoryview(bytearray(body if isinstance(body, bytes) else body.buffer)))
@@ -125,19 +125,19 @@ class HostedSockets(NodeSockets):
     # -- the loop's thread ------------------------------------------------------------------------------------
 
     def take_in(self, descriptor: int) -> None:
-        """There is something to read."""
+        """Reads what has arrived at the socket of a descriptor."""
         take_in = self._watched.by_descriptor.get(descriptor)
         if take_in is not None:
             take_in()
 
     def look(self) -> None:
-        """At all sockets, also where one should have been silent about its news."""
+        """Reads all sockets, in case a descriptor did not report that its socket has something to read."""
         for take_in in list(self._watched.by_descriptor.values()):
             take_in()
 
     def serve(self, now: float) -> tuple[float, bool]:
-        """Do all that there is to do. Returns when something is due next, and whether there is more to do at once,
-        which has to wait for other nodes' turns."""
+        """Does what is due for this node. Returns (when something is due next, whether more is to be done at once,
+        which waits until the other nodes had their turns)."""
         self._take_inside()
         if self._calls:
             self._run_calls()
@@ -163,13 +163,13 @@ class HostedSockets(NodeSockets):
                 source_sockets.has_room(self.uid, plane)
 
     def has_room(self, uid: int, plane: int) -> None:
-        """A node that refused a message takes messages again."""
+        """Notes that another node of the process, which refused a message, accepts messages again."""
         with self.lock:
             self._handler.writable(uid, plane)
         self.loop.touch(self)
 
     def finish(self) -> bool:
-        """While it closes: release the sockets if nothing is left to be said. Returns whether they are released."""
+        """Releases the sockets of a closing node if nothing is left to send. Returns whether they are released."""
         if not self._over():
             return False
         with self.lock:
@@ -178,13 +178,13 @@ class HostedSockets(NodeSockets):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """What is raised here ends this node alone."""
+        """Ends this node, but no other node of the process, because of an error."""
         logger.exception("the sockets failed")
         self._handler.crashed(error)
         self.let_go()
 
     def let_go(self) -> None:
-        """Release the sockets; the loop does not look at them any more."""
+        """Releases the sockets; the loop no longer polls them."""
         for descriptor in self._watched.by_descriptor:
             self._unregister(descriptor)
         self.started = False
@@ -200,19 +200,20 @@ class HostedSockets(NodeSockets):
 
 
 class ProcessIo(threading.Thread):
-    """Runs until `close`, after the sockets of every node were closed."""
+    """The I/O thread of a process with several nodes. It runs until `close`, which is called after the sockets of every
+    node were closed."""
 
     def __init__(self) -> None:
         super().__init__(name="io", daemon=True)
         self.nodes: dict[int, HostedSockets] = {}
-        """By uid, until their sockets are released."""
+        """uid -> the node's sockets, until they are released."""
         self._waker, self._poller = Waker(), Poller()
         self._watched: dict[int, HostedSockets] = {}
-        """By descriptor."""
+        """Polled descriptor -> the node to which it belongs."""
         self._touched: deque[HostedSockets] = deque()
-        """Nodes that have to be served, each once."""
+        """Queue of the nodes to serve, each at most once."""
         self._due: list[tuple[float, int, HostedSockets]] = []
-        """A heap of when nodes are served at the latest; one may stand there again for a time that holds no more."""
+        """A heap of (deadline, tie-breaker, node); a node may have further entries that are out of date."""
         self._order = itertools.count()
         self._closing: set[HostedSockets] = set()
         self._next_look = self._next_closing_look = 0.0
@@ -221,7 +222,7 @@ class ProcessIo(threading.Thread):
 
     @classmethod
     def of(cls, process: SharedProcess) -> ProcessIo:
-        """That of a process, made with its first node."""
+        """Returns the I/O thread of a process, created with its first node."""
         if process.io is None:
             process.io = cls()
         assert isinstance(process.io, ProcessIo)
@@ -230,14 +231,14 @@ class ProcessIo(threading.Thread):
     # -- any thread -------------------------------------------------------------------------------------------
 
     def serve(self, node: HostedSockets) -> None:
-        """From now on this node is served."""
+        """Starts to serve a node, and the thread with the first one."""
         with self._starting:
             if self.ident is None:
                 self.start()
         self.touch(node)
 
     def touch(self, node: HostedSockets) -> None:
-        """There is something to do for a node; not blocking."""
+        """Queues a node to be served soon. May be called from any thread; not blocking."""
         if not node.is_touched:
             node.is_touched = True
             self._touched.append(node)
@@ -245,18 +246,18 @@ class ProcessIo(threading.Thread):
                 self._waker.wake()
 
     def watch(self, descriptor: int, node: HostedSockets) -> None:
-        """Call `take_in` of the node when there is something to read."""
+        """Polls a descriptor, and calls `take_in` of the node when there is something to read."""
         self._watched[descriptor] = node
         self._poller.register(descriptor)
         self._waker.wake()
 
     def forget(self, descriptor: int) -> None:
-        """Undo `watch`."""
+        """Undoes `watch`."""
         if self._watched.pop(descriptor, None) is not None:
             self._poller.unregister(descriptor)
 
     def close(self) -> None:
-        """Blocking for CLOSE_SECONDS at most: end the thread."""
+        """Ends the thread; blocks for up to CLOSE_SECONDS."""
         self._over = True
         self._waker.wake()
         if self.ident is not None:
@@ -278,7 +279,7 @@ class ProcessIo(threading.Thread):
             self._waker.close()
 
     def _step(self) -> None:
-        """Wait at the sockets, not beyond what is due, and do what there is to do."""
+        """Polls the sockets until the next deadline at the latest, reads what has arrived, and serves queued nodes."""
         now = clock.now()
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
@@ -310,7 +311,7 @@ class ProcessIo(threading.Thread):
         return max(0.0, (min(until, self._next_closing_look) if self._closing else until) - now)
 
     def _serve(self, node: HostedSockets) -> None:
-        node.is_touched = False  # before anything is looked at, so that what comes meanwhile is seen later
+        node.is_touched = False  # reset first, so that anything new queues the node again
         if node.started:
             self._guarded(node, lambda: self._serve_started(node))
 

@@ -1,4 +1,4 @@
-"""Bytes between other nodes that a node passes on, as frames that come and go at its control socket."""
+"""Forwards bytes between other nodes, as relay frames that arrive at and are sent from a node's control socket."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from decentnode.errors import PeerFault
 from decentnode.wire.relay import RELAY_MESSAGES, RelayHub
 
 LINGER_SECONDS = 2.0
-"""How much longer a relay may stay than itself needs to, for the nodes whose bytes it passes on."""
+"""How much longer than necessary a relay may stay for the nodes whose bytes it forwards."""
 OWN_LINGER_SECONDS = 0.5
-"""How long a relay passes on what it said itself at its end."""
+"""How long a relay forwards its own last messages."""
 
 
 class RelayedFrames:
-    """Those of a node that is a relay. The thread at the sockets."""
+    """The relay function of one node. Used by the I/O thread."""
 
     def __init__(self, hub: RelayHub, listener: zmq.Socket[bytes], handler: Handler, identity: bytes) -> None:
-        """listener: the node's control socket, not bound yet. identity: how the hub knows the node itself."""
+        """listener: the node's control socket, not bound yet. identity: the node's own identity at the hub."""
         self.hub = hub
         self._listener, self._handler, self._identity = listener, handler, identity
         self._until = math.inf
-        """When it stops to pass on bytes of others, once the node itself is done."""
+        """When the node stops forwarding for others, once it is done itself."""
         listener.sndhwm = RELAY_MESSAGES
         listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
     def pass_on(self, route: bytes, key: bytes, frame: memoryview) -> None:
-        """A frame of a relayed connection came from the end `route`, which has proved this key (b"" for none). An end
-        that does not take what is for it is given up, and begins anew."""
+        """Handles a relay frame from the node at `route`, which has proved this key (b"" for none), and sends the
+        frames that result. A node whose queue is full is dropped and has to connect again."""
         hub = self.hub
         try:
             hub.take(route, key, frame, clock.now())
@@ -45,8 +45,8 @@ class RelayedFrames:
                 hub.lost(to)
 
     def needed(self, now: float) -> bool:
-        """Whether the node, which has nothing more to say, stays for those whose bytes it passes on: they have their
-        last words still to say."""
+        """Returns whether this node, which is done itself, stays for the nodes whose bytes it forwards, so that they
+        can send their last messages."""
         if not self.hub.busy(self._identity):
             return False
         if self._until == math.inf:

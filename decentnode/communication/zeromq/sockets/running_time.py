@@ -1,23 +1,25 @@
-"""Time-outs that a process does not spend while it is suspended. No clock."""
+"""Time-outs that do not run while the process is suspended. No clock."""
 
 from __future__ import annotations
 
 GAP_SECONDS = 1.0
-"""What counts at most of the time between two looks."""
+"""Most seconds that count between two checks."""
 
 
 class RunningTime:
-    """How long something may still take. Of the time between two looks GAP_SECONDS count at most: a process that was
-    suspended for longer had no chance to do what it waits for, and gets one when it goes on. Not thread-safe."""
+    """A time-out of which at most GAP_SECONDS pass between two checks. Not thread-safe.
+
+    A process that was suspended for longer had no chance to finish what it waits for, and gets one after it resumes.
+    """
 
     def __init__(self, seconds: float, now: float) -> None:
         """now: seconds of any monotonic clock."""
         self.seconds = seconds
-        """What is left."""
+        """The remaining time."""
         self._looked = now
 
     def over(self, now: float) -> bool:
-        """Look whether the time is over; to be called several times within GAP_SECONDS."""
+        """Returns whether the time is over. To be called several times within GAP_SECONDS."""
         self.seconds -= min(now - self._looked, GAP_SECONDS)
         self._looked = now
         return self.seconds <= 0

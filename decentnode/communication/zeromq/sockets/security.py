@@ -1,8 +1,8 @@
-"""Who may speak: one CURVE key pair per node, an allow-list of public keys, and the door of a node's sockets.
+"""Authentication of nodes: one CURVE key pair per node, an allow-list of public keys, and the ZAP authenticator.
 
 A folder of keys has `public.keys`, with a line "uid key" per node, and `node-UID.secret` for every node of this
-machine, readable by its owner alone; nobody else may be able to change either. Keys are 32 bytes in Z85, 40 characters
-(RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
+machine. Only its owner may read a secret, and no other user may be able to change any of the files. Keys are 32 bytes
+in Z85, 40 characters (RFC 32/Z85, CurveCP, ZeroMQ RFC 26).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 PUBLIC_FILE = "public.keys"
 AUTHORIZED_FILE = "authorized.keys"
-"""A public key per line: of nodes that are in no mapping, and may be admitted."""
+"""File with the public keys of nodes outside the mapping that may be admitted, one per line."""
 NEWCOMER_SECRET = "newcomer.secret"
 LOOK_SECONDS = 1.0
-"""Least time between two readings of AUTHORIZED_FILE."""
+"""Shortest time between two reads of AUTHORIZED_FILE."""
 
 
 @dataclass
 class Keyring:
-    """One node's secret key, and everybody's public ones (Z85, 40 bytes)."""
+    """One node's secret key, and the public keys of all nodes (Z85, 40 bytes)."""
 
     uid: int
     secret: bytes = field(repr=False)
     public: dict[int, bytes]
-    """Those of newcomers are added as they are admitted, by the thread at the sockets."""
+    """uid -> public key; the I/O thread adds those of newcomers as they are admitted."""
     invited: Callable[[bytes], bool] = lambda _key: False
-    """Whether a key that is nobody's may ask to be admitted."""
+    """Returns whether the owner of an unknown key may ask to be admitted."""
 
     @property
     def uid_of(self) -> dict[bytes, int]:
@@ -53,14 +53,14 @@ class Keyring:
 
 
 class Invited:
-    """The keys of AUTHORIZED_FILE, which may grow while the run goes."""
+    """The keys of AUTHORIZED_FILE, to which keys may be added during the run."""
 
     def __init__(self, folder: Path) -> None:
         self._path, self._keys, self._read = folder / AUTHORIZED_FILE, frozenset[bytes](), -math.inf
 
     def __call__(self, key: bytes) -> bool:
-        """Whether a key may ask. Where it is not known the file is read again; one that others may change, or that is
-        no list of keys, counts as empty, and the log says so."""
+        """Returns whether the file contains a key. The file is read again for an unknown key. A file that others may
+        change, or that is no list of keys, counts as empty, which is logged."""
         if key not in self._keys and clock.now() - self._read >= LOOK_SECONDS:
             self._read = clock.now()
             self._keys = self._found()
@@ -86,9 +86,9 @@ def secret_path(folder: Path, uid: int) -> Path:
 
 
 def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
-    """Make key pairs of `uids` and add their public keys to the folder's list; the secret files.
+    """Creates key pairs for `uids`, adds their public keys to the folder's list, and returns the secret files.
 
-    Raises UsageError, before anything is written, when one of them has a key already.
+    Raises UsageError, before anything is written, if one of the nodes already has a key.
     """
     uids = list(uids)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,15 +111,15 @@ def write_keys(folder: Path, uids: Iterable[int]) -> list[Path]:
                 os.fchmod(handle, 0o644)  # the umask may be wider or narrower
                 file.write(text)
     except OSError:
-        for path in made:  # a secret without its public key is in the way of the next call
+        for path in made:  # a secret without its public key would make the next call fail
             path.unlink(missing_ok=True)
         raise
     return made
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    """Make a file that its user alone may read; where it cannot be written, none is left. Raises OSError,
-    FileExistsError among them."""
+    """Creates a file that only its user may read; if writing fails, no file is left. Raises OSError, such as
+    FileExistsError."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(handle, "wb") as file:
@@ -139,20 +139,20 @@ def _check_changers(path: Path, status: os.stat_result) -> None:
 
 
 def read_trusted(path: Path, forbidden: int, hint: str = "make keys with keygen") -> bytes:
-    """The content of a file of keys, which nobody but this user and root may change.
+    """Returns the content of a file of keys, which only this user and root may be able to change.
 
-    forbidden: permissions that nobody else may have on it. hint: what to do where it is missing. Raises
-    EnvironmentFault, with a word on what to run.
+    forbidden: permission bits that the file must not have. hint: what to do if it is missing. Raises EnvironmentFault,
+    with the command that helps.
     """
     try:
         _check_changers(path.parent, folder := os.stat(path.parent))
-        if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:  # sticky: nobody replaces another one's file
+        if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:  # a sticky bit prevents replacing
             raise EnvironmentFault(
                 f"{path.parent} can be changed by others (mode {stat.S_IMODE(folder.st_mode):o}), and the keys in it "
                 f"replaced; run chmod go-w on it"
             )
         with open(path, "rb") as file:
-            found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, whatever its name is now
+            found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, not of its name
     except OSError as error:
         raise EnvironmentFault(f"{path}: {error.strerror}; {hint}") from error
     _check_changers(path, found)
@@ -164,7 +164,8 @@ def read_trusted(path: Path, forbidden: int, hint: str = "make keys with keygen"
 
 
 def read_public(folder: Path) -> dict[int, bytes]:
-    """The allow-list of a folder. Raises EnvironmentFault naming file and line, or who else could have changed it."""
+    """Returns the allow-list of a folder, uid -> key. Raises EnvironmentFault with file and line, or if others could
+    have changed it."""
     path = folder / PUBLIC_FILE
     try:
         lines = read_trusted(path, 0o022).decode("utf-8").splitlines()
@@ -191,8 +192,8 @@ def _is_key(text: str) -> bool:
 
 
 def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
-    """The keys of node `uid`. Raises EnvironmentFault when one is missing or broken, or when others could read the
-    secret one or change any."""
+    """Returns the keys for node `uid`. Raises EnvironmentFault if one is missing or invalid, or if others could read
+    the secret key or change any key."""
     public = read_public(folder)
     missing = [other for other in range(num_nodes) if other not in public]
     if missing:
@@ -210,25 +211,26 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
 
 
 class Admission:
-    """Whether a newcomer may be granted a uid, as far as that is not its connection's business."""
+    """Decides from its invitation or key whether a newcomer, whose connection was accepted, may be granted a uid."""
 
     def __init__(self, secret: bytes, security: Security | None) -> None:
-        """secret: of invitations; empty where whoever gets as far as to ask is admitted."""
+        """secret: the secret of invitations; empty if every newcomer whose connection is accepted is admitted."""
         self._secret = secret
         self._authorized = None if security is None else security.keyring.invited
-        if secret and security is not None:  # its key is not known before, and it may do nothing but ask
+        if secret and security is not None:  # accept any key, only to ask for admission
             security.keyring.invited = lambda _key: True
 
     def __call__(self, text: str, key: str) -> Invitation | None:
-        """Returns what the invitation in `text` says; None for who needs none. Raises PeerFault ("uninvited")."""
+        """Returns the verified invitation in `text`; None if the newcomer needs none. Raises PeerFault
+        ("uninvited")."""
         if not self._secret or (key and self._authorized is not None and self._authorized(key.encode())):
             return None
         return opened(self._secret, text, clock.wall())
 
 
 def read_secret(path: Path, maker: str = "decentnode invite") -> bytes:
-    """The secret in a file, of invitations or of a script's ranks. maker: the command that makes such files. Raises
-    EnvironmentFault when there is none, or when others could read or change it."""
+    """Returns the secret in a file: of invitations, or of a script's ranks. maker: the command that makes such files.
+    Raises EnvironmentFault if there is none, or if others could read or change it."""
     text = read_trusted(path, 0o077, f"make it with {maker}").strip()
     with contextlib.suppress(ValueError):
         if len(found := bytes.fromhex(text.decode("ascii"))) == SECRET_BYTES:
@@ -237,13 +239,13 @@ def read_secret(path: Path, maker: str = "decentnode invite") -> bytes:
 
 
 def write_secret(path: Path) -> None:
-    """Make a secret that `read_secret` reads. Raises OSError, FileExistsError among them."""
+    """Writes a new secret to a file that `read_secret` reads. Raises OSError, such as FileExistsError."""
     _write_private(path, entropy.draw(SECRET_BYTES).hex().encode() + b"\n")
 
 
 def write_newcomer(folder: Path) -> bytes:
-    """Make the key pair of a node that is in no mapping; the public key, for AUTHORIZED_FILE of every member. Raises
-    UsageError where there is one."""
+    """Creates the key pair of a node outside the mapping, and returns the public key, for AUTHORIZED_FILE of every
+    member. Raises UsageError if there already is one."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / NEWCOMER_SECRET
     if path.exists():
@@ -254,8 +256,8 @@ def write_newcomer(folder: Path) -> bytes:
 
 
 def load_newcomer(folder: Path, uid: int = -1) -> Keyring:
-    """The keys of a node that is in no mapping, whose folder has PUBLIC_FILE and its own secret. Raises
-    EnvironmentFault as `load_keyring`."""
+    """Returns the keys for a node outside the mapping, whose folder has PUBLIC_FILE and its own secret. Raises
+    EnvironmentFault like `load_keyring`."""
     path = folder / NEWCOMER_SECRET
     secret = read_trusted(path, 0o077).strip()
     try:
@@ -267,8 +269,8 @@ def load_newcomer(folder: Path, uid: int = -1) -> Keyring:
 
 @dataclass(frozen=True)
 class Security:
-    """How a node's sockets are closed to strangers: CURVE on control, and on bulk either CURVE or a credential that is
-    given over control."""
+    """How a node's sockets authenticate peers: CURVE on the control plane, and on the bulk plane either CURVE or a
+    credential that is sent over the control plane."""
 
     keyring: Keyring
     bulk: Literal["curve", "aes-gcm", "none"]
@@ -279,11 +281,12 @@ class Security:
 
 
 GUEST = b"guest "
-"""What libzmq says of a connection by which somebody may ask to be admitted, before the key; of others, the uid."""
+"""Prefix of the user id that ZAP gives to connections that may only ask for admission; the public key follows. The user
+id of other connections is the uid."""
 
 
 class Authenticator:
-    """Answers ZeroMQ's question who may connect (RFC 27/ZAP); whoever enters is known by uid from then on.
+    """Answers ZeroMQ's authentication requests (RFC 27/ZAP); accepted connections are identified by the peer's uid.
 
     Used by the thread that owns the sockets.
     """
@@ -292,15 +295,15 @@ class Authenticator:
         self, context: zmq.Context[zmq.Socket[bytes]], keyring: Keyring, credentials: Mapping[int, BulkCredential],
         refused: Callable[[str, str, str], None],
     ) -> None:
-        """credentials: that this node gave, by uid; filled as peers ask. refused(reason, address, detail): called for
-        everybody who is not let in."""
+        """credentials: uid -> credential that this node gave; added as peers ask. refused(reason, address, detail):
+        called for every connection that is refused."""
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
         self._keyring, self._credentials, self._refused = keyring, credentials, refused
 
     def answer(self) -> None:
-        """Answer everything that was asked so far; not blocking."""
+        """Answers all pending requests; not blocking."""
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -316,7 +319,8 @@ class Authenticator:
             self.socket.send_multipart([version, request, status, text, who, b""])
 
     def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
-        """(uid, or -1 of one who may ask to be admitted; why not or "", with what)."""
+        """Returns (uid, reason, detail): uid -1 for a connection that may only ask for admission; reason "" if the
+        connection is accepted."""
         if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:
             key = z85.encode(credentials[0])
             uid = self._keyring.uid_of.get(key, -1)

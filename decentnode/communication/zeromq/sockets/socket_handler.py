@@ -1,4 +1,4 @@
-"""Whom a node's sockets tell what happens on them, and whom they ask what is due."""
+"""The interface of the object that handles the events of a node's sockets (`LinkDriver`)."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from decentnode.wire.generation import Caller
 
 
 class Handler(Protocol):
-    """Who is told what happens on the sockets; all calls come from the thread at the sockets, which holds `lock`
-    meanwhile."""
+    """Handles the events of the sockets. Its methods are called by the I/O thread or, while it sends, by another
+    thread; with `lock` held unless noted."""
 
     lock: threading.RLock
 
     def received(self, plane: int, frames: Sequence[memoryview], uid: int | None, now: float) -> None:
-        """One message, of one frame or more; uid: who it is from, where sockets are authenticated."""
+        """Handles one message of one or more frames. uid: its sender, if sockets are authenticated."""
 
     def knocked(self, plane: int, frames: Sequence[memoryview], caller: Caller, now: float) -> bytes | None:
-        """A request of a node that is in no mapping; the answer."""
+        """Returns the answer to a request of a node outside the mapping; None for no answer."""
 
     def relay_refused(self, fault: PeerFault) -> None:
-        """A frame came that no end of a relayed connection sends."""
+        """Handles an invalid relay frame; called without the lock."""
 
     def log_in(self, uid: int) -> bytes:
-        """A credential for one connection to a peer's bulk socket, where that needs one."""
+        """Returns a credential for one connection to a peer's bulk socket, if credentials are used."""
 
     def writable(self, uid: int, plane: int) -> None:
-        """A socket that refused a message takes messages again."""
+        """Called when a socket that refused a message accepts messages again."""
 
     @property
     def next_deadline(self) -> float:
-        """When `tick` has to be called at the latest; asked without the lock, too."""
+        """The latest time at which `tick` has to be called; also read without the lock."""
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Does what is due."""
 
     def connection_event(self, kind: str, address: str, detail: str) -> None:
-        """A stranger was refused, or a connection to this node broke."""
+        """Called when a stranger was refused, a handshake failed, a connection to this node broke, or this process has
+        too many open files; without the lock in most cases."""
 
     def handshake_refused(self, uid: int, code: int) -> None:
-        """With `lock` held: a peer to which this node connects broke the handshake off. code: ZeroMQ's, or 0."""
+        """Called when a peer to which this node connects broke off the handshake. code: ZeroMQ's, or 0."""
 
     def disconnected(self, uid: int, plane: int) -> None:
-        """With `lock` held: a connection to a peer broke that only `renew` can make again."""
+        """Called when a connection to a peer broke that only `PeerSockets.renew` can make again."""
 
     def finished(self) -> bool:
-        """Asked while closing: whether nothing is left to send or acknowledge."""
+        """Returns, while closing, whether nothing is left to send or acknowledge."""
 
     def goodbye(self) -> None:
-        """The last chance to send."""
+        """Sends the last messages."""
 
     def crashed(self, error: BaseException) -> None:
-        """The I/O thread ends because of an error."""
+        """Called without the lock when the I/O thread ends because of an error."""

@@ -1,8 +1,8 @@
-"""Who is at the sockets: the I/O thread, or the training thread while it waits for what they bring.
+"""Ownership of the sockets, which the I/O thread lends to the training thread while that waits for messages.
 
-A message that the training thread waits for wakes it directly then, without a detour through the I/O thread. It keeps
-the sockets over short absences, as it comes back soon in small rounds; the I/O thread looks after it and takes the
-sockets back as soon as the training thread has stayed away for a nap.
+An awaited message then wakes the training thread directly, without a detour through the I/O thread. The training thread
+keeps the sockets over short absences, because it waits again soon in small rounds. The I/O thread checks on it after
+each nap, and takes the sockets back if the training thread stayed away for a whole nap.
 """
 
 from __future__ import annotations
@@ -15,36 +15,39 @@ from decentnode import clock
 
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.001, 0.05
 OFTEN, OFTEN_NAP_SECONDS = 3, 0.004
-"""Visits of the training thread during one nap after which naps grow to so much: on a busy machine every look of the
-I/O thread costs the training thread a core or the interpreter's lock."""
+"""If the training thread used the sockets at least OFTEN times during a nap, naps grow to OFTEN_NAP_SECONDS: on a busy
+machine every check of the I/O thread takes a core or the interpreter lock from the training thread."""
 
 
 class SocketOwner:
-    """At most one thread is at the sockets at any time. No sockets here."""
+    """A lock that the I/O thread lends to the training thread, so that at most one of them uses the sockets."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: makes whoever is at the sockets look up; any thread."""
+        """wake: interrupts the poll of the thread that uses the sockets; callable from any thread."""
         self._wake = wake
         self._mutex = threading.Lock()
         self._guest = False
-        """Whether the sockets are the training thread's."""
+        """Whether the training thread owns the sockets."""
         self.inside = self.asked = False
-        """Whether the training thread is at the sockets now; whether it waits to be."""
+        """Whether the training thread uses the sockets now (`inside`), and whether it waits for them (`asked`)."""
         self._visits = 0
-        self._given, self._roused = threading.Lock(), threading.Lock()  # signals: released by one thread, taken by one
+        # used as signals: released by the thread that signals, acquired by the thread that waits
+        self._given, self._roused = threading.Lock(), threading.Lock()
         self._given.acquire()
         self._roused.acquire()
         self._napping = self._long = self.closed = False
 
     def close(self) -> None:
-        """Any thread: from now on the sockets are the I/O thread's, as soon as the training thread leaves it."""
+        """Returns the sockets to the I/O thread for good, as soon as the training thread leaves them. May be called
+        from any thread."""
         self.closed = True
         self.rouse()
 
     # -- training thread --------------------------------------------------------------------------------------
 
     def take(self, timeout_seconds: float) -> bool:
-        """Blocking: whether the sockets became the caller's in time; if so, `leave` has to follow."""
+        """Waits for the sockets for up to `timeout_seconds`. Returns whether the caller owns them now; if so, it has to
+        call `leave`."""
         if self.closed:
             clock.sleep(min(timeout_seconds, NAP_SECONDS))
             return False
@@ -64,7 +67,7 @@ class SocketOwner:
         return self._withdraw()
 
     def recall(self) -> None:
-        """Any thread: the caller of `take` has no reason to wait for the sockets any more."""
+        """Ends the wait of `take`, because its caller no longer needs the sockets. May be called from any thread."""
         if self.asked:
             with self._mutex:
                 if self.asked:
@@ -72,14 +75,14 @@ class SocketOwner:
                     self._given.release()
 
     def _withdraw(self) -> bool:
-        """Ask no more; whether the sockets were given before."""
+        """Withdraws the request for the sockets. Returns whether they were given before."""
         with self._mutex:
             self.asked = False
             self._given.acquire(blocking=False)
             return self._guest
 
     def leave(self) -> None:
-        """The caller goes away from the sockets, and keeps the sockets if it comes back soon."""
+        """Ends the caller's use of the sockets; it keeps them if it calls `take` again soon."""
         with self._mutex:
             self.inside = False
             rouse = self._long
@@ -87,7 +90,7 @@ class SocketOwner:
             self.rouse()
 
     def rouse(self) -> None:
-        """Any thread: the I/O thread should see at once whether it is its turn."""
+        """Makes the I/O thread check at once whether it can take the sockets back. May be called from any thread."""
         if self._napping:
             with contextlib.suppress(RuntimeError):  # roused already
                 self._roused.release()
@@ -95,7 +98,7 @@ class SocketOwner:
     # -- I/O thread -------------------------------------------------------------------------------------------
 
     def give(self) -> bool:
-        """Whether the training thread asked for the sockets, and has it now."""
+        """Gives the sockets to the training thread if it asked for them. Returns whether it owns them now."""
         if not self.asked:
             return False
         with self._mutex:
@@ -105,7 +108,7 @@ class SocketOwner:
             return self._guest
 
     def take_back(self, urgent: Callable[[], bool]) -> None:
-        """Blocking until the training thread has stayed away for a nap, or is away while something is urgent."""
+        """Blocks until the training thread has stayed away for a nap, or is away while something is urgent."""
         nap, visits = NAP_SECONDS, -1
         self._napping = True
         try:
@@ -129,17 +132,17 @@ class SocketOwner:
 
 
 class SocketDoorbell:
-    """What a training thread sleeps on whose neighbors are behind sockets: the sockets themselves."""
+    """The doorbell of a training thread whose neighbors are reached through sockets: it waits at the sockets."""
 
     def __init__(self, owner: SocketOwner, wake: Callable[[], None], work: Callable[[float], None]) -> None:
-        """work(seconds): wait at the sockets for no longer, and take in what comes."""
+        """work(seconds): polls the sockets for up to so long, and reads what arrives."""
         self._owner, self._wake, self._work = owner, wake, work
         self.rung = False
-        """Whether there is something for the training thread to look at, so that it should come back."""
+        """Whether there is something for the training thread to handle, so that `listen` should return."""
         self._listener = 0
 
     def ring(self) -> None:
-        """Any thread."""
+        """Ends `listen`. May be called from any thread."""
         self.rung = True
         if threading.get_ident() != self._listener:
             self._owner.recall()
@@ -147,7 +150,7 @@ class SocketDoorbell:
                 self._wake()
 
     def listen(self, timeout_seconds: float) -> None:
-        """Training thread: until rung."""
+        """Handles the sockets until `ring` is called or the time is over. Called by the training thread."""
         deadline = clock.now() + timeout_seconds
         self._listener = threading.get_ident()
         if not self.rung and self._owner.take(timeout_seconds):
@@ -159,4 +162,4 @@ class SocketDoorbell:
         self.rung = False
 
     def take_in(self) -> None:
-        """Nothing: while the training thread does not listen, the I/O thread is at the sockets."""
+        """Does nothing: while the training thread does not listen, the I/O thread reads the sockets."""

@@ -1,4 +1,4 @@
-"""What the sockets of one node have in common, whether it sends or receives through them."""
+"""What the sending and the listening sockets of one node have in common."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ NOW, MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class WatchedSockets:
-    """The sockets that the thread at a node's sockets waits at. That thread, or with `Handler.lock` held."""
+    """The sockets that the I/O thread of a node polls. Used by that thread, or with `Handler.lock` held."""
 
     def __init__(self, register: Callable[[int], None], unregister: Callable[[int], None]) -> None:
-        """register, unregister (descriptor): poll a descriptor, too, and no more."""
+        """register(descriptor), unregister(descriptor): start and stop to poll a descriptor."""
         self._register, self._unregister = register, unregister
         self.by_descriptor: dict[int, Callable[[], None]] = {}
-        """Takes in all that is there. ZeroMQ's descriptors tell of news once, and polling them alone costs a tenth of
-        what zmq_poll does: nothing may be left behind but what `ListeningSockets.behind` says."""
+        """Descriptor -> a function that reads all that has arrived. Polling ZeroMQ's descriptors costs a tenth of
+        zmq_poll, but they report news only once (edge-triggered): no message may be left unread, except on the planes
+        in `ListeningSockets.behind`."""
 
     def add(self, socket_: zmq.Socket[bytes], take_in: Callable[[], None]) -> None:
         descriptor = int(socket_.getsockopt(zmq.FD))
@@ -37,7 +38,7 @@ class WatchedSockets:
         return int(socket_.getsockopt(zmq.FD)) in self.by_descriptor
 
     def remove(self, socket_: zmq.Socket[bytes]) -> None:
-        """Undo `add`, before the socket is closed; nothing happens where it is not watched."""
+        """Undoes `add`, before the socket is closed; no effect if it is not watched."""
         descriptor = int(socket_.getsockopt(zmq.FD))
         if self.by_descriptor.pop(descriptor, None) is not None:
             self._unregister(descriptor)
@@ -45,7 +46,7 @@ class WatchedSockets:
 
 @dataclass(frozen=True)
 class SocketParts:
-    """Of one node."""
+    """The objects that the sockets of one node share."""
 
     uid: int
     context: zmq.Context[zmq.Socket[bytes]]
@@ -54,5 +55,5 @@ class SocketParts:
     watched: WatchedSockets
 
     def by_credential(self, plane: int) -> bool:
-        """Whether sockets of this plane take a credential for each connection rather than CURVE."""
+        """Returns whether sockets of this plane use a credential for each connection instead of CURVE."""
         return plane == BULK and self.security is not None and self.security.bulk_needs_credential

@@ -1,5 +1,8 @@
-"""How much of what was sent over TCP the other end has, as the kernel knows (Linux): ZeroMQ tells of whole messages
-alone, and one of megabytes takes a slow connection longer than a dead one may be silent."""
+"""Reads from the kernel (Linux) how many bytes sent over a TCP connection have reached the other end.
+
+ZeroMQ only shows when whole messages have arrived, and a message of megabytes takes longer on a slow connection than a
+connection may be silent before it counts as dead.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ import socket
 import struct
 
 BYTES_ACKED = 120
-"""Where `struct tcp_info` has tcpi_bytes_acked, a u64 (linux/tcp.h, since Linux 4.1)."""
+"""Offset of tcpi_bytes_acked, a u64, in `struct tcp_info` (linux/tcp.h, since Linux 4.1)."""
 
 
 def acknowledged_bytes(endpoint: str) -> int | None:
-    """Returns how many bytes the machine at the other end has acknowledged, of the connection that this process made to
-    an endpoint (tcp://ADDRESS:PORT). None where there is no such connection, or several, as of several nodes in one
-    process, or the system does not say.
+    """Returns how many bytes the other end has acknowledged on this process's connection to `endpoint`
+    (tcp://ADDRESS:PORT).
 
-    Looks at every open file of the process: milliseconds where there are thousands.
+    Returns None if there is no such connection, if there are several (of several nodes in one process), or if the
+    system does not report it. It checks every open file of the process, which takes milliseconds if there are
+    thousands.
     """
     if not endpoint.startswith("tcp://"):
         return None
@@ -26,7 +30,7 @@ def acknowledged_bytes(endpoint: str) -> int | None:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # it was closed meanwhile
+            with contextlib.suppress(OSError):  # the file was closed meanwhile
                 if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                     found += _acknowledged(int(name), _addresses(host.strip("[]")), port)
     return found[0] if len(found) == 1 else None
@@ -34,13 +38,14 @@ def acknowledged_bytes(endpoint: str) -> int | None:
 
 @functools.cache
 def _addresses(host: str) -> frozenset[str]:
-    """What a name stood for when it was first asked for, or an address itself. Raises OSError."""
+    """Returns the addresses of a host name, cached from the first call, or an address itself. Raises OSError."""
     rows = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return frozenset(str(row[4][0]).removeprefix("::ffff:") for row in rows)
 
 
 def _acknowledged(descriptor: int, hosts: frozenset[str], port: str) -> list[int]:
-    """Of one socket, where it is connected to one of these addresses. Raises OSError."""
+    """Returns [acknowledged bytes] of one socket if it is connected to one of these addresses and this port; [] if not.
+    Raises OSError."""
     with socket.socket(fileno=os.dup(descriptor)) as one:
         if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
             return []
