@@ -47,7 +47,7 @@ class Sides:
         self._due, self._pause = now + FIRST_SECONDS, FIRST_SECONDS
 
     def end(self) -> None:
-        """Stops to ping, because the generation is over."""
+        """Stops pinging, because the generation is over."""
         self._said.clear()
         self._due = math.inf
 

@@ -22,7 +22,7 @@ class WatchedSockets:
     """The sockets that the I/O thread of a node polls. Used by that thread, or with `Handler.lock` held."""
 
     def __init__(self, register: Callable[[int], None], unregister: Callable[[int], None]) -> None:
-        """register(descriptor), unregister(descriptor): start and stop to poll a descriptor."""
+        """register(descriptor), unregister(descriptor): start and stop polling a descriptor."""
         self._register, self._unregister = register, unregister
         self.by_descriptor: dict[int, Callable[[], None]] = {}
         """Descriptor -> a function that reads all that has arrived. Polling ZeroMQ's descriptors costs a tenth of
