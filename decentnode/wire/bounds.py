@@ -17,22 +17,22 @@ have any number of metrics, and each is reported again for moving averages, trai
 Scalars = Mapping[str, int | float | str]
 
 
-def number(limit: int) -> Any:
+def bounded_int(limit: int) -> Any:
     """Declares a field that is an integer in [0, limit)."""
     return field(metadata={"limit": limit})
 
 
-def text(limit: int = MAX_TEXT) -> Any:
+def bounded_text(limit: int = MAX_TEXT) -> Any:
     """Declares a field that is a text of at most `limit` characters."""
     return field(metadata={"text": limit})
 
 
-def blob(limit: int, exact: bool = False) -> Any:
+def bounded_bytes(limit: int, exact: bool = False) -> Any:
     """Declares a field of at most `limit` bytes, or of exactly `limit` bytes if `exact`."""
     return field(metadata={"blob": limit, "exact": exact})
 
 
-def named_scalars(most: int = MAX_SCALARS) -> Any:
+def bounded_scalars(most: int = MAX_SCALARS) -> Any:
     """Declares a field of up to `most` named numbers or short texts."""
     return field(metadata={"scalars": most})
 
@@ -43,27 +43,27 @@ def fitting(words: str, limit: int = MAX_TEXT) -> str:
     return words[:limit].encode("utf-8", "replace").decode()
 
 
-Problem = Callable[[Any], str | None]
+FieldCheck = Callable[[Any], str | None]
 """A check that returns what is wrong with a field's value, or None. Checks compare types with `is`, so that a bool does
 not pass as an integer."""
 
 
-def _number_problem(limit: int) -> Problem:
+def _int_check(limit: int) -> FieldCheck:
     return lambda value: None if type(value) is int and 0 <= value < limit else f"must be in [0, {limit})"
 
 
-def _text_problem(limit: int) -> Problem:
+def _text_check(limit: int) -> FieldCheck:
     return lambda value: (
         None if type(value) is str and len(value) <= limit else f"must be text of at most {limit} characters"
     )
 
 
-def _blob_problem(limit: int, exact: bool) -> Problem:
+def _bytes_check(limit: int, exact: bool) -> FieldCheck:
     least = limit if exact else 0
     return lambda value: None if type(value) is bytes and least <= len(value) <= limit else f"must be {limit} bytes"
 
 
-def scalars_problem(value: Any, most: int = MAX_SCALARS) -> str | None:
+def check_scalars(value: Any, most: int = MAX_SCALARS) -> str | None:
     """Returns what is wrong with a map of named scalars, or None."""
     if (type(value) is not dict and not isinstance(value, Mapping)) or len(value) > most:
         return f"must be a map of at most {most} entries"
@@ -81,13 +81,13 @@ def scalars_problem(value: Any, most: int = MAX_SCALARS) -> str | None:
     return None
 
 
-def problem_of(rule: Mapping[str, Any]) -> Problem:
+def check_of(rule: Mapping[str, Any]) -> FieldCheck:
     """Returns the check of a field whose metadata is `rule`."""
     if "limit" in rule:
-        return _number_problem(rule["limit"])
+        return _int_check(rule["limit"])
     if "text" in rule:
-        return _text_problem(rule["text"])
+        return _text_check(rule["text"])
     if "blob" in rule:
-        return _blob_problem(rule["blob"], rule["exact"])
+        return _bytes_check(rule["blob"], rule["exact"])
     most = rule["scalars"]
-    return scalars_problem if most == MAX_SCALARS else lambda value: scalars_problem(value, most)
+    return check_scalars if most == MAX_SCALARS else lambda value: check_scalars(value, most)

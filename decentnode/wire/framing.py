@@ -28,7 +28,7 @@ MAX_SEQUENCE = 1 << 62
 MAX_JOINED_HEADER = (1 << 16) - 1
 """Largest header, in bytes, that a body can follow in the same frame."""
 
-_NUMBERS = struct.Struct("<QQHHI")
+_CHECKSUM_START = struct.Struct("<QQHHI")
 """The first bytes that a checksum covers: sequence number, checksum of the body, kind of protection, header size of the
 prefix, real size of the header."""
 
@@ -40,15 +40,16 @@ def body_sum(kind: int, body: Bytes) -> int:
     return zlib.crc32(body) if kind == CRC32 else 0
 
 
-def sealed(sequence: int, header: bytes, kind: int, of_body: int, body: Bytes | None = None) -> bytes:
+def sealed(sequence: int, header: bytes, kind: int, body_checksum: int, body: Bytes | None = None) -> bytes:
     """Returns the first frame of a message: prefix, header and `body`.
 
     of_body: what `body_sum` returns for the message's body. body: None if there is none or it gets a frame of its own.
     """
     if body is None:
-        return PREFIX.pack(sequence, kind, 0, _sum(kind, sequence, 0, header, of_body)) + header
+        return PREFIX.pack(sequence, kind, 0, _checksum(kind, sequence, 0, header, body_checksum)) + header
     size = len(header)
-    return b"".join((PREFIX.pack(sequence, kind, size, _sum(kind, sequence, size, header, of_body)), header, body))
+    prefix = PREFIX.pack(sequence, kind, size, _checksum(kind, sequence, size, header, body_checksum))
+    return b"".join((prefix, header, body))
 
 
 def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
@@ -59,32 +60,31 @@ def opened(frame: memoryview) -> tuple[int, int, int, bytes, memoryview | None]:
     size = len(frame)
     if size < PREFIX.size:
         raise PeerFault("malformed_header", f"{size} bytes")
-    sequence, kind, header_bytes, sum_ = PREFIX.unpack_from(frame)
+    sequence, kind, header_bytes, checksum = PREFIX.unpack_from(frame)
     if kind > AES_GCM or sequence >= MAX_SEQUENCE:
         raise PeerFault("malformed_header", f"protection {kind}, sequence {sequence}")
     if not header_bytes:
-        return sequence, kind, sum_, bytes(frame[PREFIX.size :]), None
+        return sequence, kind, checksum, bytes(frame[PREFIX.size :]), None
     end = PREFIX.size + header_bytes
     if end > size:
         raise PeerFault("malformed_header", f"{header_bytes} bytes of header in {size} bytes")
-    return sequence, kind, sum_, bytes(frame[PREFIX.size : end]), frame[end:]
+    return sequence, kind, checksum, bytes(frame[PREFIX.size : end]), frame[end:]
 
 
-def verify(sequence: int, kind: int, sum_: int, header: bytes, body: Bytes, joined: bool) -> None:
+def verify(sequence: int, kind: int, checksum: int, header: bytes, body: Bytes, joined: bool) -> None:
     """Raises PeerFault if the checksum of a message is wrong, or is not 0 though the kind is NONE.
 
     joined: whether the body arrived in the first frame.
     """
-    if sum_ != _sum(kind, sequence, len(header) if joined else 0, header, body_sum(kind, body)):
+    if checksum != _checksum(kind, sequence, len(header) if joined else 0, header, body_sum(kind, body)):
         raise PeerFault("checksum_mismatch", f"{len(header)} + {memoryview(body).nbytes} bytes")
 
 
-def _sum(kind: int, sequence: int, given: int, header: bytes, of_body: int) -> int:
-    if kind == XXH3:
-        return xxhash.xxh3_64_intdigest(_NUMBERS.pack(sequence, of_body, kind, given, len(header)) + header)
-    if kind == CRC32:
-        return zlib.crc32(header, zlib.crc32(_NUMBERS.pack(sequence, of_body, kind, given, len(header))))
-    return 0
+def _checksum(kind: int, sequence: int, size_in_prefix: int, header: bytes, body_checksum: int) -> int:
+    if kind not in (XXH3, CRC32):
+        return 0
+    start = _CHECKSUM_START.pack(sequence, body_checksum, kind, size_in_prefix, len(header))
+    return xxhash.xxh3_64_intdigest(start + header) if kind == XXH3 else zlib.crc32(header, zlib.crc32(start))
 
 
 def nonce(sequence: int) -> bytes:
@@ -92,6 +92,6 @@ def nonce(sequence: int) -> bytes:
     return sequence.to_bytes(12, "little")
 
 
-def associated(sequence: int, header: bytes) -> bytes:
+def associated_data(sequence: int, header: bytes) -> bytes:
     """Returns the associated data of AES-GCM: the sequence number and the header."""
     return sequence.to_bytes(8, "little") + header

@@ -102,7 +102,7 @@ class Limits:
     """Whether nodes that are not in the mapping count toward `min_nodes`. Only used if `min_nodes` is at most half of
     the nodes in the mapping, which two sides of a network partition may both have anyway."""
 
-    def suffice(self, members: Collection[int]) -> bool:
+    def are_sufficient(self, members: Collection[int]) -> bool:
         """Returns whether rounds may begin in a generation with these members."""
         return len(members) >= self.min_nodes and self.needed.issubset(members)
 

@@ -13,7 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
-from decentnode.wire.bounds import MAX_FIGURES, MAX_LONG_TEXT, Scalars, blob, named_scalars, number, text
+from decentnode.wire.bounds import (
+    MAX_FIGURES,
+    MAX_LONG_TEXT,
+    Scalars,
+    bounded_bytes,
+    bounded_int,
+    bounded_scalars,
+    bounded_text,
+)
 
 PROTOCOL_VERSION = 14
 RUN_ID_BYTES = 8
@@ -46,9 +54,9 @@ class Message:
     """The fields of every message: id of the run, generation of members, and uid of the sender."""
 
     TYPE: ClassVar[int]
-    run: bytes = blob(RUN_ID_BYTES, exact=True)
-    generation: int = number(MAX_GENERATION)
-    source: int = number(MAX_NODES)
+    run: bytes = bounded_bytes(RUN_ID_BYTES, exact=True)
+    generation: int = bounded_int(MAX_GENERATION)
+    source: int = bounded_int(MAX_NODES)
     origin: bytes = field(
         default=NO_ORIGIN, kw_only=True, metadata={"blob": ORIGIN_BYTES, "exact": True}
     )
@@ -60,10 +68,10 @@ class Hello(Message):
     """Sent to the tree parent: asks to join. `digest` covers configuration and graph."""
 
     TYPE: ClassVar[int] = 1
-    version: int = number(1 << 16)
-    digest: str = text(64)
-    num_nodes: int = number(MAX_NODES)
-    software: str = text(128)
+    version: int = bounded_int(1 << 16)
+    digest: str = bounded_text(64)
+    num_nodes: int = bounded_int(MAX_NODES)
+    software: str = bounded_text(128)
 
 
 @dataclass(frozen=True)
@@ -82,8 +90,8 @@ class Reject(Message):
     """
 
     TYPE: ClassVar[int] = 3
-    digest: str = text(64)
-    reason: str = text()
+    digest: str = bounded_text(64)
+    reason: str = bounded_text()
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Present(Message):
     """Sent up the tree: these uids of the sender's subtree have joined (bit u of `uids`, little-endian bytes)."""
 
     TYPE: ClassVar[int] = 4
-    uids: bytes = blob(MAX_NODES // 8)
+    uids: bytes = bounded_bytes(MAX_NODES // 8)
 
 
 @dataclass(frozen=True)
@@ -99,8 +107,8 @@ class Refused(Message):
     """Sent up the tree: a node that claimed to be `uid` was refused."""
 
     TYPE: ClassVar[int] = 5
-    uid: int = number(MAX_NODES)
-    reason: str = text()
+    uid: int = bounded_int(MAX_NODES)
+    reason: str = bounded_text()
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,8 @@ class Absent(Message):
     """Sent down the tree: the deadline passed and these uids (a bitmap) never joined."""
 
     TYPE: ClassVar[int] = 7
-    uids: bytes = blob(MAX_NODES // 8)
-    reason: str = text(MAX_LONG_TEXT)
+    uids: bytes = bounded_bytes(MAX_NODES // 8)
+    reason: str = bounded_text(MAX_LONG_TEXT)
 
 
 @dataclass(frozen=True)
@@ -124,13 +132,13 @@ class Chunk(Message):
     """A piece of one tensor of a round's payload. The receiver derives its place in the tensor from its own schema."""
 
     TYPE: ClassVar[int] = 8
-    round: int = number(MAX_ROUND)
-    phase: int = number(256)
-    tensor: int = number(256)
-    chunk: int = number(1 << 32)
-    total: int = number(1 << 48)
+    round: int = bounded_int(MAX_ROUND)
+    phase: int = bounded_int(256)
+    tensor: int = bounded_int(256)
+    chunk: int = bounded_int(1 << 32)
+    total: int = bounded_int(1 << 48)
     """Number of elements of the whole tensor: checked against the schema, never used to allocate memory."""
-    scalars: Scalars = named_scalars()
+    scalars: Scalars = bounded_scalars()
 
 
 @dataclass(frozen=True)
@@ -138,10 +146,10 @@ class Part(Message):
     """A piece of a mean over all nodes: of a partial sum on the way up the tree, of the mean on the way down."""
 
     TYPE: ClassVar[int] = 9
-    key: str = text(96)
-    down: int = number(2)
-    chunk: int = number(1 << 32)
-    contributors: int = number(MAX_NODES + 1)
+    key: str = bounded_text(96)
+    down: int = bounded_int(2)
+    chunk: int = bounded_int(1 << 32)
+    contributors: int = bounded_int(MAX_NODES + 1)
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ class Credit(Message):
     first one."""
 
     TYPE: ClassVar[int] = 10
-    allowed: int = number(1 << 62)
+    allowed: int = bounded_int(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -159,8 +167,8 @@ class Arrive(Message):
     node has reached it, and may continue."""
 
     TYPE: ClassVar[int] = 11
-    key: str = text(96)
-    down: int = number(2)
+    key: str = bounded_text(96)
+    down: int = bounded_int(2)
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ class Depart(Message):
     """Sent to the neighbors: the sender has sent its payloads of all rounds below `rounds` and sends no more."""
 
     TYPE: ClassVar[int] = 13
-    rounds: int = number(MAX_ROUND)
+    rounds: int = bounded_int(MAX_ROUND)
 
 
 @dataclass(frozen=True)
@@ -183,8 +191,8 @@ class Fail(Message):
     """Sent to every node along the tree: `uid` failed."""
 
     TYPE: ClassVar[int] = 14
-    uid: int = number(MAX_NODES)
-    reason: str = text()
+    uid: int = bounded_int(MAX_NODES)
+    reason: str = bounded_text()
 
 
 @dataclass(frozen=True)
@@ -192,8 +200,8 @@ class Report(Message):
     """Sent up the tree to the lowest uid: the closing figures of `uid`."""
 
     TYPE: ClassVar[int] = 15
-    uid: int = number(MAX_NODES)
-    figures: Scalars = named_scalars(MAX_FIGURES)
+    uid: int = bounded_int(MAX_NODES)
+    figures: Scalars = bounded_scalars(MAX_FIGURES)
 
 
 @dataclass(frozen=True)
@@ -202,13 +210,13 @@ class Slot(Message):
     (communication/shared_memory/publish_buffer.py)."""
 
     TYPE: ClassVar[int] = 16
-    round: int = number(MAX_ROUND)
-    phase: int = number(256)
-    slot: int = number(2)
-    use: int = number(1 << 62)
-    totals: bytes = blob(8 * 64)
+    round: int = bounded_int(MAX_ROUND)
+    phase: int = bounded_int(256)
+    slot: int = bounded_int(2)
+    use: int = bounded_int(1 << 62)
+    totals: bytes = bounded_bytes(8 * 64)
     """Number of elements of each tensor, 8 bytes little-endian each: checked against the schema."""
-    scalars: Scalars = named_scalars()
+    scalars: Scalars = bounded_scalars()
 
 
 @dataclass(frozen=True)
@@ -216,13 +224,13 @@ class Ack(Message):
     """Acknowledges the numbered messages of one plane that have arrived (wire/stream.py). Not numbered itself."""
 
     TYPE: ClassVar[int] = 17
-    plane: int = number(2)
-    first_missing: int = number(1 << 62)
-    ahead: bytes = blob(1 << 12)
+    plane: int = bounded_int(2)
+    first_missing: int = bounded_int(1 << 62)
+    ahead: bytes = bounded_bytes(1 << 12)
     """Bit i: the message first_missing + 1 + i has arrived."""
-    gap: int = number(2)
+    gap: int = bounded_int(2)
     """1 if a message is missing; the receiver of this acknowledgement then sends a probe."""
-    probe: int = number(1 << 62)
+    probe: int = bounded_int(1 << 62)
     """The number of the probe that this acknowledgement answers, or 0."""
 
 
@@ -231,8 +239,8 @@ class Probe(Message):
     """Sent after all other messages of a plane: asks which of those before it have not arrived. Not numbered itself."""
 
     TYPE: ClassVar[int] = 18
-    plane: int = number(2)
-    probe: int = number(1 << 62)
+    plane: int = bounded_int(2)
+    probe: int = bounded_int(1 << 62)
 
 
 @dataclass(frozen=True)
@@ -248,8 +256,8 @@ class Key(Message):
     socket, and `key` encrypts what it sends there."""
 
     TYPE: ClassVar[int] = 20
-    token: bytes = blob(16, exact=True)
-    key: bytes = blob(32, exact=True)
+    token: bytes = bounded_bytes(16, exact=True)
+    key: bytes = bounded_bytes(32, exact=True)
 
 
 @dataclass(frozen=True)
@@ -269,9 +277,9 @@ class Join(Message):
     """
 
     TYPE: ClassVar[int] = 22
-    version: int = number(1 << 16)
-    digest: str = text(64)
-    num_nodes: int = number(MAX_NODES)
+    version: int = bounded_int(1 << 16)
+    digest: str = bounded_text(64)
+    num_nodes: int = bounded_int(MAX_NODES)
     seat: bytes = field(default=b"", metadata={"blob": SEAT_TOKEN_BYTES, "exact": False})
     """If the sender is not in the mapping, the token of its uid (wire/membership/seats.py); empty otherwise."""
 
@@ -282,8 +290,8 @@ class Suspect(Message):
     failed. stopping: the sender was asked to stop."""
 
     TYPE: ClassVar[int] = 23
-    uids: bytes = blob(MAX_NODES // 8)
-    stopping: int = number(2)
+    uids: bytes = bounded_bytes(MAX_NODES // 8)
+    stopping: int = bounded_int(2)
 
 
 @dataclass(frozen=True)
@@ -294,7 +302,7 @@ class Prepare(Message):
     """
 
     TYPE: ClassVar[int] = 24
-    members: bytes = blob(MAX_NODES // 8)
+    members: bytes = bounded_bytes(MAX_NODES // 8)
     seats: bytes = field(default=b"", metadata={"blob": MAX_SEATS_BYTES, "exact": False})
     merges: bytes = field(default=b"", metadata={"blob": MAX_SIDES * NAME_BYTES, "exact": False})
     """The names of the generations that continued on separate sides of a partition and merge in the proposed one
@@ -308,12 +316,12 @@ class Promise(Message):
     it was asked to stop."""
 
     TYPE: ClassVar[int] = 25
-    position: int = number(MAX_ROUND)
-    fresh: int = number(2)
-    stopping: int = number(2)
-    line: bytes = field(default=b"", metadata={"blob": NAME_BYTES, "exact": False})
-    """The name of the last generation with whose members the sender shared a common model (`MemberState.line`); empty
-    in runs in which it does not matter."""
+    position: int = bounded_int(MAX_ROUND)
+    fresh: int = bounded_int(2)
+    stopping: int = bounded_int(2)
+    lineage: bytes = field(default=b"", metadata={"blob": NAME_BYTES, "exact": False})
+    """The name of the last generation with whose members the sender shared a common model (`MemberState.lineage`);
+    empty in runs in which it does not matter."""
 
 
 @dataclass(frozen=True)
@@ -323,10 +331,10 @@ class Commit(Message):
     and average their models before the first round."""
 
     TYPE: ClassVar[int] = 26
-    members: bytes = blob(MAX_NODES // 8)
-    fresh: bytes = blob(MAX_NODES // 8)
-    first_round: int = number(MAX_ROUND)
-    stopping: int = number(2)
+    members: bytes = bounded_bytes(MAX_NODES // 8)
+    fresh: bytes = bounded_bytes(MAX_NODES // 8)
+    first_round: int = bounded_int(MAX_ROUND)
+    stopping: int = bounded_int(2)
     merging: int = field(default=0, metadata={"limit": 2})
 
 
@@ -366,10 +374,10 @@ class Current(Message):
     generation that the answered message named."""
 
     TYPE: ClassVar[int] = 31
-    members: bytes = blob(MAX_NODES // 8)
-    steady: int = number(2)
-    about_generation: int = number(MAX_GENERATION)
-    about_origin: bytes = blob(ORIGIN_BYTES, exact=True)
+    members: bytes = bounded_bytes(MAX_NODES // 8)
+    steady: int = bounded_int(2)
+    about_generation: int = bounded_int(MAX_GENERATION)
+    about_origin: bytes = bounded_bytes(ORIGIN_BYTES, exact=True)
 
 
 @dataclass(frozen=True)
@@ -377,8 +385,8 @@ class Denied(Message):
     """Answer to Join: the node can never be part of this run, because of `reason`. `digest` is that of the Join."""
 
     TYPE: ClassVar[int] = 32
-    digest: str = text(64)
-    reason: str = text()
+    digest: str = bounded_text(64)
+    reason: str = bounded_text()
 
 
 @dataclass(frozen=True)
@@ -387,10 +395,10 @@ class Skipped(Message):
     (last_round, last_phase) will not arrive; those before and after will."""
 
     TYPE: ClassVar[int] = 33
-    round: int = number(MAX_ROUND)
-    phase: int = number(256)
-    last_round: int = number(MAX_ROUND)
-    last_phase: int = number(256)
+    round: int = bounded_int(MAX_ROUND)
+    phase: int = bounded_int(256)
+    last_round: int = bounded_int(MAX_ROUND)
+    last_phase: int = bounded_int(256)
 
 
 @dataclass(frozen=True)
@@ -417,11 +425,11 @@ class Knock(Message):
     """
 
     TYPE: ClassVar[int] = 36
-    version: int = number(1 << 16)
-    control: str = text(128)
-    bulk: str = text(128)
-    reach: int = number(3)
-    invitation: str = text(128)
+    version: int = bounded_int(1 << 16)
+    control: str = bounded_text(128)
+    bulk: str = bounded_text(128)
+    reach: int = bounded_int(3)
+    invitation: str = bounded_text(128)
 
 
 @dataclass(frozen=True)
@@ -433,11 +441,11 @@ class Granted(Message):
     """
 
     TYPE: ClassVar[int] = 37
-    uid: int = number(MAX_NODES)
-    seat: bytes = blob(SEAT_TOKEN_BYTES, exact=True)
-    seats: bytes = blob(MAX_SEATS_BYTES)
-    config: bytes = blob(MAX_CONFIG_BYTES)
-    age_milliseconds: int = number(MAX_AGE_MILLISECONDS)
+    uid: int = bounded_int(MAX_NODES)
+    seat: bytes = bounded_bytes(SEAT_TOKEN_BYTES, exact=True)
+    seats: bytes = bounded_bytes(MAX_SEATS_BYTES)
+    config: bytes = bounded_bytes(MAX_CONFIG_BYTES)
+    age_milliseconds: int = bounded_int(MAX_AGE_MILLISECONDS)
 
 
 @dataclass(frozen=True)
@@ -445,7 +453,7 @@ class Inquiry(Message):
     """Sent by a node that is not in the mapping, before its Knock: asks for the experiment, without getting a uid."""
 
     TYPE: ClassVar[int] = 42
-    invitation: str = text(128)
+    invitation: str = bounded_text(128)
 
 
 @dataclass(frozen=True)
@@ -453,8 +461,8 @@ class Described(Message):
     """Answer to Inquiry: `config` is the experiment (YAML), and `digest` its digest."""
 
     TYPE: ClassVar[int] = 43
-    digest: str = text(64)
-    config: bytes = blob(MAX_CONFIG_BYTES)
+    digest: str = bounded_text(64)
+    config: bytes = bounded_bytes(MAX_CONFIG_BYTES)
 
 
 @dataclass(frozen=True)
@@ -463,8 +471,8 @@ class Resign(Message):
     answer is a Turned that is final."""
 
     TYPE: ClassVar[int] = 44
-    uid: int = number(MAX_NODES)
-    seat: bytes = blob(SEAT_TOKEN_BYTES, exact=True)
+    uid: int = bounded_int(MAX_NODES)
+    seat: bytes = bounded_bytes(SEAT_TOKEN_BYTES, exact=True)
 
 
 Asked = Knock | Inquiry | Resign
@@ -480,10 +488,10 @@ class Turned(Message):
     """
 
     TYPE: ClassVar[int] = 38
-    reason: str = text()
-    final: int = number(2)
-    uid: int = number(MAX_NODES)
-    at: str = text(128)
+    reason: str = bounded_text()
+    final: int = bounded_int(2)
+    uid: int = bounded_int(MAX_NODES)
+    at: str = bounded_text(128)
 
 
 @dataclass(frozen=True)
@@ -493,9 +501,9 @@ class Order(Message):
     begin no later round before Due."""
 
     TYPE: ClassVar[int] = 39
-    action: int = number(4)
-    serial: int = number(1 << 32)
-    down: int = number(2)
+    action: int = bounded_int(4)
+    serial: int = bounded_int(1 << 32)
+    down: int = bounded_int(2)
 
 
 @dataclass(frozen=True)
@@ -504,8 +512,8 @@ class Position(Message):
     will before Due."""
 
     TYPE: ClassVar[int] = 40
-    serial: int = number(1 << 32)
-    round: int = number(MAX_ROUND)
+    serial: int = bounded_int(1 << 32)
+    round: int = bounded_int(MAX_ROUND)
 
 
 @dataclass(frozen=True)
@@ -513,8 +521,8 @@ class Due(Message):
     """Sent down the tree: all nodes carry out the order before `round`."""
 
     TYPE: ClassVar[int] = 41
-    serial: int = number(1 << 32)
-    round: int = number(MAX_ROUND)
+    serial: int = bounded_int(1 << 32)
+    round: int = bounded_int(MAX_ROUND)
 
 
 MESSAGES: dict[int, type[Message]] = {

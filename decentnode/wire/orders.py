@@ -24,7 +24,7 @@ ACTIONS: tuple[Action, ...] = ("pause", "resume", "evaluate", "meet")
 MEET_SECONDS, MEET_ROUNDS = 5.0, 3.0
 """How long nodes may take to meet: so many seconds, plus so many times the longest of the last rounds, for the current
 round and one that others have begun."""
-MOST_LATER = len(ACTIONS)
+MAX_QUEUED_ORDERS = len(ACTIONS)
 """Most orders that wait at the root until the previous one is agreed on: each action once."""
 
 Next = Literal["begin", "agree", "hold", "meet", "evaluate"]
@@ -65,11 +65,11 @@ class OrderTree:
         """Discards the orders that the members of the previous generation have not agreed on yet."""
         self._serial = 0
         self._action: Action = "resume"
-        self._open = self._own = False
+        self._undecided = self._answered = False
         """Whether the last order is not agreed on yet, and whether this node has answered with its round."""
-        self._waiting: set[int] = set()
+        self._unanswered: set[int] = set()
         self._highest = 0
-        self._later: list[Action] = []
+        self._queued: list[Action] = []
 
     def ask(self, action: Action) -> list[OrderEvent]:
         """Gives an order at this node, and returns the events. If the same order is given again before it is agreed on,
@@ -78,7 +78,7 @@ class OrderTree:
         if parent is not None:
             self._send(parent, Order, ACTIONS.index(action), 0, 0)
             return []
-        return self._take(action)
+        return self._accept(action)
 
     def receive(self, message: Message) -> list[OrderEvent]:
         """Handles an Order, Position or Due from a neighbor in the tree, and returns the events."""
@@ -86,43 +86,43 @@ class OrderTree:
             action = ACTIONS[message.action]
             if not message.down:
                 return self.ask(action)
-            return self._hear(message.serial, action) if message.serial > self._serial else []
+            return self._start(message.serial, action) if message.serial > self._serial else []
         if isinstance(message, Position):
-            if message.serial != self._serial or message.source not in self._waiting:
+            if message.serial != self._serial or message.source not in self._unanswered:
                 return []
-            self._waiting.discard(message.source)
+            self._unanswered.discard(message.source)
             self._highest = max(self._highest, message.round)
             return self._collect()
         assert isinstance(message, Due), "an order, or part of one"
-        return self._decide(message.round) if message.serial == self._serial and self._open else []
+        return self._decide(message.round) if message.serial == self._serial and self._undecided else []
 
     def answer(self, serial: int, round: int) -> list[OrderEvent]:
         """Answers the order `serial`: this node begins `round` next, and waits with it for `OrderDue`."""
-        if serial != self._serial or not self._open:
+        if serial != self._serial or not self._undecided:
             return []
-        self._own, self._highest = True, max(self._highest, round)
+        self._answered, self._highest = True, max(self._highest, round)
         return self._collect()
 
-    def _take(self, action: Action) -> list[OrderEvent]:
+    def _accept(self, action: Action) -> list[OrderEvent]:
         """Takes an order at the root, or queues it until the current one is agreed on."""
         if action == "resume":  # it cancels the orders to pause that are still queued
-            self._later = [each for each in self._later if each == "evaluate"]
-        elif self._open and action != self._action:
-            if action not in self._later:
-                self._later.append(action)
+            self._queued = [each for each in self._queued if each == "evaluate"]
+        elif self._undecided and action != self._action:
+            if action not in self._queued:
+                self._queued.append(action)
             return []
-        return self._hear(self._serial + 1, action)
+        return self._start(self._serial + 1, action)
 
-    def _hear(self, serial: int, action: Action) -> list[OrderEvent]:
+    def _start(self, serial: int, action: Action) -> list[OrderEvent]:
         children = self._tree().children
-        self._serial, self._action, self._open, self._own = serial, action, action != "resume", False
-        self._waiting, self._highest = set(children), 0
+        self._serial, self._action, self._undecided, self._answered = serial, action, action != "resume", False
+        self._unanswered, self._highest = set(children), 0
         for child in children:
             self._send(child, Order, ACTIONS.index(action), serial, 1)
-        return [Ordered(serial, action), *self._next()]
+        return [Ordered(serial, action), *self._start_next()]
 
     def _collect(self) -> list[OrderEvent]:
-        if not self._own or self._waiting:
+        if not self._answered or self._unanswered:
             return []
         parent = self._tree().parent
         if parent is None:
@@ -131,13 +131,13 @@ class OrderTree:
         return []
 
     def _decide(self, round: int) -> list[OrderEvent]:
-        self._open = False
+        self._undecided = False
         for child in self._tree().children:
             self._send(child, Due, self._serial, round)
-        return [OrderDue(self._action, round), *self._next()]
+        return [OrderDue(self._action, round), *self._start_next()]
 
-    def _next(self) -> list[OrderEvent]:
-        return self._take(self._later.pop(0)) if self._later and not self._open else []
+    def _start_next(self) -> list[OrderEvent]:
+        return self._accept(self._queued.pop(0)) if self._queued and not self._undecided else []
 
 
 class NodeOrders:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from decentnode.errors import PeerFault
 
 RELAY_VERSION = 1
-ROUTE = b"relay "
+ROUTE_PREFIX = b"relay "
 """Prefix of the ZeroMQ routing ids of connections to a relay."""
 HELLO, PING, OPEN, OPENED, DATA, CREDIT, CLOSE, RESET = range(1, 9)
 """Kinds of frames. HELLO: a node begins to use the relay (plane 1: it also registers as reachable here), and the relay
@@ -68,7 +68,7 @@ class Frame:
 
 
 @dataclass
-class _End:
+class _Connection:
     """A node's connection to this relay."""
 
     identity: bytes
@@ -91,20 +91,20 @@ class RelayHub:
         self.relayed_bytes = 0
         """Bytes of streams that were forwarded so far."""
         self._known = known
-        self._ends: dict[bytes, _End] = {}
-        self._offered: dict[bytes, bytes] = {}
+        self._connections: dict[bytes, _Connection] = {}
+        self._registered: dict[bytes, bytes] = {}
         """Identity -> route of each node that can be reached through this relay."""
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def busy(self, own: bytes) -> bool:
         """Returns whether this relay has streams with no end at the identity `own`."""
-        mine = {route for route, end in self._ends.items() if end.identity == own}
-        return any(other not in mine for route, end in self._ends.items() if route not in mine
-                   for other, _ in end.streams.values())  # fmt: skip
+        mine = {route for route, connection in self._connections.items() if connection.identity == own}
+        return any(other not in mine for route, connection in self._connections.items() if route not in mine
+                   for other, _ in connection.streams.values())  # fmt: skip
 
     def serves(self, own: bytes) -> bool:
         """Returns whether this relay has streams with an end at the identity `own`."""
-        return any(end.streams for end in self._ends.values() if end.identity == own)
+        return any(connection.streams for connection in self._connections.values() if connection.identity == own)
 
     def take(self, route: bytes, proven: bytes, raw: memoryview, now: float) -> None:
         """Handles a received frame. Raises PeerFault for a frame that a node may not send.
@@ -116,85 +116,86 @@ class RelayHub:
         if frame.kind == HELLO:
             self._on_hello(route, proven or bytes(frame.body), frame, now)
             return
-        end = self._ends.get(route)
-        if end is None:
-            self._say(route, Frame(RESET))
+        connection = self._connections.get(route)
+        if connection is None:
+            self._send(route, Frame(RESET))
             return
-        end.heard = now
+        connection.heard = now
         if frame.kind == PING:
-            self._say(route, Frame(PING))
+            self._send(route, Frame(PING))
         elif frame.kind == OPEN:
-            self._on_open(route, end, frame)
+            self._on_open(route, connection, frame)
         elif frame.kind in (OPENED, DATA, CREDIT, CLOSE):
-            self._pass_on(end, frame)
+            self._pass_on(connection, frame)
         else:
             raise PeerFault("malformed_header", f"relay frame {frame.kind} from an end")
 
     def lost(self, route: bytes) -> None:
         """Forgets a node whose connection accepts nothing any more, and closes its streams."""
-        end = self._ends.pop(route, None)
-        if end is None:
+        connection = self._connections.pop(route, None)
+        if connection is None:
             return
-        if self._offered.get(end.identity) == route:
-            del self._offered[end.identity]
-        for other, there in end.streams.values():
-            self._close(other, there)
+        if self._registered.get(connection.identity) == route:
+            del self._registered[connection.identity]
+        for other, other_stream in connection.streams.values():
+            self._close(other, other_stream)
 
     def _on_hello(self, route: bytes, identity: bytes, frame: Frame, now: float) -> None:
         if frame.number != RELAY_VERSION or not 0 < len(identity) <= MAX_IDENTITY_BYTES:
             raise PeerFault("protocol_version", f"relay protocol {frame.number}, not {RELAY_VERSION}")
-        known = self._known(identity) and (route in self._ends or len(self._ends) < MAX_ENDS)
+        known = self._known(identity) and (route in self._connections or len(self._connections) < MAX_ENDS)
         if known:
-            self._ends.setdefault(route, _End(identity, now)).heard = now
+            self._connections.setdefault(route, _Connection(identity, now)).heard = now
             if frame.plane:
-                self._offered[identity] = route  # a node that comes again has lost its previous connection
-        self._say(route, Frame(HELLO, number=int(known)))
+                self._registered[identity] = route  # a node that comes again has lost its previous connection
+        self._send(route, Frame(HELLO, number=int(known)))
 
-    def _on_open(self, route: bytes, end: _End, frame: Frame) -> None:
+    def _on_open(self, route: bytes, connection: _Connection, frame: Frame) -> None:
         """Opens a stream, or answers with CLOSE if the target is not registered here or has too many streams."""
-        to = self._offered.get(bytes(frame.body), b"")
-        target = self._ends.get(to)
-        wrong = frame.stream % 2 or not frame.stream or frame.stream in end.streams
-        if wrong or target is None or max(len(end.streams), len(target.streams)) >= MAX_STREAMS:
-            self._say(route, Frame(CLOSE, frame.stream))
+        to = self._registered.get(bytes(frame.body), b"")
+        target = self._connections.get(to)
+        wrong = frame.stream % 2 or not frame.stream or frame.stream in connection.streams
+        if wrong or target is None or max(len(connection.streams), len(target.streams)) >= MAX_STREAMS:
+            self._send(route, Frame(CLOSE, frame.stream))
             return
-        there, target.next_stream = target.next_stream, target.next_stream + 2
-        end.streams[frame.stream], target.streams[there] = (to, there), (route, frame.stream)
-        self._say(to, Frame(OPEN, there, frame.plane))
+        other_stream, target.next_stream = target.next_stream, target.next_stream + 2
+        connection.streams[frame.stream], target.streams[other_stream] = (to, other_stream), (route, frame.stream)
+        self._send(to, Frame(OPEN, other_stream, frame.plane))
 
-    def _pass_on(self, end: _End, frame: Frame) -> None:
+    def _pass_on(self, connection: _Connection, frame: Frame) -> None:
         """Forwards a frame of a stream to its other end. A frame of a closed stream is dropped, because its sender was
         or will be informed by a CLOSE."""
-        other = end.streams.get(frame.stream)
+        other = connection.streams.get(frame.stream)
         if other is None:
             return
-        self._say(other[0], Frame(frame.kind, other[1], frame.plane, frame.number, frame.body))
+        self._send(other[0], Frame(frame.kind, other[1], frame.plane, frame.number, frame.body))
         if frame.kind == DATA:
             self.relayed_bytes += len(frame.body)
         elif frame.kind == CLOSE:
-            del end.streams[frame.stream]
+            del connection.streams[frame.stream]
             self._forget(*other)
 
     def _forget(self, route: bytes, stream: int) -> None:
-        if route in self._ends:
-            self._ends[route].streams.pop(stream, None)
+        if route in self._connections:
+            self._connections[route].streams.pop(stream, None)
 
     def _close(self, route: bytes, stream: int) -> None:
         self._forget(route, stream)
-        if route in self._ends:
-            self._say(route, Frame(CLOSE, stream))
+        if route in self._connections:
+            self._send(route, Frame(CLOSE, stream))
 
-    def _say(self, route: bytes, frame: Frame) -> None:
+    def _send(self, route: bytes, frame: Frame) -> None:
         self.outbox.append((route, frame))
 
     def _forget_silent(self, now: float) -> None:
-        if now >= self._next_look:
-            self._next_look = now + 1.0
-            for route in [route for route, end in self._ends.items() if now - end.heard > SILENT_SECONDS]:
+        if now >= self._next_check:
+            self._next_check = now + 1.0
+            heard = {route: connection.heard for route, connection in self._connections.items()}
+            for route in [route for route, when in heard.items() if now - when > SILENT_SECONDS]:
                 self.lost(route)
 
 
-def order(target: int, candidates: list[int]) -> list[int]:
+def relay_order(target: int, candidates: list[int]) -> list[int]:
     """Returns the candidate relays in the order in which the node `target` registers with them and others look for it.
 
     The order depends on the target, so that nodes spread over the relays.

@@ -14,7 +14,7 @@ sixteen sections and the versions of three packages fit into the 128 characters 
 MARK = "sections "
 
 
-def told(sections: Mapping[str, str]) -> str:
+def encode_sections(sections: Mapping[str, str]) -> str:
     """Returns the text that stands for the sections (name -> digest in hex) in `Hello.software`; empty for no sections.
 
     It begins with a digest of the names, because another version of decentnode may have other sections.
@@ -25,12 +25,12 @@ def told(sections: Mapping[str, str]) -> str:
     return f"{MARK}{''.join(each[:DIGITS] for each in (names, *sections.values()))}; "
 
 
-def differing(own: Mapping[str, str], software: str) -> list[str]:
+def differing_sections(own: Mapping[str, str], software: str) -> list[str]:
     """Returns the names of this node's sections that differ from those in the `software` of another node's `Hello`.
 
     Returns no names if `software` does not describe the same sections.
     """
-    mine, theirs = told(own), software.partition("; ")[0] + "; "
+    mine, theirs = encode_sections(own), software.partition("; ")[0] + "; "
     first = len(MARK) + DIGITS
     if not mine or len(mine) != len(theirs) or mine[:first] != theirs[:first]:
         return []

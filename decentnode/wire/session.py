@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from decentnode.errors import PeerFault
 from decentnode.wire.bounds import MAX_LONG_TEXT, fitting
-from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.codec import from_bitmap, to_bitmap
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.generation import FIRST, Name
 from decentnode.wire.messages import (
@@ -38,7 +38,7 @@ from decentnode.wire.messages import (
     Welcome,
 )
 from decentnode.wire.orders import OrderTree
-from decentnode.wire.sections import differing, told
+from decentnode.wire.sections import differing_sections, encode_sections
 from decentnode.wire.session_events import (
     Joined,
     NotAssembled,
@@ -101,7 +101,7 @@ class Session:
         self.stop_asked = False
         self.orders = OrderTree(self.send, lambda: self.tree)
         self._sections = dict(sections or {})
-        self._software = f"{told(self._sections)}{software}"[:128]
+        self._software = f"{encode_sections(self._sections)}{software}"[:128]
         self.describe = describe
         self._welcomed = uid == 0
         self._next_hello = 0.0
@@ -174,7 +174,7 @@ class Session:
         refused = "; ".join(self.refusals[uid] for uid in sorted(self.refusals))
         if known:
             for child in self.tree.children:
-                self.send(child, Absent, bitmap(missing, self.num_nodes), fitting(refused, MAX_LONG_TEXT))
+                self.send(child, Absent, to_bitmap(missing, self.num_nodes), fitting(refused, MAX_LONG_TEXT))
             return NotAssembled(missing, refused)
         above = f"the start did not come from {self.describe(self._parent())}"
         if not self._welcomed:
@@ -275,7 +275,7 @@ class Session:
             return f"{who} has {hello.num_nodes} nodes in its graph, the run has {self.num_nodes}"
         if hello.digest != self.digest:
             where = "compare config.resolved.yaml and graph.edges in the run folders of both machines"
-            parts = differing(self._sections, hello.software)
+            parts = differing_sections(self._sections, hello.software)
             which = f"; these differ: {', '.join(parts)}" if parts else ""
             digests = f"digest {hello.digest}, the run has {self.digest}{which}"
             return f"{who} has another config or graph ({digests}): {where}"
@@ -302,7 +302,7 @@ class Session:
             self.send(child, Welcome)
         for uid, reason in self.refusals.items():
             self.send(self._parent(), Refused, uid, fitting(reason))
-        self._tell_presence()
+        self._send_presence()
         return []
 
     def _on_reject(self, reject: Reject) -> list[SessionEvent]:
@@ -315,13 +315,13 @@ class Session:
         self.present |= {uid for uid in from_bitmap(present.uids, self.num_nodes) if uid < self.founders}
         for uid in self.present & self.refusals.keys():
             del self.refusals[uid]
-        self._tell_presence()
+        self._send_presence()
         return self._complete()
 
-    def _tell_presence(self) -> None:
+    def _send_presence(self) -> None:
         if self.tree.parent is not None and self._welcomed and self.present != self._present_sent:
             self._present_sent = set(self.present)
-            self.send(self._parent(), Present, bitmap(self.present, self.num_nodes))
+            self.send(self._parent(), Present, to_bitmap(self.present, self.num_nodes))
 
     def _complete(self) -> list[SessionEvent]:
         return self._begin("all present") if self.state == "joining" and self._all_present else []
@@ -338,7 +338,7 @@ class Session:
             self.send(child, Start)
         return [Joined()]
 
-    def has_begun(self, run: bytes) -> list[SessionEvent]:
+    def assume_begun(self, run: bytes) -> list[SessionEvent]:
         """Takes a message about generations of this run as the start, which must have been lost.
 
         The node that should have sent the start may be dead, and a link discards its unacknowledged messages when the

@@ -97,7 +97,7 @@ class Swarm(World):
 
     def _say_goodbye(self, uid: int) -> None:
         membership = self.processes[uid].membership
-        generation = membership.belongs_to
+        generation = membership.message_generation
         membership.outbox += [
             (other, Bye(RUN, generation.number, uid, origin=generation.origin))
             for other in generation.members if other != uid

@@ -141,7 +141,7 @@ def test_own_messages_are_checked_too() -> None:
 
 @given(st.sets(st.integers(0, 99)))
 def test_bitmaps(uids: set[int]) -> None:
-    assert codec.from_bitmap(codec.bitmap(uids, 100), 100) == uids
+    assert codec.from_bitmap(codec.to_bitmap(uids, 100), 100) == uids
     if uids and max(uids) >= 50:
         with pytest.raises(PeerFault, match="unknown_uid"):
-            codec.from_bitmap(codec.bitmap(uids, 100), 50)
+            codec.from_bitmap(codec.to_bitmap(uids, 100), 50)

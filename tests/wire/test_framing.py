@@ -17,9 +17,9 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("kind", "alone", "joined"), GOLDEN)
 def test_golden_bytes(kind: int, alone: str, joined: str) -> None:
-    sum_ = framing.body_sum(kind, b"body")
-    assert framing.sealed(7, b"h", kind, sum_) == bytes.fromhex(alone)
-    assert framing.sealed(7, b"h", kind, sum_, b"body") == bytes.fromhex(joined) + b"body"
+    checksum = framing.body_sum(kind, b"body")
+    assert framing.sealed(7, b"h", kind, checksum) == bytes.fromhex(alone)
+    assert framing.sealed(7, b"h", kind, checksum, b"body") == bytes.fromhex(joined) + b"body"
 
 
 def split(frame: bytes, rest: bytes | None) -> tuple[int, int, int, bytes, bytes, bool]:

@@ -6,7 +6,7 @@ import pytest
 
 from decentnode.errors import PeerFault
 from decentnode.wire.invitation import Invitation, issue, opened
-from decentnode.wire.membership.seats import Seat, Seats, seen_from
+from decentnode.wire.membership.seats import Seat, Seats, relay_address
 
 SECRET = bytes(range(32))
 TEXT = issue(SECRET, 3, 1000, lambda count: bytes(count))
@@ -63,7 +63,7 @@ def test_seats_say_who_is_relayed_and_invited() -> None:
     ("10.0.0.9", "", 2, "hidden"),
 ])  # fmt: skip
 def test_who_comes_from_another_address_is_behind_a_router(own: str, seen: str, reach: int, found: str) -> None:
-    assert seen_from(f"tcp://{own}:24000", seen, reach) == found
+    assert relay_address(f"tcp://{own}:24000", seen, reach) == found
 
 
 def test_two_at_home_with_one_address_are_two() -> None:

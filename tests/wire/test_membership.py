@@ -7,7 +7,7 @@ import os
 import pytest
 
 from decentnode.errors import PeerFault
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import Broken, Install, new_origin
 from decentnode.wire.messages import Bye, Ping, Pong, Prepare, Promise, Suspect
 from tests.wire.world import RUN, SUSPECT, TICK, World
@@ -202,7 +202,7 @@ def test_who_failed_while_a_generation_was_agreed_on_is_not_forgotten() -> None:
             break
     for uid in (0, 1, 2):
         membership = world.processes[uid].membership
-        for message in (Suspect(RUN, 0, 3, bitmap([3], 5), 0), Bye(RUN, 0, 3)):
+        for message in (Suspect(RUN, 0, 3, to_bitmap([3], 5), 0), Bye(RUN, 0, 3)):
             world.take(uid, message)
         assert 3 in membership.failed
         assert 3 not in membership.left and not membership.departed
@@ -221,7 +221,7 @@ def test_a_member_that_fails_after_it_got_ready_is_suspected_at_once() -> None:
     while world.processes[1].membership.stage != "committed":
         world.step()
     membership = world.processes[1].membership
-    world.take(1, Suspect(RUN, membership.promised[0], 2, bitmap([2], 4), 0, origin=membership.promised[1]))
+    world.take(1, Suspect(RUN, membership.promised[0], 2, to_bitmap([2], 4), 0, origin=membership.promised[1]))
     world.kill(2)
     while not world.processes[1].going:
         world.step()
@@ -302,7 +302,7 @@ def test_a_late_copy_of_a_prepare_does_not_break_what_it_prepared() -> None:
 def test_who_is_asked_to_promise_ends_its_generation_once() -> None:
     """The training is told that it is over, by the first word that ends it, and not again by those that follow."""
     membership = World(4).processes[1].membership
-    words = [Prepare(RUN, number, 0, bitmap(range(4), 4), origin=new_origin(0, os.urandom)) for number in (1, 1, 2)]
+    words = [Prepare(RUN, number, 0, to_bitmap(range(4), 4), origin=new_origin(0, os.urandom)) for number in (1, 1, 2)]
     events = [membership.receive(word, 100.0) for word in words]
     assert events == [[Broken("node 0 prepares generation 1")], [], []]
     assert membership.stage == "promised" and membership.reason == "node 0 prepares generation 1"
@@ -311,7 +311,8 @@ def test_who_is_asked_to_promise_ends_its_generation_once() -> None:
 def test_who_misses_somebody_already_keeps_the_reason_when_it_is_asked_to_promise() -> None:
     membership = World(4).processes[1].membership
     assert membership.suspect([3], 100.0) == [Broken("node 3 does not answer")]
-    assert membership.receive(Prepare(RUN, 1, 0, bitmap([0, 1, 2], 4), origin=new_origin(0, os.urandom)), 100.0) == []
+    prepare = Prepare(RUN, 1, 0, to_bitmap([0, 1, 2], 4), origin=new_origin(0, os.urandom))
+    assert membership.receive(prepare, 100.0) == []
     assert membership.stage == "promised" and membership.reason == "node 3 does not answer"
 
 

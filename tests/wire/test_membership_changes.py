@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from decentnode.errors import PeerFault
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import JoinRefused, Limits
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Bye, Denied, Join, Promise, Suspect
@@ -77,7 +77,7 @@ def test_a_goodbye_that_comes_before_the_failure_is_known_does_not_count() -> No
     membership.position = 3
     world.take(0, Bye(RUN, 0, 3))
     assert membership.left == {3}
-    world.take(0, Suspect(RUN, 0, 3, bitmap([3], 4), 0))
+    world.take(0, Suspect(RUN, 0, 3, to_bitmap([3], 4), 0))
     assert not membership.left
     assert membership.stage != "steady"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 
 from decentnode.wire.generation import Generation, Limits, new_origin
-from decentnode.wire.membership.proposal import MAX_RIVALS, Proposal, Rivals
+from decentnode.wire.membership.proposal import MAX_OTHER_GENERATIONS, OtherGenerations, Proposal
 from decentnode.wire.messages import Promise
 from tests.wire.world import RUN, SUSPECT
 
@@ -20,37 +20,39 @@ def test_the_outcome_begins_after_the_furthest_member_that_has_a_model() -> None
         assert not proposal.promised_by_all()
         proposal.promises[each.source] = each
     assert proposal.promised_by_all()
-    assert proposal.outcome() == Generation(1, (0, 1, 2), 5, frozenset({2}), proposal.name[1], stopping=True)
+    expected = Generation(1, (0, 1, 2), 5, frozenset({2}), proposal.name[1], stopping=True)
+    assert proposal.resulting_generation() == expected
 
 
 def test_without_a_model_there_is_no_outcome() -> None:
     proposal = Proposal((1, new_origin(0, os.urandom)), frozenset({0}), {}, {0: promise(0, 3, fresh=1)})
-    assert proposal.outcome() is None
+    assert proposal.resulting_generation() is None
 
 
 def test_silence_counts_from_when_a_member_spoke_and_readiness_from_the_commit() -> None:
     name = (1, new_origin(0, os.urandom))
     proposal = Proposal(name, frozenset({0, 1, 2}), {1: 0.0, 2: 5.0}, ready={0, 1}, committed_at=0.0)
     assert proposal.silent(5.0, LIMITS, committing=False) == {1}
-    proposal.heard[1] = 20.0
-    proposal.heard[2] = 20.0
+    proposal.heard_at[1] = 20.0
+    proposal.heard_at[2] = 20.0
     assert proposal.silent(20.0, LIMITS, committing=True) == set()
     assert proposal.silent(20.5, LIMITS, committing=True) == {2}
-    proposal.forgive(40.0)
+    proposal.ignore_silence(40.0)
     assert proposal.silent(41.0, LIMITS, committing=True) == set()
 
 
 def test_who_is_told_to_go_by_too_few_stays() -> None:
     """A generation of a lower name outvotes this node's only with more than half of the run, whatever `min_nodes`."""
-    rivals, own = Rivals(5, LIMITS), (3, new_origin(0, os.urandom))
+    others, own = OtherGenerations(5, LIMITS), (3, new_origin(0, os.urandom))
     lower, higher = (2, new_origin(1, os.urandom)), (4, new_origin(1, os.urandom))
-    assert rivals.heard(higher, 1, 0.0, own)
-    assert [rivals.heard(lower, uid, 0.0, own) for uid in (1, 1, 2, 3)] == [False, False, False, True]
-    rivals.expire(2 * SUSPECT)
-    assert not rivals
+    assert others.heard(higher, 1, 0.0, own)
+    assert [others.heard(lower, uid, 0.0, own) for uid in (1, 1, 2, 3)] == [False, False, False, True]
+    others.expire(2 * SUSPECT)
+    assert not others
 
 
-def test_rivals_are_bounded() -> None:
-    rivals, own = Rivals(5, LIMITS), (1, new_origin(0, os.urandom))
-    heard = [rivals.heard((2 + number, new_origin(1, os.urandom)), 1, 0.0, own) for number in range(MAX_RIVALS + 1)]
-    assert heard == [True] * MAX_RIVALS + [False]
+def test_others_are_bounded() -> None:
+    others, own = OtherGenerations(5, LIMITS), (1, new_origin(0, os.urandom))
+    names = [(2 + number, new_origin(1, os.urandom)) for number in range(MAX_OTHER_GENERATIONS + 1)]
+    heard = [others.heard(name, 1, 0.0, own) for name in names]
+    assert heard == [True] * MAX_OTHER_GENERATIONS + [False]

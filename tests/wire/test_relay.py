@@ -23,7 +23,7 @@ from decentnode.wire.relay import (
     SILENT_SECONDS,
     Frame,
     RelayHub,
-    order,
+    relay_order,
 )
 
 A, B, C = b"relay a", b"relay b", b"relay c"
@@ -85,13 +85,13 @@ def test_who_is_unknown_is_told_so_and_served_nothing() -> None:
         hub.take(C, b"", memoryview(Frame(HELLO, 0, 1, RELAY_VERSION, identity).encoded()), 0.0)
         assert [(to, frame.number) for to, frame in hub.outbox] == [(C, 0)]
         hub.outbox.clear()
-    assert not hub._ends and hub.tell(C, PING) == [(C, RESET, 0, b"")]
+    assert not hub._connections and hub.tell(C, PING) == [(C, RESET, 0, b"")]
 
 
 def test_what_a_connection_proves_counts_and_not_what_it_says() -> None:
     hub = RelayHub(lambda identity: identity == b"the key")
     hub.take(A, b"the key", memoryview(Frame(HELLO, 0, 1, RELAY_VERSION, b"another key").encoded()), 0.0)
-    assert [*hub._offered] == [b"the key"]
+    assert [*hub._registered] == [b"the key"]
 
 
 def test_the_end_of_a_connection_is_told_to_the_others() -> None:
@@ -110,7 +110,7 @@ def test_who_is_silent_is_forgotten() -> None:
     hub.tell(A, PING)
     hub.now = SILENT_SECONDS + 1
     assert hub.tell(A, PING) == [(A, CLOSE, 2, b""), (A, PING, 0, b"")]
-    assert [*hub._ends] == [A]
+    assert [*hub._connections] == [A]
 
 
 def test_ends_and_streams_are_bounded() -> None:
@@ -121,7 +121,7 @@ def test_ends_and_streams_are_bounded() -> None:
     for number in range(MAX_ENDS - 2):
         hub.hello(b"relay %d" % number, b"9")
     hub.take(C, b"", memoryview(Frame(HELLO, 0, 1, RELAY_VERSION, b"8").encoded()), 0.0)
-    assert hub.outbox[-1][1].number == 0 and len(hub._ends) == MAX_ENDS
+    assert hub.outbox[-1][1].number == 0 and len(hub._connections) == MAX_ENDS
 
 
 @pytest.mark.parametrize("raw", [
@@ -138,5 +138,5 @@ def test_what_no_end_sends_is_a_fault_and_changes_nothing(raw: bytes) -> None:
 
 
 def test_every_node_begins_with_another_relay() -> None:
-    assert [order(uid, [0, 2, 5]) for uid in (6, 7, 8)] == [[0, 2, 5], [2, 5, 0], [5, 0, 2]]
-    assert order(3, []) == []
+    assert [relay_order(uid, [0, 2, 5]) for uid in (6, 7, 8)] == [[0, 2, 5], [2, 5, 0], [5, 0, 2]]
+    assert relay_order(3, []) == []

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from decentnode.wire.bounds import MAX_TEXT
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.messages import NO_RUN, Absent, Message, Reject, Start, Welcome
 from decentnode.wire.session import Session
 from decentnode.wire.session_states import ADMISSIBLE, TRANSITIONS, Cause, State, next_state
@@ -35,7 +35,7 @@ def provoke(session: Session, cause: Cause) -> None:
     messages: dict[Cause, list[Message]] = {
         "Start": [Welcome(RUN, 0, 0), Start(RUN, 0, 0)],
         "Reject": [Reject(NO_RUN, 0, 0, "same", "n" * MAX_TEXT)],
-        "Absent": [Welcome(RUN, 0, 0), Absent(RUN, 0, 0, bitmap([1], 2), "")],
+        "Absent": [Welcome(RUN, 0, 0), Absent(RUN, 0, 0, to_bitmap([1], 2), "")],
     }
     if cause in messages:
         for message in messages[cause]:

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import FIRST, new_origin
 from decentnode.wire.membership import Membership
-from decentnode.wire.membership.sides import FIRST_SECONDS, LONGEST_SECONDS, Sides, packed, unpacked
+from decentnode.wire.membership.sides import FIRST_SECONDS, LONGEST_SECONDS, Sides, decode_names, encode_names
 from decentnode.wire.messages import Current, Ping, Prepare
 from tests.conftest import scale
 from tests.wire.swarm import shard
@@ -58,7 +58,7 @@ def test_three_sides_become_one() -> None:
     world.cut.clear()
     world.run(4 * LONGEST_SECONDS)
     assert world.settled()
-    assert all(not process.membership.guest for process in world.processes.values()), "all models are kept"
+    assert all(not process.membership.is_guest for process in world.processes.values()), "all models are kept"
 
 
 def test_who_was_frozen_keeps_its_model_and_comes_back_with_it() -> None:
@@ -92,7 +92,7 @@ def test_a_merge_that_was_broken_off_is_made_again() -> None:
     while not world.settled():
         world.step()
     for uid, process in world.processes.items():
-        process.membership.line = process.membership.generation.name if uid in (0, 3) else (1, bytes(12))
+        process.membership.lineage = process.membership.generation.name if uid in (0, 3) else (1, bytes(12))
     world.averages = False
     world.kill(4)
     world.run(6 * SUSPECT)
@@ -120,10 +120,11 @@ def test_a_late_prepare_of_the_other_side_ends_nothing() -> None:
     world = apart(5, {3, 4})
     member = world.processes[1].membership
     number = member.generation.number + 3
-    late = Prepare(RUN, number, 3, bitmap(range(5), 5), origin=new_origin(3, os.urandom))
+    late = Prepare(RUN, number, 3, to_bitmap(range(5), 5), origin=new_origin(3, os.urandom))
     world.take(1, late)
     assert member.steady and world.said[-1] == Current(
-        RUN, member.generation.number, 1, bitmap([0, 1, 2], 5), 1, number, late.origin, origin=member.generation.origin
+        RUN, member.generation.number, 1, to_bitmap([0, 1, 2], 5), 1, number, late.origin,
+        origin=member.generation.origin,
     )
 
 
@@ -131,7 +132,7 @@ def test_a_late_current_of_a_generation_that_is_over_merges_nothing() -> None:
     world = apart(5, {3, 4})
     leader, other = world.processes[0].membership, world.processes[3].membership
     for uid in (3, 4):
-        world.take(0, Current(RUN, other.generation.number, uid, bitmap([3, 4], 5), 1, 0, bytes(12),
+        world.take(0, Current(RUN, other.generation.number, uid, to_bitmap([3, 4], 5), 1, 0, bytes(12),
                               origin=other.generation.origin))  # fmt: skip
     assert leader.steady, "they spoke of the generation before"
 
@@ -157,16 +158,16 @@ def test_sides() -> None:
     sides.begin(0.0)
     assert sides.due == FIRST_SECONDS
     sides.heard(name, frozenset({3, 4}), 3, 1.0)
-    assert not dict(sides.to_take_in((0, 1, 2), (0, 1, 2))), "node 4 has not answered"
+    assert not dict(sides.mergeable((0, 1, 2), (0, 1, 2))), "node 4 has not answered"
     sides.heard(name, frozenset({3, 4}), 4, 1.5)
-    assert dict(sides.to_take_in((0, 1, 2), (0, 1, 2))) == {name: {3, 4}}
-    assert not dict(sides.to_take_in((5,), (5,))), "the smaller one waits to be taken in"
-    assert dict(sides.to_take_in((0, 1), (0, 1))) and not dict(sides.to_take_in((5, 6), (5, 6))), "by the lowest uid"
+    assert dict(sides.mergeable((0, 1, 2), (0, 1, 2))) == {name: {3, 4}}
+    assert not dict(sides.mergeable((5,), (5,))), "the smaller one waits to be taken in"
+    assert dict(sides.mergeable((0, 1), (0, 1))) and not dict(sides.mergeable((5, 6), (5, 6))), "by the lowest uid"
     sides.heard((5, bytes(12)), frozenset({3}), 3, 1.6)
-    assert dict(sides.to_take_in((0, 1, 2), (0, 1, 2))) == {(5, bytes(12)): {3}}, "node 3 has left node 4"
-    sides.pinged(9.0)
-    assert not dict(sides.to_take_in((0, 1, 2), (0, 1, 2))), "what was said long ago"
-    assert unpacked(packed([name, FIRST])) == {name, FIRST} and unpacked(b"xyz") == set()
+    assert dict(sides.mergeable((0, 1, 2), (0, 1, 2))) == {(5, bytes(12)): {3}}, "node 3 has left node 4"
+    sides.note_pinged(9.0)
+    assert not dict(sides.mergeable((0, 1, 2), (0, 1, 2))), "what was said long ago"
+    assert decode_names(encode_names([name, FIRST])) == {name, FIRST} and decode_names(b"xyz") == set()
 
 
 @pytest.mark.parametrize("number", range(SHARDS))

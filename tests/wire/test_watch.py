@@ -91,9 +91,9 @@ def test_who_sends_models_lives() -> None:
 def test_a_process_that_comes_late_itself_waits_longer_and_one_that_was_suspended_does_not() -> None:
     watch = Watch(LONGEST)
     asked(watch, 0.01, times=Watch.ENOUGH)
-    watch.was_late(30.0)
+    watch.note_delay(30.0)
     assert watch.patience == Watch.FLOOR_SECONDS
-    watch.was_late(0.5)
+    watch.note_delay(0.5)
     assert watch.patience == 4.0
 
 

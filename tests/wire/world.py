@@ -37,8 +37,9 @@ class Process:
         membership = self.membership
         if membership.steady:
             return membership.generation.name
-        got_ready = membership.stage in ("committing", "committed") and membership.belongs_to != membership.generation
-        return membership.belongs_to.name if got_ready else None
+        next_one = membership.message_generation
+        got_ready = membership.stage in ("committing", "committed") and next_one != membership.generation
+        return next_one.name if got_ready else None
 
 
 class World:
@@ -146,7 +147,7 @@ class World:
         if membership.steady and membership.position < self.limits.rounds and not membership.stopping:
             membership.position += self.random.random() < 0.3
         if self.limits.merges and self.averages and membership.steady and self.random.random() < 0.7:
-            membership.line = membership.generation.name  # its owner has averaged with the others, where it had to
+            membership.lineage = membership.generation.name  # its owner has averaged with the others, where it had to
 
     def waited_for(self, uid: int) -> Iterable[int]:
         """Whom the training of `uid` waits for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decentnode.errors import PeerFault
 from decentnode.wire.codec import from_bitmap
 from decentnode.wire.generation import Generation, Install
-from decentnode.wire.membership.sides import unpacked
+from decentnode.wire.membership.sides import decode_names
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import Commit, Go, Message, Prepare, Ready
 
@@ -30,15 +30,15 @@ class Follower:
             return
         if prepare.source not in members or not state.may_propose(prepare.source, name):
             raise PeerFault("wrong_sender", f"generation {prepare.generation} prepared by {prepare.source}")
-        foreign = prepare.source not in state.generation.members and not state.guest
-        if state.limits.merges and foreign and state.generation.name not in unpacked(prepare.merges):
-            state.say_current(prepare)  # a delayed copy of an attempt on another side of a partition
+        is_foreign = prepare.source not in state.generation.members and not state.is_guest
+        if state.limits.merges and is_foreign and state.generation.name not in decode_names(prepare.merges):
+            state.send_current(prepare)  # a delayed copy of an attempt on another side of a partition
             return
-        if foreign and state.steady and not state.limits.merges:  # the others continued without the sender
-            state.say_current(prepare)
+        if is_foreign and state.steady and not state.limits.merges:  # the others continued without the sender
+            state.send_current(prepare)
             return
         if name < state.promised or name[0] <= state.generation.number:
-            state.say_promise(prepare.source)
+            state.send_promise(prepare.source)
             return
         state.learn_seats(prepare.seats)
         if state.stage == "steady":
@@ -81,7 +81,7 @@ class Follower:
         if state.stage == "committed" and state.pending_ready:
             state.say(state.coordinator, Ready, state.promised)
         elif self.active:
-            state.say_promise(state.coordinator)
+            state.send_promise(state.coordinator)
 
     def _from_coordinator(self, message: Message) -> bool:
         """Returns whether a message comes from the coordinator and names the generation that this node promised it."""

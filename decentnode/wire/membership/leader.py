@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import Install, Name, proposer_of
 from decentnode.wire.membership.proposal import Proposal
-from decentnode.wire.membership.sides import packed
+from decentnode.wire.membership.sides import encode_names
 from decentnode.wire.membership.state import MemberState, name_of
 from decentnode.wire.messages import Commit, Go, Prepare, Promise, Ready
 
@@ -25,20 +25,20 @@ class Leader:
         """Begins an attempt with all members that are not absent and all nodes that asked to join."""
         state = self._state
         joiners = set() if state.stopping else state.joiners
-        members = frozenset(state.counted_on() | joiners | {state.uid})
-        if not state.limits.suffice(state.in_mapping(members | state.left)) and not state.stopping:
+        members = frozenset(state.present_members() | joiners | {state.uid})
+        if not state.limits.are_sufficient(state.in_mapping(members | state.left)) and not state.stopping:
             self._fall_short()
             return
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
         self.prepare(state.new_name(number), members, now)
 
-    def take_in(self, sides: Mapping[Name, frozenset[int]], now: float) -> None:
+    def propose_merge(self, sides: Mapping[Name, frozenset[int]], now: float) -> None:
         """Begins an attempt to merge this node's generation with those of other sides of a partition.
 
         sides: name of each generation -> its members.
         """
         state = self._state
-        members = frozenset(state.counted_on() | {state.uid}).union(*sides.values())
+        members = frozenset(state.present_members() | {state.uid}).union(*sides.values())
         number = max(state.generation.number, state.promised[0], state.highest_seen[0]) + 1
         self.prepare(state.new_name(number), members, now, frozenset({state.generation.name, *sides}))
 
@@ -52,7 +52,7 @@ class Leader:
         state.proposal = Proposal(name, members, dict.fromkeys(members - {state.uid}, now), merges=merges)
         state.proposal.promises[state.uid] = state.promise()
         self._check_promises(now)
-        self._say_stage()
+        self._send_stage()
 
     def tick(self, now: float) -> bool:
         """Sends the stage's message again, or returns True if a new leader has to be found instead, because a member is
@@ -73,7 +73,7 @@ class Leader:
             state.suspects |= silent
             state.joiners -= silent
             return True
-        self._say_stage()
+        self._send_stage()
         return False
 
     def on_promise(self, promise: Promise, now: float) -> None:
@@ -82,7 +82,7 @@ class Leader:
             state.highest_seen = max(state.highest_seen, name_of(promise))
         if proposal is None or promise.source not in proposal.members:
             return
-        proposal.heard[promise.source] = now
+        proposal.heard_at[promise.source] = now
         if state.stage == "preparing" and name_of(promise) == proposal.name:
             proposal.promises[promise.source] = promise
             self._check_promises(now)
@@ -91,7 +91,7 @@ class Leader:
         """Returns whether all members are ready now and were sent `Go`, so that this node enters the generation too."""
         state, proposal = self._state, self._state.proposal
         if proposal is not None and name_of(ready) == proposal.name and ready.source in proposal.members:
-            proposal.heard[ready.source] = now
+            proposal.heard_at[ready.source] = now
             return state.stage == "committing" and self._add_ready(ready.source)
         if state.stage == "steady" and name_of(ready) == state.generation.name:
             state.say(ready.source, Go)  # the first Go was lost
@@ -116,7 +116,7 @@ class Leader:
         state, proposal = self._state, self._state.proposal
         if proposal is None or state.stage != "preparing" or not proposal.promised_by_all():
             return
-        generation = proposal.outcome(state.limits.needed)
+        generation = proposal.resulting_generation(state.limits.needed)
         if generation is None:
             state.go_outside(now, "no remaining node has a model")
             return
@@ -125,7 +125,7 @@ class Leader:
             return
         state.pending, state.pending_ready, proposal.committed_at = generation, False, now
         state.change("all promised")
-        self._say_stage()
+        self._send_stage()
         state.events.append(Install(generation))
 
     def _fall_short(self) -> None:
@@ -136,18 +136,19 @@ class Leader:
         needs = f"a generation needs {state.limits.min_nodes} of {state.founders} nodes (node.min_nodes)"
         if servers := absent & state.limits.needed:
             needs = f"no round can begin without the server {state.names(servers)}"
-        state.reason = f"{state.unheard(absent) if absent else 'a node that left does not answer'}, and {needs}"
+        silent = state.no_answer_reason(absent) if absent else "a node that left does not answer"
+        state.reason = f"{silent}, and {needs}"
 
-    def _say_stage(self) -> None:
+    def _send_stage(self) -> None:
         """Sends the stage's message to all other members of the proposal."""
         state, proposal = self._state, self._state.proposal
         if proposal is None:
             return
-        members, pending = bitmap(proposal.members, state.num_nodes), state.pending
+        members, pending = to_bitmap(proposal.members, state.num_nodes), state.pending
         for uid in sorted(proposal.members - {state.uid}):
             if state.stage == "preparing":
-                state.say(uid, Prepare, proposal.name, members, state.seats.encoded(), packed(proposal.merges))
+                state.say(uid, Prepare, proposal.name, members, state.seats.encoded(), encode_names(proposal.merges))
             elif pending is not None:
-                fresh = bitmap(pending.fresh, state.num_nodes)
+                fresh = to_bitmap(pending.fresh, state.num_nodes)
                 state.say(uid, Commit, proposal.name, members, fresh, pending.first_round, int(pending.stopping),
                           int(pending.merging))  # fmt: skip

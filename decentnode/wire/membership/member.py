@@ -8,7 +8,7 @@ from typing import Any
 
 from decentnode.errors import PeerFault
 from decentnode.wire.bounds import fitting
-from decentnode.wire.codec import bitmap, from_bitmap
+from decentnode.wire.codec import from_bitmap, to_bitmap
 from decentnode.wire.generation import Generation, GenerationEvent, Going, JoinRefused, Limits
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
@@ -104,9 +104,9 @@ class Membership(MemberState):
     def refusal_to_leave(self, others: Collection[int] = ()) -> str:
         """Returns why no generation is possible without this node and `others`; "" if one is, as always if this node is
         a newcomer."""
-        members = set(self.belongs_to.members)
+        members = set(self.message_generation.members)
         rest = self.in_mapping(members - {self.uid, *others})
-        if self.uid >= self.founders or self.over() or self.limits.suffice(rest):
+        if self.uid >= self.founders or self.is_finished() or self.limits.are_sufficient(rest):
             return ""
         if servers := set(self.limits.needed - rest):
             return f"no round can begin without the server {self.names(servers)}"
@@ -115,10 +115,10 @@ class Membership(MemberState):
 
     def fail(self) -> None:
         """Tells every member that this process ends, so that none has to wait until its silence is noticed."""
-        generation = self.belongs_to
+        generation = self.message_generation
         for uid in generation.members:
             if uid != self.uid:
-                self.say(uid, Suspect, generation.name, bitmap([self.uid], self.num_nodes), int(self.stopping))
+                self.say(uid, Suspect, generation.name, to_bitmap([self.uid], self.num_nodes), int(self.stopping))
 
     def installed(self, generation: Generation, now: float) -> list[GenerationEvent]:
         """Notes that the owner has released the resources of the previous generation, as `Install` asked."""
@@ -154,15 +154,15 @@ class Membership(MemberState):
         if now < due:
             return self._take_events(now)
         late = now - min(self._repeat_at, self.watch.repeats_at(waiting_since) if self.stage == "steady" else math.inf)
-        self.watch.was_late(late)
+        self.watch.note_delay(late)
         if late > self.watch.patience / 2:
-            self._forgive(now)  # this process was not scheduled, so the silence of the others means nothing
+            self._ignore_silence(now)  # this process was not scheduled, so the silence of the others means nothing
         self._repeat_at = math.inf  # `_take_events` sets it anew
-        self.rivals.expire(now)
-        if self.rivals and self.stage != "outside":
+        self.other_generations.expire(now)
+        if self.other_generations and self.stage != "outside":
             self.ping_all()  # a node is in another generation: find out how many are
         if self.stage == "steady":
-            self._look_after(waiting_for, waiting_since, now)
+            self._check_awaited(waiting_for, waiting_since, now)
         elif self.stage == "suspecting" and self.yields_until:
             if now >= self.yields_until:
                 self._succession.find_leader(now)
@@ -197,7 +197,8 @@ class Membership(MemberState):
         source = message.source
         if source >= self.num_nodes or source == self.uid:
             raise PeerFault("unknown_uid", str(source))
-        if source >= self.founders and source not in self.seats.known and not (self.guest and type(message) is Prepare):
+        learns_seats = self.is_guest and type(message) is Prepare
+        if source >= self.founders and source not in self.seats.known and not learns_seats:
             raise PeerFault("unknown_uid", f"{source}, which nobody has")
         joining = isinstance(message, Join) or (self.stage == "outside" and self.run == NO_RUN)
         if message.run != self.run and not joining:
@@ -205,7 +206,7 @@ class Membership(MemberState):
         known = max(self.generation.name, self.promised)[0]
         if message.generation > known + MAX_LEAP and not self.fresh:
             raise PeerFault("wrong_generation", f"{message.generation} after {known}")
-        if not self.guest or type(message) in HEARD_BY_GUESTS:
+        if not self.is_guest or type(message) in HEARD_BY_GUESTS:
             self._handlers[type(message)](message, now)
         return self._take_events(now)
 
@@ -213,12 +214,12 @@ class Membership(MemberState):
         if ping.source in self.generation.members:
             self.say(ping.source, Pong)
         else:
-            self.say_current(ping)
-            self.sides.look(now)
+            self.send_current(ping)
+            self.sides.ping_soon(now)
 
     def _on_pong(self, pong: Pong, now: float) -> None:
         if self.limits.merges and pong.source not in self.generation.members and self.steady:
-            self.say_current(pong)  # it still counts this node as a member of its generation
+            self.send_current(pong)  # it still counts this node as a member of its generation
         if name_of(pong) == self.generation.name:  # alive in another generation, it is missed in this one
             self.watch.answered(pong.source, now)
         if self.stage == "suspecting" and pong.source == self.coordinator:
@@ -230,7 +231,7 @@ class Membership(MemberState):
     def _on_bye(self, bye: Bye, now: float) -> None:
         if name_of(bye) not in (self.generation.name, self.promised) or bye.source in self.failed:
             return
-        if not self.over() or bye.source not in self.belongs_to.members:  # a guest cannot have finished
+        if not self.is_finished() or bye.source not in self.message_generation.members:  # a guest cannot have finished
             self.departed.add(bye.source)
             reason = f"{self.describe(bye.source)} left before the last round"
             self._succession.suspect({bye.source}, now, reason, dead=True)
@@ -248,7 +249,7 @@ class Membership(MemberState):
             self.say(join.source, Denied, None, join.digest, fitting(reason))
             raise PeerFault("wrong_config", reason)
         if name_of(join) != self.generation.name:
-            self.say_current(join)
+            self.send_current(join)
             return
         if join.source in self.joiners:
             if self.stage == "short":  # it asked during an attempt without it, for which too few nodes were left
@@ -278,7 +279,7 @@ class Membership(MemberState):
 
     def _on_suspect(self, suspect: Suspect, now: float) -> None:
         if suspect.source not in self.generation.members:
-            self.say_current(suspect)
+            self.send_current(suspect)
             return
         uids = from_bitmap(suspect.uids, self.num_nodes)
         self.say(suspect.source, Pong)
@@ -292,7 +293,7 @@ class Membership(MemberState):
         if self.proposal is not None and suspect.source not in self.proposal.members:
             return
         if name_of(suspect) == self.generation.name and not failed:
-            self._succession.suspect(uids, now, f"{self.unheard(uids)} {self.describe(suspect.source)}")
+            self._succession.suspect(uids, now, f"{self.no_answer_reason(uids)} {self.describe(suspect.source)}")
             if self.stage == "steady":  # no member is missed here, but the sender has left the generation
                 self.end_generation(f"{self.describe(suspect.source)} asks for another generation")
                 self._succession.find_leader(now)
@@ -309,10 +310,10 @@ class Membership(MemberState):
         name, members = name_of(current), from_bitmap(current.members, self.num_nodes)
         if current.source not in members:
             raise PeerFault("wrong_sender", f"{current.source} is not of its own generation {current.generation}")
-        if self.guest:
+        if self.is_guest:
             ask_again = self.joining.note(current.source, name, now)
             if self.stage == "outside" and ask_again:
-                self.say_join(current.source)
+                self.send_join(current.source)
             return
         own = self.generation.name
         about = (current.about_generation, current.about_origin)
@@ -323,7 +324,7 @@ class Membership(MemberState):
             self._merging.heard(current, name, members, now)
             return
         counts = current.steady and current.source < self.founders
-        outvoted = counts and self.rivals.heard(name, current.source, now, own)
+        outvoted = counts and self.other_generations.heard(name, current.source, now, own)
         if outvoted or (self.stage == "short" and name > own):
             self.go_outside(now, f"the others continued without this node, in generation {current.generation}")
 
@@ -341,10 +342,10 @@ class Membership(MemberState):
         self.drop_attempt()
         self.change(cause)
         self.position = generation.first_round
-        self.guest = False
+        self.is_guest = False
         self.stopping |= generation.stopping
         self.joiners.clear()
-        self.rivals.clear()
+        self.other_generations.clear()
         self.watch.clear()
         self.suspects.clear()
         self.left -= members
@@ -362,28 +363,29 @@ class Membership(MemberState):
     def _request_join(self, now: float) -> None:
         if self.joining.due(now):
             for uid in self.others():
-                self.say_join(uid)
+                self.send_join(uid)
 
-    def _look_after(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> None:
+    def _check_awaited(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> None:
         """Pings the nodes that the training waits for, and suspects those that have been silent for too long."""
         watched = set(waiting_for) & set(self.generation.members)
         asked, silent = self.watch.ask(watched, waiting_since, now)
         if silent:
             self.left -= set(silent)
-            self._succession.suspect(set(silent), now, f"{self.unheard(set(silent))} for {self.watch.patience:.1f} s")
+            reason = f"{self.no_answer_reason(set(silent))} for {self.watch.patience:.1f} s"
+            self._succession.suspect(set(silent), now, reason)
         for uid in asked:
             self.say(uid, Ping)
 
-    def _forgive(self, now: float) -> None:
+    def _ignore_silence(self, now: float) -> None:
         """Ignores all silence before `now`."""
         self.coordinator_heard = now
         self.watch.clear()
         if self.proposal is not None:
-            self.proposal.forgive(now)
+            self.proposal.ignore_silence(now)
 
     def _take_events(self, now: float) -> list[GenerationEvent]:
         """Ends every call of the owner: schedules the next repetition if one is needed, and returns the events."""
-        if self.stage == "steady" and not self.rivals:
+        if self.stage == "steady" and not self.other_generations:
             self._repeat_at = math.inf
         elif self._repeat_at == math.inf:
             self._repeat_at = now + REPEAT_SECONDS

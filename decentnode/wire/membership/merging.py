@@ -29,27 +29,27 @@ class Merging:
                 self._succession.suspect({current.source}, now, reason)
         elif state.steady and current.steady:
             state.sides.heard(name, frozenset(members), current.source, now)
-            self._take_in(now)
+            self._merge_if_possible(now)
 
-    def _take_in(self, now: float) -> None:
+    def _merge_if_possible(self, now: float) -> None:
         """If this node leads, proposes a common generation with the smaller sides whose members have all answered."""
         state = self._state
-        present = state.counted_on() | {state.uid}
+        present = state.present_members() | {state.uid}
         if state.uid != min(present) or state.stopping:
             return
-        sides = dict(state.sides.to_take_in(state.generation.members, present))
+        sides = dict(state.sides.mergeable(state.generation.members, present))
         if sides:
             back = state.names(set().union(*sides.values()))
             state.end_generation(f"{back} continued separately and can be reached again")
-            self._leader.take_in(sides, now)
+            self._leader.propose_merge(sides, now)
 
     def ping_others(self, now: float) -> None:
         """If this node leads, pings the nodes that are not in its generation when that is due."""
         state = self._state
         if not state.limits.merges or state.stage != "steady" or now < state.sides.due:
             return
-        state.sides.pinged(now)
-        if state.uid == min(state.counted_on() | {state.uid}):
+        state.sides.note_pinged(now)
+        if state.uid == min(state.present_members() | {state.uid}):
             for uid in state.others():
                 if uid not in state.generation.members:
                     state.say(uid, Ping)

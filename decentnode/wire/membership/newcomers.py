@@ -7,7 +7,7 @@ from collections.abc import Callable
 from decentnode.wire.bounds import fitting
 from decentnode.wire.generation import Caller
 from decentnode.wire.invitation import Invitation
-from decentnode.wire.membership.seats import Seat, check, seen_from
+from decentnode.wire.membership.seats import Seat, check_seat, relay_address
 from decentnode.wire.membership.state import MemberState
 from decentnode.wire.messages import PROTOCOL_VERSION, Knock, Resign, Turned
 
@@ -28,48 +28,49 @@ class Newcomers:
         Raises PeerFault for a malformed request. The caller then calls `Membership.take_events`.
         """
         state = self._state
-        check(knock.control, knock.bulk, caller.key)
-        via = seen_from(knock.control, caller.address, knock.reach)
+        check_seat(knock.control, knock.bulk, caller.key)
+        via = relay_address(knock.control, caller.address, knock.reach)
         by = "" if invitation is None else invitation.id.hex()
         asked = Seat(b"", knock.control, knock.bulk, caller.key, via, by)
-        leader = min(state.counted_on() | {state.uid})
+        leader = min(state.present_members() | {state.uid})
         if knock.version != PROTOCOL_VERSION:
-            return self._turned(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)
-        if closed := self.closed():
+            return self._decline(f"it speaks protocol {knock.version}, the run speaks {PROTOCOL_VERSION}", final=True)
+        if closed := self.why_closed():
             return closed
-        if not state.steady or state.guest:
-            return self._turned("the members are agreeing on a generation")
+        if not state.steady or state.is_guest:
+            return self._decline("the members are agreeing on a generation")
         if leader != state.uid:
-            return self._turned(f"{state.describe(leader)} admits newcomers", ask=leader)
+            return self._decline(f"{state.describe(leader)} admits newcomers", ask=leader)
         if invitation is not None and state.seats.used_up(asked, invitation.uses):
-            return self._turned(f"its invitation is for {invitation.uses} nodes, and that many have joined", final=True)
+            reason = f"its invitation is for {invitation.uses} nodes, and that many have joined"
+            return self._decline(reason, final=True)
         taken = {*state.generation.members, *state.joiners}
         uid = state.seats.grant(asked, taken, now, self._draw)
         if uid is None:
-            return self._turned(f"all {state.seats.stop - state.seats.first} uids beyond the mapping are taken "
+            return self._decline(f"all {state.seats.stop - state.seats.first} uids beyond the mapping are taken "
                                 "(node.newcomers)")  # fmt: skip
         state.seated(uid)
         return state.seats.known[uid], uid
 
-    def closed(self) -> Turned | None:
+    def why_closed(self) -> Turned | None:
         """Returns why no newcomer is admitted any more or at all, or None if newcomers are admitted."""
         state = self._state
         if state.seats.stop == state.seats.first:
-            return self._turned("the run admits no nodes beyond its mapping (node.newcomers)", final=True)
-        return self._turned("the run is over", final=True) if state.over() else None
+            return self._decline("the run admits no nodes beyond its mapping (node.newcomers)", final=True)
+        return self._decline("the run is over", final=True) if state.is_finished() else None
 
-    def resigned(self, resign: Resign) -> Turned:
+    def handle_resign(self, resign: Resign) -> Turned:
         """Frees the uid of a newcomer that does not join, unless it has begun to join. If another node leads, the
         answer names that node instead."""
         state = self._state
-        leader, uid = min(state.counted_on() | {state.uid}), resign.uid
+        leader, uid = min(state.present_members() | {state.uid}), resign.uid
         if leader != state.uid:
-            return self._turned(f"{state.describe(leader)} admits newcomers", ask=leader)
+            return self._decline(f"{state.describe(leader)} admits newcomers", ask=leader)
         if uid not in {*state.generation.members, *state.joiners} and uid in state.seats.known \
                 and state.seats.admits(uid, resign.seat):  # fmt: skip
             state.seats.release(uid)
-        return self._turned("its place is free", final=True)
+        return self._decline("its place is free", final=True)
 
-    def _turned(self, reason: str, final: bool = False, ask: int | None = None) -> Turned:
+    def _decline(self, reason: str, final: bool = False, ask: int | None = None) -> Turned:
         state = self._state
         return Turned(state.run, 0, state.uid, fitting(reason), int(final), state.uid if ask is None else ask, "")

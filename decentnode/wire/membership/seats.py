@@ -22,8 +22,8 @@ ENDPOINT = re.compile(r"tcp://(\[[0-9A-Fa-f:.]{2,45}\]|[0-9]{1,3}(\.[0-9]{1,3}){
 """Only numeric addresses, no host names, because looking up a name blocks."""
 HIDDEN = "hidden"
 """`Seat.via` of a node behind a relay whose own address is not known."""
-FACTS = re.compile(r"[0-9]{1,7} [0-9a-f]{16} ([0-9A-Fa-f:.]{2,45}|hidden|-) ([0-9a-f]{16}|-)")
-KEY = re.compile(r"[!-~]{40}")
+FACTS_PATTERN = re.compile(r"[0-9]{1,7} [0-9a-f]{16} ([0-9A-Fa-f:.]{2,45}|hidden|-) ([0-9a-f]{16}|-)")
+KEY_PATTERN = re.compile(r"[!-~]{40}")
 
 
 @dataclass(frozen=True)
@@ -47,28 +47,28 @@ class Seat:
         return self.key or f"{self.control} {self.bulk} {self.via}"
 
 
-def seen_from(control: str, address: str, reach: int) -> str:
+def relay_address(control: str, address: str, reach: int) -> str:
     """Returns `Seat.via` of a node that reports that it listens at `control`.
 
     If it does not report whether others reach it there (`reach`), it counts as behind a router that translates
     addresses if its connection comes from another address. address: the address of its connection; "" if not known, and
     the node then counts as reachable.
     """
-    own, seen = control.rpartition(":")[0].removeprefix("tcp://").strip("[]"), address.removeprefix("::ffff:")
+    own, observed = control.rpartition(":")[0].removeprefix("tcp://").strip("[]"), address.removeprefix("::ffff:")
     try:
-        same = ip_address(own) == ip_address(seen)
+        same = ip_address(own) == ip_address(observed)
     except ValueError:
-        same, seen = True, HIDDEN
+        same, observed = True, HIDDEN
     hidden = reach == REACH_RELAYED or (reach == REACH_UNKNOWN and not same)
-    return str(seen) if hidden else ""
+    return str(observed) if hidden else ""
 
 
-def check(control: str, bulk: str, key: str) -> None:
+def check_seat(control: str, bulk: str, key: str) -> None:
     """Raises PeerFault unless `control` and `bulk` are TCP endpoints of one host and `key` is a public key or empty."""
     for at in (control, bulk):
         if not ENDPOINT.fullmatch(at) or not 0 < int(at.rpartition(":")[2]) < 1 << 16:
             raise PeerFault("malformed_header", f"endpoint {at[:80]!r}")
-    if control.rpartition(":")[0] != bulk.rpartition(":")[0] or (key and not KEY.fullmatch(key)):
+    if control.rpartition(":")[0] != bulk.rpartition(":")[0] or (key and not KEY_PATTERN.fullmatch(key)):
         raise PeerFault("malformed_header", f"endpoints {control} and {bulk}, or their key")
 
 
@@ -145,10 +145,10 @@ class Seats:
         for line in raw.decode().splitlines()[: MAX_SEATS + 1]:
             words = line.split(" ")
             facts = " ".join(words[:2] + words[5:])
-            if len(words) != 7 or not FACTS.fullmatch(facts):
+            if len(words) != 7 or not FACTS_PATTERN.fullmatch(facts):
                 raise PeerFault("malformed_header", f"seat {line[:80]!r}")
             key = "" if words[4] == "-" else words[4]
-            check(words[2], words[3], key)
+            check_seat(words[2], words[3], key)
             uid = int(words[0])
             if not self.first <= uid < self.stop or uid in found:
                 raise PeerFault("unknown_uid", f"seat {uid}")

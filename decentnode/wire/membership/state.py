@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import (
     FIRST,
     Broken,
@@ -18,14 +18,14 @@ from decentnode.wire.generation import (
     proposer_of,
 )
 from decentnode.wire.membership.joining import JoinRequests
-from decentnode.wire.membership.proposal import Proposal, Rivals
+from decentnode.wire.membership.proposal import OtherGenerations, Proposal
 from decentnode.wire.membership.seats import Seats
-from decentnode.wire.membership.sides import Sides, packed
+from decentnode.wire.membership.sides import Sides, encode_names
 from decentnode.wire.membership.stages import Cause, Stage, next_stage
 from decentnode.wire.membership.watch import Watch
 from decentnode.wire.messages import NO_RUN, PROTOCOL_VERSION, Current, Join, Message, Ping, Promise
 
-TOLD_NODES = 20
+MAX_NAMED_NODES = 20
 """Most nodes that a reason names."""
 
 
@@ -79,7 +79,7 @@ class MemberState:
         run. The owner sets it."""
         self.fresh = False
         """Whether this node has no model yet, because it came from outside."""
-        self.guest = False
+        self.is_guest = False
         """Whether this node came from outside and has not entered a generation yet."""
         self.coordinator = uid
         """The node that leads, as far as this one knows."""
@@ -100,11 +100,11 @@ class MemberState:
         self.yields_until = 0.0
         """In stage "suspecting", if not 0: the time until which this node lets another node lead."""
         self.watch = Watch(limits.suspect_seconds)
-        self.rivals = Rivals(self.founders, limits)
+        self.other_generations = OtherGenerations(self.founders, limits)
         self.joining = JoinRequests(limits.suspect_seconds)
         self.sides = Sides(limits.suspect_seconds)
         """Generations on other sides of a partition; used only with `Limits.merges`."""
-        self.line: Name = FIRST
+        self.lineage: Name = FIRST
         """The last generation with whose members this node shared a common model: it took part in the generation with a
         model that already descended from theirs, was sent by them, or is the mean of all. The owner sets it. If the
         members of the next generation differ in it, their models are averaged first."""
@@ -114,7 +114,7 @@ class MemberState:
         return self.stage == "steady"
 
     @property
-    def belongs_to(self) -> Generation:
+    def message_generation(self) -> Generation:
         """The generation that this node's messages name: the one in force, or the one that it is ready for."""
         return self.pending if self.pending is not None and self.pending_ready else self.generation
 
@@ -144,14 +144,14 @@ class MemberState:
 
     def names(self, uids: set[int]) -> str:
         """Returns "node 1, node 2" for reasons, with at most TOLD_NODES names."""
-        told = ", ".join(map(self.describe, sorted(uids)[:TOLD_NODES]))
-        return f"{told} and {len(uids) - TOLD_NODES} more" if len(uids) > TOLD_NODES else told
+        listed = ", ".join(map(self.describe, sorted(uids)[:MAX_NAMED_NODES]))
+        return f"{listed} and {len(uids) - MAX_NAMED_NODES} more" if len(uids) > MAX_NAMED_NODES else listed
 
-    def unheard(self, uids: set[int]) -> str:
+    def no_answer_reason(self, uids: set[int]) -> str:
         """Returns "node 1 does not answer" or "node 1, node 2 do not answer" for reasons."""
         return f"{self.names(uids)} {'does' if len(uids) == 1 else 'do'} not answer"
 
-    def not_let_in(self) -> str:
+    def why_not_admitted(self) -> str:
         """Returns a reason that names the nodes that this node, which is outside, asked without success."""
         if answered := self.joining.answered:
             return f"{self.names(answered)} did not admit it"
@@ -165,9 +165,9 @@ class MemberState:
         counted = set(generation.members)
         if generation.first_round >= self.last_round:
             counted |= self.left
-        return generation.stopping or self.limits.suffice(self.in_mapping(counted))
+        return generation.stopping or self.limits.are_sufficient(self.in_mapping(counted))
 
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Returns whether this node begins no further round, so that others of its generation may have finished."""
         return self.stopping or self.position >= self.last_round
 
@@ -179,7 +179,7 @@ class MemberState:
         """Returns whether `proposer` is the node that drew `name`."""
         return proposer_of(name[1]) == proposer
 
-    def counted_on(self) -> set[int]:
+    def present_members(self) -> set[int]:
         """Returns the members of the generation that are not absent."""
         return set(self.generation.members) - self.suspects - self.failed - self.left
 
@@ -208,9 +208,9 @@ class MemberState:
             self.events.append(Broken(reason))
         self.change("excluded")
         self.drop_attempt()
-        self.guest, self.fresh, self.reason = True, True, reason
+        self.is_guest, self.fresh, self.reason = True, True, reason
         self.joining.begin(now)
-        for known in (self.suspects, self.failed, self.joiners, self.rivals):
+        for known in (self.suspects, self.failed, self.joiners, self.other_generations):
             known.clear()
         self.sides.end()
         self.events.append(Outside(reason))
@@ -225,21 +225,21 @@ class MemberState:
     def promise(self) -> Promise:
         """Returns this node's answer to `Prepare`, for the highest name that it has promised."""
         number, origin = self.promised
-        line = packed([self.line]) if self.limits.merges else b""
-        return Promise(self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), line,
+        lineage = encode_names([self.lineage]) if self.limits.merges else b""
+        return Promise(self.run, number, self.uid, self.position, int(self.fresh), int(self.stopping), lineage,
                        origin=origin)  # fmt: skip
 
-    def say_promise(self, to: int) -> None:
+    def send_promise(self, to: int) -> None:
         self.outbox.append((to, self.promise()))
 
-    def say_current(self, message: Message) -> None:
+    def send_current(self, message: Message) -> None:
         """Answers a node of another generation or of none with the generation that this node is in, unless this node
         is about to close."""
         if not self.stopping and not self.generation.stopping:
-            members = bitmap(self.generation.members, self.num_nodes)
+            members = to_bitmap(self.generation.members, self.num_nodes)
             self.say(message.source, Current, None, members, int(self.steady), message.generation, message.origin)
 
-    def say_join(self, to: int) -> None:
+    def send_join(self, to: int) -> None:
         self.say(to, Join, self.joining.name_for(to), PROTOCOL_VERSION, self.digest, self.num_nodes, self.seat)
 
     def ping_all(self) -> None:

@@ -3,7 +3,7 @@ join."""
 
 from __future__ import annotations
 
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.membership.follower import Follower
 from decentnode.wire.membership.leader import Leader
 from decentnode.wire.membership.state import MemberState
@@ -35,7 +35,7 @@ class Succession:
             return
         state.suspects |= new
         if state.stage == "steady":
-            state.end_generation(reason or state.unheard(new))
+            state.end_generation(reason or state.no_answer_reason(new))
         following = self._follower.active and state.coordinator not in new
         if not following:
             self.find_leader(now)
@@ -43,13 +43,13 @@ class Succession:
     def find_leader(self, now: float) -> None:
         """Finds a new leader: the lowest uid that is not absent, which may be this node."""
         state = self._state
-        if state.guest:
+        if state.is_guest:
             state.go_outside(now, f"{state.describe(state.coordinator)} did not admit this node")
             return
         state.change("new leader")
         state.drop_attempt()
         state.yields_until = 0.0
-        first = min(state.counted_on() | {state.uid})
+        first = min(state.present_members() | {state.uid})
         if first == state.uid:
             self._leader.propose(now)
         else:
@@ -64,11 +64,11 @@ class Succession:
             self.find_leader(now)
         else:
             missed = (state.suspects | state.failed) - {state.uid}
-            state.say(state.coordinator, Suspect, None, bitmap(missed, state.num_nodes), int(state.stopping))
+            state.say(state.coordinator, Suspect, None, to_bitmap(missed, state.num_nodes), int(state.stopping))
 
     def admit(self, now: float) -> None:
         """Begins an attempt with the nodes that asked to join, if this node leads and there is no attempt yet."""
         state = self._state
-        if state.stage == "steady" and state.joiners and state.uid == min(state.counted_on() | {state.uid}):
+        if state.stage == "steady" and state.joiners and state.uid == min(state.present_members() | {state.uid}):
             state.end_generation(f"{state.names(state.joiners)} asked to join")
             self._leader.propose(now)

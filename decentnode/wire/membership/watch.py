@@ -34,55 +34,55 @@ class Watch:
         self._longest = suspect_seconds
         self.load: Callable[[float], Collection[float]] = lambda _now: ()
         """load(now): the seconds that each peer takes to acknowledge models, or has taken so far; the owner sets it."""
-        self._took: deque[float] = deque(maxlen=self.ANSWERS)
+        self._answer_seconds: deque[float] = deque(maxlen=self.ANSWERS)
         """The last answer times, and the delays by which this process was late itself, in seconds."""
-        self._asked: dict[int, float] = {}
+        self._pinged_at: dict[int, float] = {}
         """uid -> when the oldest unanswered ping was sent."""
-        self._asked_at = -math.inf
+        self._last_asked = -math.inf
         """When `ask` last pinged nodes because the training had waited for them for AFTER_SECONDS."""
-        self._beats: dict[int, float] = {}
+        self._measured_at: dict[int, float] = {}
         """uid -> when the last unanswered ping that only measures was sent."""
-        self._beat_at = -math.inf
+        self._last_measured = -math.inf
 
     @property
     def patience(self) -> float:
         """The time-out: the silence, in seconds, after which a node counts as absent."""
-        if len(self._took) < self.ENOUGH:
+        if len(self._answer_seconds) < self.ENOUGH:
             return self._longest
-        return min(self._longest, max(self.FLOOR_SECONDS, self.TIMES * max(self._took)))
+        return min(self._longest, max(self.FLOOR_SECONDS, self.TIMES * max(self._answer_seconds)))
 
     def next_ask(self, waiting_since: float) -> float:
         """Returns when `ask` is due next, if the training has been waiting since `waiting_since`."""
-        return min(self._next_look(waiting_since), max(waiting_since, self._beat_at + self.BEAT_SECONDS))
+        return min(self._next_look(waiting_since), max(waiting_since, self._last_measured + self.BEAT_SECONDS))
 
     def repeats_at(self, waiting_since: float) -> float:
         """Returns when the nodes that were pinged in this wait are pinged again; infinite if none was."""
-        return self._asked_at + self.EVERY_SECONDS if self._asked_at >= waiting_since else math.inf
+        return self._last_asked + self.EVERY_SECONDS if self._last_asked >= waiting_since else math.inf
 
     def _next_look(self, waiting_since: float) -> float:
-        return max(waiting_since + self.AFTER_SECONDS, self._asked_at + self.EVERY_SECONDS)
+        return max(waiting_since + self.AFTER_SECONDS, self._last_asked + self.EVERY_SECONDS)
 
     def ask(self, waiting_for: Iterable[int], waiting_since: float, now: float) -> tuple[list[int], list[int]]:
         """Returns (nodes to ping now, nodes that did not answer for too long); at most one of the lists is not
         empty."""
-        if self._asked_at < waiting_since:  # pings of an earlier wait were not repeated since
-            self._asked.clear()
+        if self._last_asked < waiting_since:  # pings of an earlier wait were not repeated since
+            self._pinged_at.clear()
         due = now >= waiting_since + self.AFTER_SECONDS
         if due:
             self._note_load(now)
-        if not due and now >= max(waiting_since, self._beat_at + self.BEAT_SECONDS):
-            self._beat_at = now
-            self._beats = dict.fromkeys(waiting_for, now)
-            return sorted(self._beats), []
+        if not due and now >= max(waiting_since, self._last_measured + self.BEAT_SECONDS):
+            self._last_measured = now
+            self._measured_at = dict.fromkeys(waiting_for, now)
+            return sorted(self._measured_at), []
         watched = set(waiting_for) if due else set()
         if due:
-            self._asked_at = self._beat_at = now
-        self._asked = {uid: since for uid, since in self._asked.items() if uid in watched}
-        silent = [uid for uid, since in self._asked.items() if now - since > self.patience]
+            self._last_asked = self._last_measured = now
+        self._pinged_at = {uid: since for uid, since in self._pinged_at.items() if uid in watched}
+        silent = [uid for uid, since in self._pinged_at.items() if now - since > self.patience]
         if silent:
             return [], silent
         for uid in watched:
-            self._asked.setdefault(uid, now)
+            self._pinged_at.setdefault(uid, now)
         return sorted(watched), []
 
     def _note_load(self, now: float) -> None:
@@ -93,27 +93,27 @@ class Watch:
         """
         delays = sorted(self.load(now))
         if delays:
-            self._took.append(delays[(len(delays) - 1) // 2])
+            self._answer_seconds.append(delays[(len(delays) - 1) // 2])
 
     def answered(self, uid: int, now: float) -> None:
         """Notes that a node answered a ping."""
-        asked = min(self._asked.pop(uid, math.inf), self._beats.pop(uid, math.inf))
+        asked = min(self._pinged_at.pop(uid, math.inf), self._measured_at.pop(uid, math.inf))
         if asked <= now:
-            self._took.append(now - asked)
+            self._answer_seconds.append(now - asked)
 
     def is_heard(self, uid: int) -> None:
         """Notes that some message of this generation arrived from a node, which is therefore alive, though its answer
         to a ping may be queued behind other messages."""
-        if self._asked:
-            self._asked.pop(uid, None)
+        if self._pinged_at:
+            self._pinged_at.pop(uid, None)
 
-    def was_late(self, seconds: float) -> None:
+    def note_delay(self, seconds: float) -> None:
         """Notes that this process was late for its own timer, because others on such a machine may be as late. A very
         long delay is ignored: this process was suspended, which says nothing about others."""
         if 0 < seconds <= self._longest / 2:
-            self._took.append(seconds)
+            self._answer_seconds.append(seconds)
 
     def clear(self) -> None:
         """Forgets all unanswered pings, because a generation ends or this process was not scheduled."""
-        self._asked.clear()
-        self._beats.clear()
+        self._pinged_at.clear()
+        self._measured_at.clear()

@@ -10,7 +10,7 @@ from decentnode.communication.counters import Counters
 from decentnode.communication.run_state import RunFacts
 from decentnode.communication.zeromq.protocol.reconfigure import GenerationWait, Reconfiguration
 from decentnode.errors import Interrupted, NoGeneration, PeerLost, Regrouping
-from decentnode.wire.codec import bitmap
+from decentnode.wire.codec import to_bitmap
 from decentnode.wire.generation import Generation, Limits, new_origin
 from decentnode.wire.membership import Membership
 from decentnode.wire.messages import NO_ORIGIN, Current, Message
@@ -102,7 +102,7 @@ def test_who_is_not_let_in_names_whom_it_asked(answers: bool) -> None:
     node.reconfiguration.leave("it comes from outside", 100.0)
     if answers:
         origin = new_origin(1, random.Random(1).randbytes)
-        node.post.append(Current(RUN, 1, 2, bitmap([1, 2], 3), 1, 0, NO_ORIGIN, origin=origin))
+        node.post.append(Current(RUN, 1, 2, to_bitmap([1, 2], 3), 1, 0, NO_ORIGIN, origin=origin))
     asked = "node 2 did not admit it" if answers else "no member of the run answers, asked node 1, node 2"
     with pytest.raises(PeerLost, match=f"it comes from outside; {asked}$"):
         for tick in range(300):

@@ -82,7 +82,7 @@ def test_where_a_relay_gives_up_another_takes_its_place(tmp_path: Path) -> None:
 
         def give_up() -> None:
             hub._known = lambda _identity: False  # as if this process were another one, of another run
-            for route in list(hub._ends):
+            for route in list(hub._connections):
                 hub.lost(route)
             gone.set()
 
@@ -93,7 +93,7 @@ def test_where_a_relay_gives_up_another_takes_its_place(tmp_path: Path) -> None:
 
         found = gossip(run, ELEMENTS, torch.float32, rounds, work)
         together(run, lambda node: node.barrier("over", 30))
-        assert not hub._ends
+        assert not hub._connections
     assert all(torch.equal(a, b) for a, b in zip(found, expected(rounds), strict=True))
 
 
@@ -106,7 +106,7 @@ class Eavesdropper(RelayHub):
         self.change = 0
         """How many more frames are changed."""
 
-    def _say(self, route: bytes, frame: Frame) -> None:
+    def _send(self, route: bytes, frame: Frame) -> None:
         if frame.kind == DATA:
             self.kept += frame.body
             if self.change and len(frame.body) > 10_000:
@@ -114,7 +114,7 @@ class Eavesdropper(RelayHub):
                 body = bytearray(frame.body)
                 body[5000] ^= 1
                 frame = Frame(frame.kind, frame.stream, frame.plane, frame.number, bytes(body))
-        super()._say(route, frame)
+        super()._send(route, frame)
 
 
 @pytest.mark.parametrize(("bulk", "readable"), [

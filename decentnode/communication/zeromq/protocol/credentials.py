@@ -63,13 +63,13 @@ class Cipher:
 
     def encrypted(self, sequence: int, header: bytes, body: Bytes) -> bytes:
         """Returns the encrypted body, which is TAG_BYTES longer."""
-        return self._cipher.encrypt(framing.nonce(sequence), body, framing.associated(sequence, header))
+        return self._cipher.encrypt(framing.nonce(sequence), body, framing.associated_data(sequence, header))
 
     def decrypted(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
         """Returns the decrypted body. Raises PeerFault if sequence number, header or body were changed."""
         plain = bytearray(max(0, body.nbytes - TAG_BYTES))
         try:
-            self._cipher.decrypt_into(framing.nonce(sequence), body, framing.associated(sequence, header), plain)
+            self._cipher.decrypt_into(framing.nonce(sequence), body, framing.associated_data(sequence, header), plain)
         except self._refusals:
             raise PeerFault("checksum_mismatch", "not what was encrypted") from None
         return memoryview(plain)

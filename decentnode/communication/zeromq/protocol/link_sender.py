@@ -116,8 +116,8 @@ class LinkSender:
         if edge.gone:
             return
         if numbered:
-            kind = self.control_kind
-            plane.queue.append(QueuedMessage(header, kind=kind, of_body=framing.body_sum(kind, b""), purpose=purpose))
+            kind, empty = self.control_kind, framing.body_sum(self.control_kind, b"")
+            plane.queue.append(QueuedMessage(header, kind=kind, body_checksum=empty, purpose=purpose))
             if len(plane.queue) > MAX_QUEUED:
                 logger.warning("node %d does not accept control messages: gave up on it", uid)
                 edge.forget()

@@ -70,7 +70,7 @@ class QueuedMessage:
     cost: int = 0
     """Bytes that it takes of the receiver's window."""
     kind: int = framing.NONE
-    of_body: int = 0
+    body_checksum: int = 0
     lease: object = None
     """An object that is kept alive as long as the body's memory must not change."""
     purpose: Purpose = "control"
@@ -93,8 +93,8 @@ class QueuedMessage:
             short = bytes(body)
             return cls(header, short, size + MESSAGE_COST, kind, framing.body_sum(kind, short), None, purpose, last)
         held = hold(body, lease is not None)
-        of_body = framing.body_sum(kind, held if isinstance(held, bytes) else held.buffer)
-        return cls(header, held, size + MESSAGE_COST, kind, of_body, lease, purpose, last)
+        body_checksum = framing.body_sum(kind, held if isinstance(held, bytes) else held.buffer)
+        return cls(header, held, size + MESSAGE_COST, kind, body_checksum, lease, purpose, last)
 
     def count(self, edge: EdgeCounters, first: bytes, body: Body | None) -> None:
         """Counts the bytes of this message, in the form that `frames` returned, when it is sent for the first time."""
@@ -113,15 +113,15 @@ class QueuedMessage:
     def frames(self, sequence: int, cipher: Cipher | None) -> tuple[bytes, Body | None]:
         """Returns the message as it is sent: its first frame, and its second frame or None. cipher: encrypts the
         body."""
-        header, body, kind, of_body = self.header, self.body, self.kind, self.of_body
+        header, body, kind, body_checksum = self.header, self.body, self.kind, self.body_checksum
         if body is None:
-            return framing.sealed(sequence, header, kind, of_body), None
+            return framing.sealed(sequence, header, kind, body_checksum), None
         if cipher is not None:
             plain = body if isinstance(body, bytes) else body.buffer
-            body, kind, of_body = cipher.encrypted(sequence, header, plain), framing.AES_GCM, 0
+            body, kind, body_checksum = cipher.encrypted(sequence, header, plain), framing.AES_GCM, 0
         if isinstance(body, bytes) and len(body) <= ONE_FRAME_BYTES and len(header) <= framing.MAX_JOINED_HEADER:
-            return framing.sealed(sequence, header, kind, of_body, body), None
-        return framing.sealed(sequence, header, kind, of_body), body
+            return framing.sealed(sequence, header, kind, body_checksum, body), None
+        return framing.sealed(sequence, header, kind, body_checksum), body
 
 
 Sealed = tuple[bytes, Body | None, object]

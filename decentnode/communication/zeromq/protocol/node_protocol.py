@@ -247,7 +247,7 @@ class NodeProtocol:
             with self._lock:
                 self.collectives.left(message.source)
         elif self._reconfiguration is not None and not self.joined:
-            for event in self._session.has_begun(message.run):
+            for event in self._session.assume_begun(message.run):
                 self._on_event(event, now)
             self._flush(now)
         if self._reconfiguration is not None:

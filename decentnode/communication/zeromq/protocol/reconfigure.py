@@ -188,7 +188,7 @@ class Reconfiguration:
         if not self.active:
             return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
         if isinstance(asked, Resign):
-            return self._sent_on(of.newcomers.resigned(asked))
+            return self._sent_on(of.newcomers.handle_resign(asked))
         if caller.key and caller.key in self.founder_keys:
             return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
         try:
@@ -198,7 +198,7 @@ class Reconfiguration:
             return Turned(of.run, 0, of.uid, fitting(fault.detail), 1, of.uid, "")
         if isinstance(asked, Inquiry):
             told = Described(of.run, of.generation.number, of.uid, of.digest, self.config_text)
-            return of.newcomers.closed() or told
+            return of.newcomers.why_closed() or told
         return self._seat_for(asked, caller, now, invitation)
 
     def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Turned:
@@ -283,8 +283,8 @@ class Reconfiguration:
         self.membership.fresh = False
 
     def took_part(self, generation: Generation) -> None:
-        """Notes that this node now shares a common model with the members of `generation` (`MemberState.line`)."""
-        self.membership.line = generation.name
+        """Notes that this node now shares a common model with the members of `generation` (`MemberState.lineage`)."""
+        self.membership.lineage = generation.name
 
     def installed(self, generation: Generation, now: float) -> None:
         """Notes that the parts of the old generation were replaced by those of `generation`."""
@@ -366,7 +366,7 @@ class GenerationWait:
             return
         reason = membership.reason
         if outside:
-            reason += f"; {membership.not_let_in()}"
+            reason += f"; {membership.why_not_admitted()}"
         if membership.stopping and now - since >= patience:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
         raise NoGeneration(

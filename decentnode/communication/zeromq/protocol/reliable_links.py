@@ -103,13 +103,13 @@ class ReliableLinks:
         try:
             if len(frames) > 1 + (plane == BULK):
                 raise PeerFault("malformed_multipart", f"{len(frames)} frames")
-            sequence, kind, sum_, header, body = framing.opened(frames[0])
+            sequence, kind, checksum, header, body = framing.opened(frames[0])
             joined = body is not None
             if len(frames) == 2:
                 if joined:
                     raise PeerFault("malformed_multipart", "a body in either frame")
                 body = frames[1]
-            framing.verify(sequence, kind, sum_, header, b"" if body is None else body, joined)
+            framing.verify(sequence, kind, checksum, header, b"" if body is None else body, joined)
             message = codec.decode(header)
             if uid is not None and message.source != uid:
                 raise PeerFault("wrong_identity", f"node {uid} speaks as {message.source}")

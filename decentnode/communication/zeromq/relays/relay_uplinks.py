@@ -22,9 +22,9 @@ from decentnode.wire.relay import (
     RELAY_MESSAGES,
     RELAY_VERSION,
     RESET,
-    ROUTE,
+    ROUTE_PREFIX,
     Frame,
-    order,
+    relay_order,
 )
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Uplinks:
         made.rcvhwm = RELAY_MESSAGES
         made.maxmsgsize = 2 * PIECE_BYTES
         made.setsockopt(zmq.RECONNECT_IVL, -1)
-        made.setsockopt(zmq.ROUTING_ID, ROUTE + entropy.draw(8))
+        made.setsockopt(zmq.ROUTING_ID, ROUTE_PREFIX + entropy.draw(8))
         if keyring is not None:
             connections.log_in_by_key(made, keyring, uid)
         uplink = self.by_relay[uid] = Uplink(uid, made, now)
@@ -141,7 +141,7 @@ class Uplinks:
         """Connects to up to OFFERS relays, if others reach this node through relays."""
         if not self._plan.offers:
             return
-        for uid in order(self._plan.uid, list(self._plan.relays)):
+        for uid in relay_order(self._plan.uid, list(self._plan.relays)):
             if len(self.by_relay) >= OFFERS:
                 break
             if uid not in self.by_relay and self.usable(uid, now):

@@ -24,7 +24,7 @@ from decentnode.wire.relay import (
     PIECE_BYTES,
     STREAM_BYTES,
     Frame,
-    order,
+    relay_order,
 )
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class RelayedStreams:
 
     def _dial(self, stream: Stream, now: float) -> None:
         """Asks one usable relay after the other for a stream, beginning with the first."""
-        relays = order(stream.to, [each for each in self._plan.relays if each != stream.to])
+        relays = relay_order(stream.to, [each for each in self._plan.relays if each != stream.to])
         stream.left = [each for each in relays if self._uplinks.usable(each, now)]
         self._dial_next(stream, now)
 

@@ -17,7 +17,7 @@ from decentnode.communication.zeromq.sockets.relayed_frames import OWN_LINGER_SE
 from decentnode.communication.zeromq.sockets.security import GUEST
 from decentnode.communication.zeromq.sockets.socket_parts import BROKEN_HANDSHAKES, NOW, READABLE, SocketParts
 from decentnode.wire.generation import Caller
-from decentnode.wire.relay import ROUTE, RelayHub
+from decentnode.wire.relay import ROUTE_PREFIX, RelayHub
 
 RECEIVE_BURST = 64
 """Most messages that are read from one socket before the others are polled; fewer if the sockets are to change between
@@ -92,7 +92,7 @@ class ListeningSockets:
                 frame = recv(NOW, copy=False)
                 frames.append(frame.buffer)
             user = str(frame.get("User-Id")).encode() if secure else b""
-            if route[0] and route.startswith(ROUTE):
+            if route[0] and route.startswith(ROUTE_PREFIX):
                 if self.relayed is not None and plane == CONTROL and len(frames) == 1:
                     self.relayed.pass_on(route, self._key_of(user), frames[0])
                 continue
@@ -170,6 +170,6 @@ class ListeningSockets:
                     while last.more:
                         last = listener.recv(NOW, copy=False)
                         frames.append(last.buffer)
-                    if route.startswith(ROUTE) and len(frames) == 1:
+                    if route.startswith(ROUTE_PREFIX) and len(frames) == 1:
                         user = str(last.get("User-Id")).encode() if self._security is not None else b""
                         relayed.pass_on(route, self._key_of(user), frames[0])
