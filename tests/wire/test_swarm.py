@@ -29,7 +29,7 @@ def test_schedules_that_failed_once(seed: int) -> None:
 class CountsDeparted(Membership):
     """Whoever said goodbye counts toward the majority, whenever that was."""
 
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return True
 
     def enough(self, generation: Generation) -> bool:
@@ -48,8 +48,8 @@ class Forgets(CountsDeparted):
 
         self._succession.suspect = suspect  # type: ignore[method-assign]
 
-    def over(self) -> bool:
-        return super(CountsDeparted, self).over() or self.stage in ("promised", "committed")
+    def is_finished(self) -> bool:
+        return super(CountsDeparted, self).is_finished() or self.stage in ("promised", "committed")
 
     def _on_bye(self, bye: Bye, now: float) -> None:
         if self.stage in ("promised", "committed"):

@@ -20,24 +20,24 @@ from decentnode.communication.zeromq.sockets.security import (
 from decentnode.wire.generation import Seated
 
 
-def with_secret(config: ZeroMQConfig, given: TransportParts) -> TransportParts:
-    """Returns `given` with the secret of invitations, if this node is in the mapping and the config requires
+def with_secret(config: ZeroMQConfig, parts: TransportParts) -> TransportParts:
+    """Returns `parts` with the secret of invitations, if this node is in the mapping and the config requires
     invitations. Raises EnvironmentFault if the secret cannot be read."""
-    growth = given.growth
+    growth = parts.growth
     if growth is None or growth.token or config.invitations is None:
-        return given
-    return replace(given, growth=replace(growth, secret=read_secret(given.base_dir / config.invitations)))
+        return parts
+    return replace(parts, growth=replace(growth, secret=read_secret(parts.base_dir / config.invitations)))
 
 
-def keyring_of(config: ZeroMQConfig, given: TransportParts) -> Keyring | None:
+def keyring_of(config: ZeroMQConfig, parts: TransportParts) -> Keyring | None:
     """Reads the keys of this node; None if nodes have no keys. A newcomer reads its own key and its list of public
     keys, another node those of all nodes of the mapping. Raises EnvironmentFault if a key cannot be read."""
     if config.key_folder is None:
         return None
-    folder = given.base_dir / config.key_folder
-    if given.growth is not None and given.growth.token:
-        return load_newcomer(folder, given.uid)
-    return load_keyring(folder, given.uid, given.founders)
+    folder = parts.base_dir / config.key_folder
+    if parts.growth is not None and parts.growth.token:
+        return load_newcomer(folder, parts.uid)
+    return load_keyring(folder, parts.uid, parts.founders)
 
 
 class Newcomers:
@@ -73,5 +73,5 @@ class Newcomers:
             self._relays.relayed.add(seat.uid)
         else:
             self._relays.relayed.discard(seat.uid)
-        run.driver.io.peers.add_peer(seat.uid, self._relays.way_to(seat.uid, endpoints))
-        run.driver.links.sender.control_kind = run.maker.sum_kind(CONTROL, run.addresses.others)
+        run.driver.io.peers.add_peer(seat.uid, self._relays.endpoints_to(seat.uid, endpoints))
+        run.driver.links.sender.control_kind = run.maker.checksum_kind(CONTROL, run.addresses.others)

@@ -21,7 +21,10 @@ from decentnode.communication.receive.exchange import InboxExchange
 from decentnode.communication.receive.mailbox import MailboxWait
 from decentnode.communication.run_state import GuardedWait, Quorum, Steps
 from decentnode.communication.zeromq.config import ZeroMQConfig
-from decentnode.communication.zeromq.generations.awaited_generation import NextGeneration, NextGenerationApart
+from decentnode.communication.zeromq.generations.awaited_generation import (
+    BlockingPendingGeneration,
+    ThreadedPendingGeneration,
+)
 from decentnode.communication.zeromq.generations.current_generation import CurrentGeneration
 from decentnode.communication.zeromq.generations.generation_paths import GenerationParts
 from decentnode.communication.zeromq.generations.generations import generations_of
@@ -31,8 +34,8 @@ from decentnode.communication.zeromq.protocol.link_state import CONTROL
 from decentnode.communication.zeromq.protocol.node_protocol import NodeProtocol, ProtocolParts
 from decentnode.communication.zeromq.protocol.sender import to_be_published
 from decentnode.communication.zeromq.relays.relays import Relays
-from decentnode.communication.zeromq.run_parts import put_together
-from decentnode.communication.zeromq.sockets.connections import held
+from decentnode.communication.zeromq.run_parts import build_run_parts
+from decentnode.communication.zeromq.sockets.connections import hold_in_frame
 from decentnode.communication.zeromq.sockets.faulty_driver import FaultyDriver
 from decentnode.communication.zeromq.sockets.security import Keyring
 from decentnode.config import component
@@ -59,7 +62,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
     def __init__(self, config: ZeroMQConfig, parts: TransportParts, keyring: Keyring | None = None) -> None:
         """keyring: the node's keys; required if the config is `secure`. Raises ValueError for cliques or edges that
         contradict the mapping."""
-        run = self._run = put_together(config, parts, keyring)
+        run = self._run = build_run_parts(config, parts, keyring)
         self.config: ZeroMQConfig = run.config
         self.uid, self.schemas, self.counters = run.uid, run.schemas, run.counters
         self.describe = run.addresses.describe
@@ -89,12 +92,12 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         run, generations = self._run, self._generations
         return NodeProtocol(ProtocolParts(
             session=run.session, links=self._links, inbox=run.inbox, facts=run.state, counters=run.counters,
-            maker=run.maker, hold=held, consumed=run.driver.consumed, has_room=self._takes_again,
+            maker=run.maker, hold=hold_in_frame, consumed=run.driver.consumed, has_room=self._note_room,
             joined=self._io.joined, lock=run.state.lock,
             reconfiguration=None if generations is None else generations.reconfiguration,
         ))  # fmt: skip
 
-    def _takes_again(self, uid: int) -> None:
+    def _note_room(self, uid: int) -> None:
         """Notes that the queue of a peer, which had reached `max_payloads`, accepts payloads again.
 
         Called with `LinkDriver.lock` held.
@@ -128,7 +131,7 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         maker.over_tcp = addresses.over_tcp()
         self._io.peers.connect_to(addresses.others)
         self._relays.begin(self._local)
-        self._links.sender.control_kind = maker.sum_kind(CONTROL, addresses.others)
+        self._links.sender.control_kind = maker.checksum_kind(CONTROL, addresses.others)
 
     def start(self, timeout_seconds: float) -> None:
         absent = sorted(set(range(self._founders)) - self._run.addresses.others.keys() - {self.uid})
@@ -226,13 +229,13 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         group: AveragingGroup | None = None,
     ) -> Steps[Exchange]:
         status = self._status
-        while status.stepped and not status.regrouping and (full := self._full(outgoing)):
+        while status.stepped and not status.regrouping and (full := self._full_peers(outgoing)):
             with status.changed:
                 room = self._sender.room(full[0], (round, phase), clock.now())
             yield from status.until_over(room)  # `exchange` does not wait again for peers that this gave up
         return self.exchange(round, outgoing, expected, phase, group)
 
-    def _full(self, uids: Iterable[int]) -> list[int]:
+    def _full_peers(self, uids: Iterable[int]) -> list[int]:
         """Returns the uids whose queues are full, except for peers that are silent or have departed."""
         silent, departed = self._status.silent, self._status.departed
         return [uid for uid in uids if not (self._sender.takes(uid) or uid in silent or uid in departed)]
@@ -329,7 +332,9 @@ class ZeroMQ(Communication[ZeroMQConfig]):
             return self._current.replace(self.partners)
 
         process = self._process
-        return NextGeneration(begin) if process is None else NextGenerationApart(self.uid, begin, process.wake)
+        if process is None:
+            return BlockingPendingGeneration(begin)
+        return ThreadedPendingGeneration(self.uid, begin, process.wake)
 
     # -- orders -----------------------------------------------------------------------------------------------
 
@@ -424,8 +429,8 @@ class ZeroMQ(Communication[ZeroMQConfig]):
         if not self._closed:
             self._current.close(leaving_chunks=False)
             self._closed = True
-            in_vain = self._status.failure is not None or bool(self._status.regrouping)
-            self._io.close(0.5 if in_vain else CLOSE_SECONDS)
+            has_failed = self._status.failure is not None or bool(self._status.regrouping)
+            self._io.close(0.5 if has_failed else CLOSE_SECONDS)
             self._relays.close()
             self._current.close(leaving_chunks=True)
             self._status.fail(NodeFailed(f"node {self.uid}: its communication was closed"))  # ends other waits

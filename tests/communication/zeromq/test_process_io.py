@@ -49,7 +49,7 @@ def test_messages_inside_a_process_come_in_order_through_no_socket() -> None:
 def test_a_node_that_takes_nothing_holds_up_to_a_bound_and_says_when_it_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_io, "INSIDE_MESSAGES", 10)
+    monkeypatch.setattr(process_io, "MAX_LOCAL_MESSAGES", 10)
     with hosted() as ((here, told), (there, heard)):
         here.start()
         sent = 0

@@ -91,7 +91,7 @@ def test_a_closed_owner_is_not_taken() -> None:
     sockets = Sockets()
     listener = threading.Thread(target=sockets.doorbell.listen, args=(1000,))
     listener.start()
-    wait_until(lambda: sockets.owner.inside)
+    wait_until(lambda: sockets.owner.in_use)
     sockets.owner.close()
     sockets.awake.set()
     listener.join(60)
@@ -124,7 +124,7 @@ def test_a_waiting_training_thread_serves_control_and_notices_stops() -> None:
                 for arrival in node.exchange(0, {}, (1,)).arrivals(60):
                     arrived.append(not arrival.missing)
                 return
-            wait_until(lambda: made[0]._io._owner.inside)  # type: ignore[attr-defined]
+            wait_until(lambda: made[0]._io._owner.in_use)  # type: ignore[attr-defined]
             if node.uid == 2:
                 node.announce_stop()
             wait_until(lambda: node.stopping and made[0].stopping)

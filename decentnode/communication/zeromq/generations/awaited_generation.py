@@ -14,7 +14,7 @@ THREAD_LOOK_SECONDS = 0.01
 """How often `ThreadWait` checks whether its thread has ended: a thread that wakes its waiter is itself still alive."""
 
 
-class NextGeneration(PendingGeneration):
+class BlockingPendingGeneration(PendingGeneration):
     """Agrees with the other nodes and opens the new paths in the thread that waits."""
 
     def __init__(self, begin: Callable[[], Generation]) -> None:
@@ -25,7 +25,7 @@ class NextGeneration(PendingGeneration):
         return self._begin()
 
 
-class NextGenerationApart(PendingGeneration):
+class ThreadedPendingGeneration(PendingGeneration):
     """Agrees with the other nodes and opens the new paths in a thread of its own.
 
     Both block in many places, and the thread that steps this node has other nodes to step.

@@ -41,7 +41,7 @@ class GenerationPaths:
 
     def __init__(self, run: RunParts, collectives: TreeCollectives) -> None:
         self._run, self._collectives = run, collectives
-        self._made: dict[type[Path], Path] = {}
+        self._paths_by_class: dict[type[Path], Path] = {}
         """Path class -> path. Already set while paths are being opened, because doorbells may arrive by then."""
 
     def open(self, partners: frozenset[int] | None, timeout_seconds: float) -> GenerationParts:
@@ -69,15 +69,16 @@ class GenerationPaths:
             return model_slots.lease(tensor) if tensor.nbytes > ONE_FRAME_BYTES else None
 
         context = self._context(routing, partners, leases, lease_of)
-        self._made = {made: made(context) for made in classes}
-        owner = next((path for path in self._made.values() if type(path).model_slots is not Path.model_slots), None)
+        self._paths_by_class = {made: made(context) for made in classes}
+        made_paths = self._paths_by_class.values()
+        owner = next((path for path in made_paths if type(path).model_slots is not Path.model_slots), None)
         model_slots = ModelSlots(run.schemas[0], leases, owner, run.state, run.counters)
         wanted = {names[0]: frozenset().union(*(peers[name] for name in names)) for names in classes.values()}
         opened, reached = {}, {}
         for made, (first, *_) in classes.items():
-            opened[first] = self._made[made]
+            opened[first] = self._paths_by_class[made]
             reached[first] = opened[first].open(wanted[first], timeout_seconds)
-        self._take_pinned_for_refused(peers, partners)
+        self._allocate_pinned_without_ipc(peers, partners)
         paths = Paths(opened, wanted, reached, ChunkPath(context, run.sender))
         return GenerationParts(routing, paths, model_slots)
 
@@ -125,7 +126,7 @@ class GenerationPaths:
     def take(self, message: Slot) -> None:
         """Passes an admitted doorbell that arrived over ZeroMQ to the shared memory path. Called by the I/O thread.
         Raises PeerFault if there is no such payload."""
-        memory = self._made.get(SharedMemoryPath)
+        memory = self._paths_by_class.get(SharedMemoryPath)
         if not isinstance(memory, SharedMemoryPath):
             raise PeerFault("no_board", f"of {message.source}")
         memory.take(message)
@@ -133,14 +134,16 @@ class GenerationPaths:
     def close(self, broken: bool, leaving_chunks: bool) -> None:
         """Closes the paths whose `Path.leaves_chunks` equals `leaving_chunks`: those that leave some neighbors to the
         chunk path, or those that do not. Idempotent."""
-        for path in self._made.values():
+        for path in self._paths_by_class.values():
             if path.leaves_chunks == leaving_chunks:
                 path.close(broken)
 
-    def _take_pinned_for_refused(self, peers: Mapping[str, frozenset[int]], partners: frozenset[int] | None) -> None:
+    def _allocate_pinned_without_ipc(
+        self, peers: Mapping[str, frozenset[int]], partners: frozenset[int] | None
+    ) -> None:
         """Allocates pinned memory if GPU memory cannot be shared with some neighbors on the same GPU, to which chunks
         are sent instead. Some virtual machines and sandboxes do not allow CUDA IPC."""
-        path = self._made.get(SharedMemoryPath)
+        path = self._paths_by_class.get(SharedMemoryPath)
         near = peers.get("cuda_ipc", frozenset())
         near = near if partners is None else near & partners
         if isinstance(path, SharedMemoryPath) and not all(uid in path.readers and path.receives(uid) for uid in near):

@@ -16,14 +16,14 @@ from decentnode.wire.generation import Generation
 from decentnode.wire.membership import Membership
 
 
-def generations_of(run: RunParts, given: TransportParts) -> Generations | None:
+def generations_of(run: RunParts, parts: TransportParts) -> Generations | None:
     """Returns the object with which this node agrees with others on members; None if the run has only one
     generation."""
-    if given.limits is None:
+    if parts.limits is None:
         return None
-    membership = Membership(run.uid, len(run.machine_of), given.limits, draw=entropy.draw, digest=given.digest,
-                            describe=run.addresses.describe, founders=given.founders,
-                            seat=b"" if given.growth is None else given.growth.token)  # fmt: skip
+    membership = Membership(run.uid, len(run.machine_of), parts.limits, draw=entropy.draw, digest=parts.digest,
+                            describe=run.addresses.describe, founders=parts.founders,
+                            seat=b"" if parts.growth is None else parts.growth.token)  # fmt: skip
     run.state.waiting_began = lambda since: run.driver.io.due_by(membership.watch.next_ask(since))
     made = Reconfiguration(membership, run.driver.links.sender, run.state, run.counters, run.state.wake)
     return Generations(made, run.driver, run.state)
@@ -94,9 +94,9 @@ class Generations:
 
         install(generation): called with the driver's lock held; replaces the parts of the old generation.
         """
-        of, state = self.reconfiguration, self._state
+        reconfiguration, state = self.reconfiguration, self._state
         with self._driver.lock:
-            wait = GenerationWait(of, alone_seconds, together_seconds, install, clock.now())
+            wait = GenerationWait(reconfiguration, alone_seconds, together_seconds, install, clock.now())
         while True:
             with self._driver.sending():
                 over = wait.step(now := clock.now())
@@ -104,7 +104,7 @@ class Generations:
                 assert wait.generation is not None
                 return wait.generation
             with state.changed:
-                if not wait.news:
+                if not wait.has_news:
                     state.changed.wait(max(0.0, min(wait.deadline - now, LONGEST_SLEEP_SECONDS)))
 
     def over(self, error: Exception, seconds: float) -> bool:

@@ -23,7 +23,7 @@ class PendingMean(Pending):
     @property
     def arrived(self) -> bool:
         with self._owner.state.lock:
-            return self._key in self._owner.of.means.done
+            return self._key in self._owner.collective_state.means.done
 
     def wait(self, timeout_seconds: float) -> tuple[Tensor, int]:
         wait = self._owner.mean_wait(self._key, self._closing, timeout_seconds)
@@ -48,32 +48,32 @@ class TreeCollectives:
     thread takes them in the same order. A wait takes only the second.
     """
 
-    def __init__(self, of: CollectiveState, driver: LinkDriver, state: RunState) -> None:
-        self.of, self._driver, self.state = of, driver, state
+    def __init__(self, collective_state: CollectiveState, driver: LinkDriver, state: RunState) -> None:
+        self.collective_state, self._driver, self.state = collective_state, driver, state
 
     def mean(self, key: str, tensor: Tensor, closing: bool) -> Pending:
         """Implements `Communication.mean`."""
         self.state.raise_if_over()
         share = own_share(tensor)
         with self._driver.sending(), self.state.lock:
-            self.of.begin_mean(key, share, clock.now())
+            self.collective_state.begin_mean(key, share, clock.now())
         return PendingMean(self, key, closing, tensor)
 
     def mean_wait(self, key: str, closing: bool, timeout_seconds: float) -> MeanWait:
         """Returns the wait for a mean; its time-out begins now."""
-        return MeanWait(self.of, key, closing, timeout_seconds, clock.now())
+        return MeanWait(self.collective_state, key, closing, timeout_seconds, clock.now())
 
     def barrier(self, name: str, timeout_seconds: float) -> None:
         """Implements `Communication.barrier`."""
         self.state.raise_if_over()
         with self._driver.sending(), self.state.lock:
-            wait = self.of.enter_barrier(name, timeout_seconds, clock.now())
+            wait = self.collective_state.enter_barrier(name, timeout_seconds, clock.now())
         self.state.block(wait)
 
     def report(self, figures: Mapping[str, float | int | str]) -> None:
         """Implements `Communication.report`."""
         with self._driver.sending(), self.state.lock:
-            self.of.report(dict(figures), clock.now())
+            self.collective_state.report(dict(figures), clock.now())
 
     def reports(self, timeout_seconds: float) -> dict[int, dict[str, float | int | str]]:
         """Implements `Communication.reports`. On nodes other than the lowest uid it waits for the reports of the
@@ -82,6 +82,6 @@ class TreeCollectives:
 
     def reports_steps(self, timeout_seconds: float) -> Steps[dict[int, dict[str, float | int | str]]]:
         """The same as `reports`, as steps."""
-        yield from self.state.until_over(ReportsWait(self.of, timeout_seconds, clock.now()))
+        yield from self.state.until_over(ReportsWait(self.collective_state, timeout_seconds, clock.now()))
         with self.state.lock:
-            return self.of.reports()
+            return self.collective_state.reports()

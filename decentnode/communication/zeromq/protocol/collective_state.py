@@ -39,16 +39,16 @@ class CollectiveState:
         self.facts, self.uid, self.describe = facts, session.uid, session.describe
         self.means = TreeMeans(session.tree, chunk_bytes)
         self.tree, self._session, self._port = session.tree, session, port
-        self._here: dict[int, str] = {}
+        self._arrived_at: dict[int, str] = {}
         """uid of this node or of a child -> the barrier at which it last arrived and waits."""
-        self._gone_up: str | None = None
+        self._subtree_arrived_at: str | None = None
         """The barrier at which this node's whole subtree has arrived, which the parent was told."""
         self._barrier: BarrierWait | None = None
         """The wait at the barrier at which this node is."""
         self._reports: dict[int, Scalars] = {}
         self._left: set[int] = set()
         """Children that have said goodbye."""
-        self.part_came = -math.inf
+        self.last_part_at = -math.inf
         """When the last piece of a mean arrived."""
 
     # -- means ------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ class CollectiveState:
     def part(self, message: Part, body: memoryview, now: float) -> None:
         """Handles a piece of a mean. Raises PeerFault for one that fits no mean."""
         pieces = self.means.receive(message, body)
-        self.part_came = now
+        self.last_part_at = now
         self._emit(pieces, now)
 
     def give_up_mean(self, key: str) -> None:
@@ -94,18 +94,18 @@ class CollectiveState:
         name before this node has left the first is thus not forgotten. Raises PeerFault if the barrier is reported as
         passed although this node's subtree has not arrived.
         """
-        if down and self._gone_up != name:
+        if down and self._subtree_arrived_at != name:
             raise PeerFault("unexpected_message", f"barrier {name!r} passed before node {self.uid} was there")
         if not down:
-            self._here[who] = name
-            if any(self._here.get(uid) != name for uid in (self.uid, *self.tree.children)):
+            self._arrived_at[who] = name
+            if any(self._arrived_at.get(uid) != name for uid in (self.uid, *self.tree.children)):
                 return
-            self._here.clear()
-            self._gone_up = name
+            self._arrived_at.clear()
+            self._subtree_arrived_at = name
             if self.tree.parent is not None:
                 self._port.control(self.tree.parent, Arrive, (name, 0), now)
                 return
-        self._gone_up = None
+        self._subtree_arrived_at = None
         if self._barrier is not None and self._barrier.name == name:
             self._barrier.passed = True
             self._barrier = None
@@ -115,9 +115,9 @@ class CollectiveState:
 
     def missing_at(self, name: str) -> list[int]:
         """Returns the nodes that this node waits for at a barrier: children that have not arrived, or its parent."""
-        if self._gone_up == name:
+        if self._subtree_arrived_at == name:
             return [] if self.tree.parent is None else [self.tree.parent]
-        return [child for child in self.tree.children if self._here.get(child) != name]
+        return [child for child in self.tree.children if self._arrived_at.get(child) != name]
 
     # -- reports ----------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class CollectiveState:
         if self.tree.parent is not None:
             self._port.control(self.tree.parent, Report, (self.uid, dict(figures)), now)
 
-    def reported(self, report: Report) -> None:
+    def note_report(self, report: Report) -> None:
         """Notes the closing figures of a node, which are forwarded through this node."""
         self._reports[report.uid] = report.figures
         self.facts.notify()
@@ -137,7 +137,7 @@ class CollectiveState:
         lost = {uid for child in self._left for uid in self._session.subtree(child)}
         return set(self._session.subtree()) - self._reports.keys() - lost
 
-    def left(self, uid: int) -> None:
+    def note_left(self, uid: int) -> None:
         """Notes that a peer said goodbye. If it is a child of this node, no more figures arrive through it."""
         if uid in self.tree.children:
             self._left.add(uid)
@@ -151,7 +151,9 @@ class CollectiveState:
 class MeanWait:
     """The wait for a mean (`run_state.Wait`); `result` is (mean [N], contributors) once it is over."""
 
-    def __init__(self, of: CollectiveState, key: str, closing: bool, timeout_seconds: float, now: float) -> None:
+    def __init__(
+        self, collectives: CollectiveState, key: str, closing: bool, timeout_seconds: float, now: float
+    ) -> None:
         """closing: as in `Communication.mean`. timeout_seconds: longest time without a piece of any mean.
 
         The time-out starts again with every piece, because a large model takes as long as the link needs, and pieces
@@ -159,7 +161,7 @@ class MeanWait:
         links between this node and the nodes waited for: dead nodes are detected in another way there, and a node must
         not be excluded before it has given up the nodes that it waits for itself.
         """
-        self._of, self._key, self._closing, self._timeout_seconds = of, key, closing, timeout_seconds
+        self._collectives, self._key, self._closing, self._timeout_seconds = collectives, key, closing, timeout_seconds
         self._began = self._since = now
         self.deadline = now + timeout_seconds
         self.result: tuple[Tensor, int] | None = None
@@ -172,24 +174,24 @@ class MeanWait:
     def step(self, now: float) -> bool:
         """Returns whether the wait is over. Raises what every wait raises once the generation is over, PeerLost with
         the nodes that are late, and Interrupted on a stop."""
-        of, facts, key = self._of, self._of.facts, self._key
+        collectives, facts, key = self._collectives, self._collectives.facts, self._key
         facts.waiting = None
         facts.raise_if_over()
-        self.result = of.means.take(key)
+        self.result = collectives.means.take(key)
         if self.result is not None:
             return True
         if facts.stopping and not self._closing:
-            of.give_up_mean(key)
+            collectives.give_up_mean(key)
             raise Interrupted(f"{key} given up: the run is stopping")
-        whom = of.means.waiting_for(key)
-        self._since = max(self._since, of.part_came)
-        links = of.tree.around if of.tree.parent in whom else of.tree.below
+        whom = collectives.means.waiting_for(key)
+        self._since = max(self._since, collectives.last_part_at)
+        links = collectives.tree.around if collectives.tree.parent in whom else collectives.tree.below
         patience = self._timeout_seconds * (links if facts.watches else 1)
         self.deadline = self._since + patience
         if now >= self.deadline:
-            names = ", ".join(map(of.describe, whom)) or "the other nodes"
+            names = ", ".join(map(collectives.describe, whom)) or "the other nodes"
             raise PeerLost(
-                f"node {of.uid}: nothing from {names} for the mean {key!r} within {patience:g} s", whom
+                f"node {collectives.uid}: nothing from {names} for the mean {key!r} within {patience:g} s", whom
             )
         facts.wait_for(tuple(whom), self._began)
         return False
@@ -198,24 +200,24 @@ class MeanWait:
 class BarrierWait:
     """The wait at a barrier (`run_state.Wait`), which `CollectiveState.enter_barrier` returns."""
 
-    def __init__(self, of: CollectiveState, name: str, timeout_seconds: float, now: float) -> None:
-        self._of, self.name, self._timeout_seconds = of, name, timeout_seconds
+    def __init__(self, collectives: CollectiveState, name: str, timeout_seconds: float, now: float) -> None:
+        self._collectives, self.name, self._timeout_seconds = collectives, name, timeout_seconds
         self._began, self.deadline = now, now + timeout_seconds
         self.passed = False
 
     def step(self, now: float) -> bool:
         """Returns whether the wait is over. Raises what every wait raises once the generation is over, and PeerLost
         with the nodes that are late."""
-        of, facts = self._of, self._of.facts
+        collectives, facts = self._collectives, self._collectives.facts
         facts.waiting = None
         if self.passed:
             return True
         facts.raise_if_over()
-        late = of.missing_at(self.name)
+        late = collectives.missing_at(self.name)
         if now >= self.deadline:
             raise PeerLost(
-                f"node {of.uid}: barrier {self.name!r} not passed within {self._timeout_seconds:g} s, waiting for "
-                f"{', '.join(map(of.describe, late))}",
+                f"node {collectives.uid}: barrier {self.name!r} not passed within {self._timeout_seconds:g} s, "
+                f"waiting for {', '.join(map(collectives.describe, late))}",
                 late,
             )
         facts.wait_for(tuple(late), self._began)
@@ -226,8 +228,8 @@ class ReportsWait:
     """The wait for the figures of all nodes below this one in the tree (`run_state.Wait`). It raises nothing: the
     figures that have arrived by its end are used."""
 
-    def __init__(self, of: CollectiveState, timeout_seconds: float, now: float) -> None:
-        self._of = of
+    def __init__(self, collectives: CollectiveState, timeout_seconds: float, now: float) -> None:
+        self._collectives = collectives
         self._began, self._timeout_seconds = now, timeout_seconds
         self.deadline = now + timeout_seconds
 
@@ -236,11 +238,11 @@ class ReportsWait:
         self._began += seconds
 
     def step(self, now: float) -> bool:
-        facts = self._of.facts
+        facts = self._collectives.facts
         limit = min(self._timeout_seconds, STOPPING_TIMEOUT_SECONDS) if facts.stopping else self._timeout_seconds
         self.deadline = self._began + limit
         over = facts.failure is not None or bool(facts.regrouping) or now >= self.deadline
-        return over or not self._of.unreported()
+        return over or not self._collectives.unreported()
 
 
 class JoinWait:

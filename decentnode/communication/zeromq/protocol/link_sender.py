@@ -132,8 +132,8 @@ class LinkSender:
             return
         edge.planes[BULK].queue.append(message)
         edge.queued += message.last
-        if edge.needs_credential and not edge.asked:
-            edge.asked = True
+        if edge.needs_credential and not edge.asked_for_credential:
+            edge.asked_for_credential = True
             self.control(uid, self.message(Ask), now)
         self.pump(uid, edge, BULK, now)
 
@@ -192,7 +192,7 @@ class LinkSender:
     def writable(self, uid: int, plane: int, now: float) -> None:
         """Sends what waits for a connection that had refused a message and accepts messages again."""
         edge = self.edge(uid)
-        edge.planes[plane].refused = math.inf
+        edge.planes[plane].full_since = math.inf
         self.pump(uid, edge, plane, now)
 
     def edge(self, uid: int) -> PeerLink:
@@ -211,7 +211,7 @@ class LinkSender:
         if number == BULK and edge.needs_credential and edge.credential is None:
             return
         if (plane.urgent or plane.again) and not self._pump_urgent(uid, number, plane):
-            self._refused(plane, now)
+            self._note_full(plane, now)
             return
         out, queue = plane.out, plane.queue
         while queue and not out.full:
@@ -223,12 +223,12 @@ class LinkSender:
                 lease = message.lease if edge.outwards is None else None  # an encrypted body is a copy
                 sealed = plane.sealed = (*message.frames(out.following, edge.outwards), lease)
             if not self._port.send(uid, number, sealed[0], sealed[1]):
-                self._refused(plane, now)
+                self._note_full(plane, now)
                 return
             first = not out.kept
             out.keep(sealed, now)
             if first:
-                plane.refused = math.inf
+                plane.full_since = math.inf
                 self.due_by(out.next_deadline)
             plane.sealed = None
             queue.popleft()
@@ -247,10 +247,10 @@ class LinkSender:
             self.control(uid, self.message(Skipped, round, phase, *last), now)
         self._port.has_room(uid)
 
-    def _refused(self, plane: Channel, now: float) -> None:
+    def _note_full(self, plane: Channel, now: float) -> None:
         """Notes that the connection is full. If no message is unacknowledged, only a time-out shows that it is dead."""
-        if plane.refused == math.inf and plane.queue and not plane.out.kept:
-            plane.refused = now
+        if plane.full_since == math.inf and plane.queue and not plane.out.kept:
+            plane.full_since = now
             self.due_by(now + plane.patience)
 
     def _pump_urgent(self, uid: int, number: int, plane: Channel) -> bool:
@@ -304,7 +304,7 @@ class LinkSender:
         self._counters.on_event("connection_renewed", uid, f"plane {number}")
         self._port.renew(uid, number)
         plane = edge.planes[number]
-        plane.refused = math.inf
+        plane.full_since = math.inf
         plane.out.ask()
         if plane.out.closing:  # do not wait for the answer to the probe: the peer's connection may be dead as well
             plane.again.update(dict.fromkeys(plane.out.kept))

@@ -124,7 +124,7 @@ class QueuedMessage:
         return framing.sealed(sequence, header, kind, body_checksum), body
 
 
-Sealed = tuple[bytes, Body | None, object]
+SealedMessage = tuple[bytes, Body | None, object]
 """A message as it is sent to one peer: first frame, second frame or None, and the lease on the memory of these
 bytes."""
 
@@ -133,9 +133,9 @@ bytes."""
 class Channel:
     """Both directions of one plane between a node and one peer: messages to send, and messages that have arrived."""
 
-    out: SendStream[Sealed] = field(default_factory=SendStream)
+    out: SendStream[SealedMessage] = field(default_factory=SendStream)
     """Messages are kept exactly as they were sent, so that a message that is sent again has the same bytes."""
-    sealed: Sealed | None = None
+    sealed: SealedMessage | None = None
     """The first message of `queue`, already sealed with the next sequence number, if the socket had no room for it.
     Each sequence number is thus sealed only once: it is the nonce of AES-GCM, and a key must never encrypt two
     plaintexts with the same nonce."""
@@ -152,7 +152,7 @@ class Channel:
     """How many messages had arrived when the first of these probes did."""
     probed_since: float = 0.0
     """When the first of these probes arrived."""
-    refused: float = math.inf
+    full_since: float = math.inf
     """Since when the connection has had no room for the first message of `queue`, if no message is unacknowledged;
     otherwise missing acknowledgements show whether the connection is dead."""
     patience: float = REFUSED_SECONDS
@@ -160,7 +160,7 @@ class Channel:
 
     @property
     def next_deadline(self) -> float:
-        return min(self.out.next_deadline, self.refused + self.patience)
+        return min(self.out.next_deadline, self.full_since + self.patience)
 
     def close(self, now: float) -> None:
         """Begins to close: only a short time is left for queued and unacknowledged messages (`SendStream.close`)."""
@@ -211,7 +211,7 @@ class PeerLink:
         """Total cost of the bulk messages that arrived."""
         self.needs_credential = needs_credential
         """Whether bulk messages to the peer wait for a credential of it."""
-        self.asked = False
+        self.asked_for_credential = False
         """Whether the peer was asked for a credential."""
         self.credential: BulkCredential | None = None
         self.outwards: Cipher | None = None
@@ -221,7 +221,7 @@ class PeerLink:
         """Number of `Hello` messages sent to it or received from it since the last new connection."""
         self.renewed = 0.0
         """When repeated `Hello` messages last led to a new connection."""
-        self.doubted = 0.0
+        self.last_damage_report = 0.0
         """When a damaged message of the peer last led to an acknowledgement."""
         self.gone = False
         """Whether nothing is sent to this peer any more."""
@@ -237,5 +237,5 @@ class PeerLink:
             plane.queue.clear()
             plane.urgent.clear()
             plane.again.clear()
-            plane.refused = math.inf
+            plane.full_since = math.inf
             plane.out.forget()

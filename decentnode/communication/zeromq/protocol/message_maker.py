@@ -27,7 +27,7 @@ class MessageMaker:
         session = self._session
         return codec.encode_values(kind, (session.run, session.generation, session.uid, session.origin, *values))
 
-    def sum_kind(self, plane: int, uids: Collection[int]) -> int:
+    def checksum_kind(self, plane: int, uids: Collection[int]) -> int:
         """Returns the kind of checksum (wire/framing.py) for messages to these uids; NONE if encryption detects
         changes."""
         if self._authenticated[plane]:

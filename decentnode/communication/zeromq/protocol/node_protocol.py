@@ -158,7 +158,7 @@ class NodeProtocol:
         for piece in pieces:
             raw = to_bytes(piece.tensor)
             header = self._maker.header(Part, piece.key, piece.down, piece.chunk, piece.contributors)
-            sums = self._maker.sum_kind(BULK, [piece.to])
+            sums = self._maker.checksum_kind(BULK, [piece.to])
             message = QueuedMessage.bulk(header, raw, sums, hold=self._parts.hold, purpose=purpose_of(piece.key))
             self._sender.bulk(piece.to, message, now)
 
@@ -245,7 +245,7 @@ class NodeProtocol:
     def _on_membership(self, message: Message, now: float) -> None:
         if isinstance(message, Bye):
             with self._lock:
-                self.collectives.left(message.source)
+                self.collectives.note_left(message.source)
         elif self._reconfiguration is not None and not self.joined:
             for event in self._session.assume_begun(message.run):
                 self._on_event(event, now)
@@ -263,7 +263,7 @@ class NodeProtocol:
         elif isinstance(event, Skipped):
             self._inbox.skip(event.source, (event.round, event.phase), (event.last_round, event.last_phase))
         elif isinstance(event, Overdue):
-            if self._facts.waiting is not None or self._catches_up:
+            if self._facts.waiting is not None or self._is_catching_up:
                 self._unnumbered(event.source, Waits, now)
         elif isinstance(event, Waits):
             self._inbox.waits_itself(event.source, now)
@@ -278,8 +278,8 @@ class NodeProtocol:
         return self._reconfiguration.knocked(asked, caller, now)
 
     @property
-    def _catches_up(self) -> bool:
-        return self._reconfiguration is not None and self._reconfiguration.catches_up
+    def _is_catching_up(self) -> bool:
+        return self._reconfiguration is not None and self._reconfiguration.is_catching_up
 
     @property
     def next_deadline(self) -> float:
@@ -308,7 +308,7 @@ class NodeProtocol:
                 self.collectives.arrive(event.key, event.down, event.source, now)
         elif isinstance(event, Report):
             with self._lock:
-                self.collectives.reported(event)
+                self.collectives.note_report(event)
         elif isinstance(event, PeerFailed):
             reason = f"{self._session.describe(event.uid)} failed: {event.reason}"
             if reconfiguration is not None and reconfiguration.active:

@@ -47,7 +47,7 @@ STOPPED_OUTSIDE_SECONDS = 0.25
 RENEW_SECONDS = 2.0
 """How long a node is in one of ALONE_STAGES before it makes new control connections, because its old ones may be dead.
 The time doubles with every repetition, because it may be the other nodes that are dead."""
-TOLD_STRANGERS = 3
+MAX_LOGGED_STRANGERS = 3
 """How many newcomers without a valid invitation are logged."""
 ALONE_STAGES = ("short", "outside", "suspecting")
 """The stages in which a node hears from no other node with which it could continue."""
@@ -72,7 +72,7 @@ class Reconfiguration:
         self._renew_after = RENEW_SECONDS
         """Seconds after `alone_since` at which new control connections are made."""
         self.facts, self.counters = facts, counters
-        self.catches_up = False
+        self.is_catching_up = False
         """Whether the current round is one that the other members have already finished, so that they wait for it."""
         self._stopping = False
         facts.watches = True
@@ -111,9 +111,9 @@ class Reconfiguration:
         """Handles a membership message or a Bye. Raises PeerFault for a message that its sender may not send."""
         if self.active:
             try:
-                self._obey(self.membership.receive(message, now), now)
+                self._apply(self.membership.receive(message, now), now)
             finally:
-                self._obey([], now)  # a refused message may have an answer, too
+                self._apply([], now)  # a refused message may have an answer, too
 
     @property
     def next_deadline(self) -> float:
@@ -129,7 +129,7 @@ class Reconfiguration:
         if self.active:
             waiting = self.facts.asked_after
             whom, since = ((), math.inf) if waiting is None else waiting
-            self._obey(self.membership.tick(now, whom, since), now)
+            self._apply(self.membership.tick(now, whom, since), now)
             if self.alone_since is not None and now >= self.alone_since + self._renew_after:
                 self._renew_after *= 2
                 self._sender.renew_control()
@@ -137,9 +137,9 @@ class Reconfiguration:
     def stop(self, now: float) -> None:
         """Notes that the run is to stop: this node no longer waits for others to come back."""
         if not self.membership.stopping:
-            self._obey(self.membership.stop(now), now)
+            self._apply(self.membership.stop(now), now)
 
-    def _obey(self, events: list[GenerationEvent], now: float) -> None:
+    def _apply(self, events: list[GenerationEvent], now: float) -> None:
         for event in events:
             if isinstance(event, Broken):
                 logger.warning("generation %d is over: %s", self.generation.number, event.reason)
@@ -188,7 +188,7 @@ class Reconfiguration:
         if not self.active:
             return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
         if isinstance(asked, Resign):
-            return self._sent_on(of.newcomers.handle_resign(asked))
+            return self._with_address(of.newcomers.handle_resign(asked))
         if caller.key and caller.key in self.founder_keys:
             return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
         try:
@@ -207,7 +207,7 @@ class Reconfiguration:
         try:
             if isinstance(answer, Turned):
                 self._report("turned_away", f"{knock.control}: {answer.reason}")
-                return self._sent_on(answer)
+                return self._with_address(answer)
             seat, uid = answer
             self._report("knocked", f"node {uid} at {seat.control}")
             began = self.began()
@@ -215,9 +215,9 @@ class Reconfiguration:
             return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text,
                            min(max(0, age), MAX_AGE_MILLISECONDS - 1))  # fmt: skip
         finally:
-            self._obey(of.take_events(now), now)
+            self._apply(of.take_events(now), now)
 
-    def _sent_on(self, turned: Turned) -> Turned:
+    def _with_address(self, turned: Turned) -> Turned:
         """Adds the address of the node that is to be asked instead, if it is another one."""
         return turned if turned.uid == self.membership.uid else replace(turned, at=self.control_of(turned.uid))
 
@@ -227,7 +227,7 @@ class Reconfiguration:
         who = f"{listens}{f' (from {caller.address})' if caller.address else ''}".strip()
         known = self.counters.faults.get(fault.reason, 0)
         self.counters.fault(fault.reason, None, f"{who}: {fault.detail}")
-        if known < TOLD_STRANGERS:
+        if known < MAX_LOGGED_STRANGERS:
             logger.warning("a node at %s is not admitted: %s", who, fault.detail)
 
     # -- calls of the transport -------------------------------------------------------------------------------
@@ -239,32 +239,32 @@ class Reconfiguration:
             known = self.membership.suspects | self.membership.failed
             for uid in sorted({*uids} & {*self.generation.members} - known):
                 self.counters.on_event("suspected", uid, reason)
-            self._obey(self.membership.suspect(uids, now, reason, dead), now)
+            self._apply(self.membership.suspect(uids, now, reason, dead), now)
 
     def renew(self, reason: str, now: float) -> None:
         """Asks for a new generation though no member is known to be absent, because the members cannot continue in this
         one."""
         if self.active:
-            self._obey(self.membership.renew(now, reason), now)
+            self._apply(self.membership.renew(now, reason), now)
 
     def fail(self, now: float) -> None:
         """Tells all members that this node failed, so that they do not have to detect it."""
         if self.active:
             self.membership.fail()
-            self._obey([], now)
+            self._apply([], now)
 
     def leave(self, reason: str, now: float) -> None:
         """Puts this node outside: its process joins a run that has already begun."""
         self.active = True
         self.facts.regrouping = reason
-        self._obey(self.membership.leave(now, reason), now)
+        self._apply(self.membership.leave(now, reason), now)
 
     def enter(self, round: int) -> None:
         """Notes that a round begins; other members have already finished it if it is below the generation's first.
         Raises Regrouping if it may not begin."""
         if self.active:
             self.facts.raise_if_over()
-            self.catches_up = round < self.generation.first_round
+            self.is_catching_up = round < self.generation.first_round
             self.membership.position = max(self.membership.position, round + 1)
             self.membership.last_round = self.membership.limits.rounds
 
@@ -288,11 +288,11 @@ class Reconfiguration:
 
     def installed(self, generation: Generation, now: float) -> None:
         """Notes that the parts of the old generation were replaced by those of `generation`."""
-        self._obey(self.membership.installed(generation, now), now)
+        self._apply(self.membership.installed(generation, now), now)
 
-    def begun(self, generation: Generation) -> None:
+    def note_begun(self, generation: Generation) -> None:
         """Notes that this node begins `generation`, which is in force."""
-        self.facts.regrouping, self.catches_up = "", False
+        self.facts.regrouping, self.is_catching_up = "", False
         self._report("generation", f"{generation.number} of nodes {', '.join(map(str, generation.members))}")
 
 
@@ -341,18 +341,18 @@ class GenerationWait:
             of.installed(generation, now)
         going, of.going = of.going, None
         if going is not None and membership.steady:
-            of.begun(going)
+            of.note_begun(going)
             self.generation = going
             return True
-        self._raise_if_in_vain(now)
+        self._raise_if_hopeless(now)
         return False
 
     @property
-    def news(self) -> bool:
+    def has_news(self) -> bool:
         """Whether the next step has something to do other than checking the deadline."""
         return self._reconfiguration.to_install is not None or self._reconfiguration.going is not None
 
-    def _raise_if_in_vain(self, now: float) -> None:
+    def _raise_if_hopeless(self, now: float) -> None:
         """Raises if the wait has no chance of success any more, and updates `deadline`."""
         of, membership = self._reconfiguration, self._reconfiguration.membership
         since = now if of.alone_since is None else max(of.alone_since, self._began)

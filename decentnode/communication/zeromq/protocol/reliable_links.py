@@ -130,9 +130,9 @@ class ReliableLinks:
         except PeerFault as fault:
             self.refuse(fault, source)
             if fault.reason == "checksum_mismatch":
-                self._doubt(plane, header, now)
+                self._report_damage(plane, header, now)
 
-    def _doubt(self, plane: int, header: bytes, now: float) -> None:
+    def _report_damage(self, plane: int, header: bytes, now: float) -> None:
         """Sends an acknowledgement to the sender of a damaged message at once, if its header can be decoded, so that it
         is sent again without waiting for a probe, which may take long on a link that breaks often."""
         try:
@@ -145,8 +145,8 @@ class ReliableLinks:
             return
         came = edge.planes[plane].came
         came.gap = True
-        if now - edge.doubted >= DOUBT_SECONDS or came.unreported + 1 >= ACK_EVERY[plane]:
-            edge.doubted = now
+        if now - edge.last_damage_report >= DOUBT_SECONDS or came.unreported + 1 >= ACK_EVERY[plane]:
+            edge.last_damage_report = now
             self._acknowledge(message.source, edge, plane, now)
         else:
             came.unreported += 1
@@ -176,7 +176,7 @@ class ReliableLinks:
                 return
         if kind_of in EDGE_KINDS:
             self._session.admit(message)
-            self._serve(plane, message, now)
+            self._handle_link_message(plane, message, now)
         else:
             self._port.deliver(message, None, now)
             if kind_of is Hello:
@@ -194,7 +194,7 @@ class ReliableLinks:
             self._port.consumed(message.source, cost)
             raise
 
-    def _serve(self, plane: int, message: Message, now: float) -> None:
+    def _handle_link_message(self, plane: int, message: Message, now: float) -> None:
         """Handles a message of the link protocol itself."""
         uid = message.source
         edge = self._edge(uid)
@@ -221,7 +221,7 @@ class ReliableLinks:
             given = self.access.give(uid)
             self.sender.control(uid, self._message(Key, given.token, given.key), now)
         elif isinstance(message, Key):
-            if not edge.asked:
+            if not edge.asked_for_credential:
                 raise PeerFault("unexpected_message", "Key without having asked")
             if edge.credential is None:
                 edge.credential = BulkCredential(message.token, message.key)
@@ -292,7 +292,7 @@ class ReliableLinks:
                     self._acknowledge(uid, edge, number, now)
                 if self.sender.stuck(uid, number, plane, now):
                     self.sender.renew(uid, edge, number)
-                elif now >= plane.refused + plane.patience:
+                elif now >= plane.full_since + plane.patience:
                     self.sender.renew(uid, edge, number)
                     self.sender.pump(uid, edge, number, now)
                 self.sender.probe(uid, edge, number, now)

@@ -85,19 +85,19 @@ class Sender:
 
         lease_of: as in `PathContext.lease_of`. now: the clock.
         """
-        held_up = [uid for uid in outgoing if not self.takes(uid)]
-        if not held_up:
+        full_peers = [uid for uid in outgoing if not self.takes(uid)]
+        if not full_peers:
             self._send(outgoing, key, lease_of)
             return _NOBODY
         # first the neighbors with room, so that none waits because another one accepts nothing
-        self._send({uid: payload for uid, payload in outgoing.items() if uid not in held_up}, key, lease_of)
+        self._send({uid: payload for uid, payload in outgoing.items() if uid not in full_peers}, key, lease_of)
         dropped = set()
-        for uid in held_up:
+        for uid in full_peers:
             room = self.room(uid, key, now())
             yield room
             if not self.may_send(uid, key, room):
                 dropped.add(uid)
-        self._send({uid: outgoing[uid] for uid in held_up if uid not in dropped}, key, lease_of)
+        self._send({uid: outgoing[uid] for uid in full_peers if uid not in dropped}, key, lease_of)
         return frozenset(dropped)
 
     def _send(
@@ -119,7 +119,7 @@ class Sender:
         returns. Does not block, except for the copy."""
         plans = self._plans[phase]
         scalars: Scalars = payload.scalars
-        sums = self._maker.sum_kind(BULK, uids)
+        sums = self._maker.checksum_kind(BULK, uids)
         for index, plan in enumerate(plans):
             tensor = payload.tensors[plan.name]
             total, size = tensor.numel(), plan.spec.dtype.itemsize

@@ -12,7 +12,7 @@ from decentnode.errors import PeerFault
 from decentnode.wire.control_tree import ControlTree
 from decentnode.wire.messages import Part
 
-MAX_OVER = 1024
+MAX_FINISHED = 1024
 """Number of finished means that are remembered, so that late pieces of them are dropped."""
 
 
@@ -65,7 +65,7 @@ class TreeMeans:
         self._chunk_bytes = chunk_bytes
         self._running: dict[str, _Mean] = {}
         self._early: dict[str, list[tuple[Part, memoryview]]] = {}
-        self._over: dict[str, None] = {}
+        self._finished: dict[str, None] = {}
         """Keys of the last MAX_OVER means that are finished or given up."""
         self.done: dict[str, tuple[Tensor, int]] = {}
         self.consumed: list[tuple[int, int]] = []
@@ -74,7 +74,7 @@ class TreeMeans:
     def begin(self, key: str, tensor: Tensor) -> list[OutgoingPart]:
         """Starts the mean `key` with this node's share, and returns the pieces to send. The tensor becomes the result
         and must not be used meanwhile."""
-        if key in self._running or key in self.done or key in self._over:
+        if key in self._running or key in self.done or key in self._finished:
             raise ValueError(f"mean key must be new, got {key!r} again")
         mean = _Mean(tensor, chunk_elements(self._chunk_bytes, tensor.dtype))
         self._running[key] = mean
@@ -101,9 +101,9 @@ class TreeMeans:
         return result
 
     def _end(self, key: str) -> None:
-        self._over[key] = None
-        if len(self._over) > MAX_OVER:
-            del self._over[next(iter(self._over))]
+        self._finished[key] = None
+        if len(self._finished) > MAX_FINISHED:
+            del self._finished[next(iter(self._finished))]
 
     def waiting_for(self, key: str) -> list[int]:
         """Returns the nodes that this mean waits for: children whose pieces are missing, or the parent."""
@@ -120,7 +120,7 @@ class TreeMeans:
         allowed = (self._tree.parent,) if message.down else self._tree.children
         if message.source not in allowed:
             raise PeerFault("wrong_sender", f"part of {message.key!r} from {message.source}")
-        if message.key in self._over or message.key in self.done:
+        if message.key in self._finished or message.key in self.done:
             raise PeerFault("stale_part", message.key)
         mean = self._running.get(message.key)
         if mean is None:

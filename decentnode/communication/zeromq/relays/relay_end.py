@@ -33,7 +33,7 @@ BACKLOG = 64
 
 
 class RelayEnd(threading.Thread):
-    """The relayed connections of one node, from the first `reach` or `offer` until `close`."""
+    """The relayed connections of one node, from the first `reach` or `register` until `close`."""
 
     def __init__(self, plan: RelayPlan) -> None:
         super().__init__(name=f"relay-{plan.uid}", daemon=True)
@@ -41,10 +41,10 @@ class RelayEnd(threading.Thread):
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker()
         self._lock = threading.Lock()
-        """Guards `_reached` and `_fresh`."""
+        """Guards `_reached` and `_new_listeners`."""
         self._reached: dict[int, Endpoints] = {}
         """uid of a node behind a relay -> the local endpoints to connect to."""
-        self._fresh: deque[tuple[socket.socket, int, int]] = deque()
+        self._new_listeners: deque[tuple[socket.socket, int, int]] = deque()
         """(listening socket, uid, plane) that the thread does not poll yet: two for each node behind a relay."""
         self._listeners: dict[int, tuple[socket.socket, int, int]] = {}
         self._uplinks = Uplinks(plan, self._context)
@@ -65,7 +65,7 @@ class RelayEnd(threading.Thread):
                     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
                     listener.bind(f"\0{names[-1]}")
                     listener.listen(BACKLOG)
-                    self._fresh.append((listener, uid, plane))
+                    self._new_listeners.append((listener, uid, plane))
                 self._reached[uid] = f"ipc://@{names[0]}", f"ipc://@{names[1]}"
             found = self._reached[uid]
         self._waker.wake()
@@ -86,14 +86,14 @@ class RelayEnd(threading.Thread):
     def run(self) -> None:
         with logs.of_node(self._plan.uid):
             try:
-                while not self._over():
+                while not self._is_over():
                     self._step()
             except Exception:
                 logger.exception("relayed connections failed")
             finally:
                 self._release()
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         now = clock.now()
         if now < self._closing - CLOSE_SECONDS:
             return False
@@ -102,13 +102,13 @@ class RelayEnd(threading.Thread):
     def _step(self) -> None:
         now = clock.now()
         with self._lock:
-            while self._fresh:
-                fresh = self._fresh.popleft()
+            while self._new_listeners:
+                fresh = self._new_listeners.popleft()
                 self._listeners[fresh[0].fileno()] = fresh
         self._uplinks.tick(now)
         self._streams.tick(now)
         if now < self._closing - CLOSE_SECONDS:
-            self._uplinks.offer(now)
+            self._uplinks.register(now)
         poller, streams, uplinks = zmq.Poller(), {}, {}
         poller.register(self._waker.descriptor, zmq.POLLIN)
         for descriptor in self._listeners:
@@ -123,7 +123,7 @@ class RelayEnd(threading.Thread):
             poller.register(uplink.monitor, zmq.POLLIN)
         for source, events in poller.poll(LOOK_MS):
             if isinstance(source, zmq.Socket):
-                self._uplinks.hear(uplinks[source], source)
+                self._uplinks.read(uplinks[source], source)
             elif source == self._waker.descriptor:
                 self._waker.clear()
             elif source in self._listeners:
@@ -135,7 +135,7 @@ class RelayEnd(threading.Thread):
         self._uplinks.release()
         self._streams.release()
         with self._lock:
-            for listener, *_ in [*self._listeners.values(), *self._fresh]:
+            for listener, *_ in [*self._listeners.values(), *self._new_listeners]:
                 listener.close()
         self._waker.close()
         self._context.term()

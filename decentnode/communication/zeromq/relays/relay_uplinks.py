@@ -29,7 +29,7 @@ from decentnode.wire.relay import (
 
 logger = logging.getLogger(__name__)
 
-OFFERS = 2
+REGISTRATIONS = 2
 """Number of relays with which a node registers: if one dies, the other is already connected."""
 PING_SECONDS, SILENT_SECONDS = 1.0, 3.0
 """How often a relay is pinged, and after how long a silence it is given up."""
@@ -59,7 +59,7 @@ class RelayPlan:
     """Returns where a relay's control socket listens, and whether over IPv6; also called with this node's uid."""
     own: Endpoints
     """Where this node listens, as it can connect to itself."""
-    offers: bool
+    registers: bool
     """Whether others reach this node only through relays, so that it registers with them."""
     keyring: Keyring | None
 
@@ -71,23 +71,23 @@ class Uplink:
         self.uid, self.socket = uid, socket_
         self.monitor: zmq.Socket[bytes] = socket_.get_monitor_socket(_BROKEN)
         self.monitor.linger = 0
-        self.heard = now
-        self.said = -math.inf
+        self.last_heard = now
+        self.last_sent = -math.inf
         """When it was last sent a HELLO or PING."""
-        self.known = False
+        self.is_known = False
         """Whether the relay knows this node."""
 
 
 class UplinkUser(Protocol):
     """Uses the uplinks (`RelayedStreams`), which call these methods."""
 
-    def known(self, now: float) -> None:
+    def relay_is_ready(self, now: float) -> None:
         """A relay now knows this node."""
 
     def refused(self, uplink: Uplink, now: float) -> None:
         """A relay that does not know this node yet refused a stream of it."""
 
-    def take(self, uplink: Uplink, frame: Frame, now: float) -> None:
+    def receive(self, uplink: Uplink, frame: Frame, now: float) -> None:
         """A frame of a stream arrived."""
 
     def lost(self, uplink: Uplink, now: float) -> None:
@@ -102,10 +102,10 @@ class Uplinks:
     def __init__(self, plan: RelayPlan, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._plan, self._context = plan, context
         self.by_relay: dict[int, Uplink] = {}
-        self._down: dict[int, float] = {}
+        self._unusable_until: dict[int, float] = {}
         """Relay -> until when it is not used."""
 
-    def made(self, uid: int, now: float) -> Uplink:
+    def connect(self, uid: int, now: float) -> Uplink:
         """Returns the connection to a relay, opened if there is none."""
         if uid in self.by_relay:
             return self.by_relay[uid]
@@ -119,35 +119,35 @@ class Uplinks:
             connections.log_in_by_key(made, keyring, uid)
         uplink = self.by_relay[uid] = Uplink(uid, made, now)
         made.connect(at)
-        self._greet(uplink, now)
+        self._send_hello(uplink, now)
         return uplink
 
-    def usable(self, uid: int, now: float) -> bool:
+    def is_usable(self, uid: int, now: float) -> bool:
         """Returns whether a relay was not given up within the last DOWN_SECONDS."""
-        return now >= self._down.get(uid, 0.0)
+        return now >= self._unusable_until.get(uid, 0.0)
 
     def tick(self, now: float) -> None:
         """Pings relays that are due, and gives up those that are silent."""
         for uplink in list(self.by_relay.values()):
-            if now - uplink.heard > SILENT_SECONDS:
+            if now - uplink.last_heard > SILENT_SECONDS:
                 self._give_up(uplink, now, "is silent")
-            elif not uplink.known and now - uplink.said > HELLO_SECONDS:
-                self._greet(uplink, now)
-            elif now - uplink.said > PING_SECONDS:
-                uplink.said = now
-                self.say(uplink, Frame(PING))
+            elif not uplink.is_known and now - uplink.last_sent > HELLO_SECONDS:
+                self._send_hello(uplink, now)
+            elif now - uplink.last_sent > PING_SECONDS:
+                uplink.last_sent = now
+                self.send(uplink, Frame(PING))
 
-    def offer(self, now: float) -> None:
+    def register(self, now: float) -> None:
         """Connects to up to OFFERS relays, if others reach this node through relays."""
-        if not self._plan.offers:
+        if not self._plan.registers:
             return
         for uid in relay_order(self._plan.uid, list(self._plan.relays)):
-            if len(self.by_relay) >= OFFERS:
+            if len(self.by_relay) >= REGISTRATIONS:
                 break
-            if uid not in self.by_relay and self.usable(uid, now):
-                self.made(uid, now)
+            if uid not in self.by_relay and self.is_usable(uid, now):
+                self.connect(uid, now)
 
-    def say(self, uplink: Uplink, frame: Frame) -> None:
+    def send(self, uplink: Uplink, frame: Frame) -> None:
         """Sends a frame; a relay whose queue is full is given up."""
         if uplink.uid not in self.by_relay:
             return
@@ -156,7 +156,7 @@ class Uplinks:
         except zmq.Again:
             self._give_up(uplink, clock.now(), "takes nothing")
 
-    def hear(self, uplink: Uplink, source: zmq.Socket[bytes]) -> None:
+    def read(self, uplink: Uplink, source: zmq.Socket[bytes]) -> None:
         """Reads what has arrived at `source`, which is the uplink's socket or the monitor of that socket."""
         if source.closed or uplink.uid not in self.by_relay:
             return
@@ -177,8 +177,8 @@ class Uplinks:
             except PeerFault as fault:
                 self._give_up(uplink, now, str(fault))
                 return
-            uplink.heard = now
-            self._take(uplink, frame, now)
+            uplink.last_heard = now
+            self._handle(uplink, frame, now)
             if uplink.uid not in self.by_relay:
                 return
 
@@ -188,28 +188,28 @@ class Uplinks:
             connections.end_monitor(uplink.socket, uplink.monitor)
             uplink.socket.close(linger=int(1000 * LINGER_SECONDS))
 
-    def _greet(self, uplink: Uplink, now: float) -> None:
-        uplink.said = now
+    def _send_hello(self, uplink: Uplink, now: float) -> None:
+        uplink.last_sent = now
         identity = self._plan.identity(self._plan.uid)
-        self.say(uplink, Frame(HELLO, plane=int(self._plan.offers), number=RELAY_VERSION, body=identity))
+        self.send(uplink, Frame(HELLO, plane=int(self._plan.registers), number=RELAY_VERSION, body=identity))
 
-    def _take(self, uplink: Uplink, frame: Frame, now: float) -> None:
+    def _handle(self, uplink: Uplink, frame: Frame, now: float) -> None:
         if frame.kind == HELLO:
-            if frame.number and not uplink.known:
-                uplink.known = True
-                self.user.known(now)
-        elif frame.kind == RESET and uplink.known:
+            if frame.number and not uplink.is_known:
+                uplink.is_known = True
+                self.user.relay_is_ready(now)
+        elif frame.kind == RESET and uplink.is_known:
             self._give_up(uplink, now, "knows nothing of this node any more")
         elif frame.kind == RESET:
             self.user.refused(uplink, now)
         else:
-            self.user.take(uplink, frame, now)
+            self.user.receive(uplink, frame, now)
 
     def _give_up(self, uplink: Uplink, now: float, why: str) -> None:
         if self.by_relay.pop(uplink.uid, None) is None:
             return
         logger.info("relay %d %s", uplink.uid, why)
-        self._down[uplink.uid] = now + DOWN_SECONDS
+        self._unusable_until[uplink.uid] = now + DOWN_SECONDS
         connections.end_monitor(uplink.socket, uplink.monitor)
         uplink.socket.close(linger=0)
         self.user.lost(uplink, now)

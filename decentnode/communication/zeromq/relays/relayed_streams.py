@@ -44,28 +44,28 @@ class Stream:
 
     local: socket.socket
     plane: int
-    to: int = -1
+    target: int = -1
     """The uid to which this node opened the stream; -1 if another node opened it to this one."""
-    left: list[int] = field(default_factory=list)
+    untried_relays: list[int] = field(default_factory=list)
     """Relays that were not asked yet."""
     uplink: Uplink | None = None
     number: int = 0
     opened: bool = False
-    asked: float = 0.0
+    asked_at: float = 0.0
     credit: int = STREAM_BYTES
     """Bytes that may still be sent."""
-    waiting: bytearray = field(default_factory=bytearray)
+    unwritten: bytearray = field(default_factory=bytearray)
     """Bytes that were received and that the local connection does not accept yet."""
-    used: int = 0
+    written: int = 0
     """Bytes that the local connection accepted since the last CREDIT frame."""
-    over: bool = False
+    remote_closed: bool = False
     """Whether the other end sends nothing more."""
 
     @property
     def events(self) -> int:
         """The events to poll the local connection for; 0 for none."""
-        events = zmq.POLLIN if self.opened and self.credit > 0 and not self.over else 0
-        return events | (zmq.POLLOUT if self.waiting else 0)
+        events = zmq.POLLIN if self.opened and self.credit > 0 and not self.remote_closed else 0
+        return events | (zmq.POLLOUT if self.unwritten else 0)
 
 
 class RelayedStreams:
@@ -74,7 +74,7 @@ class RelayedStreams:
     def __init__(self, plan: RelayPlan, uplinks: Uplinks) -> None:
         self._plan, self._uplinks = plan, uplinks
         self.all: set[Stream] = set()
-        self._through = WeakKeyDictionary[Uplink, dict[int, Stream]]()
+        self._by_uplink = WeakKeyDictionary[Uplink, dict[int, Stream]]()
         """Uplink -> stream number -> stream, for the streams through each relay."""
         self._next_number = WeakKeyDictionary[Uplink, int]()
         """Uplink -> number of the next stream that this node opens through it."""
@@ -82,9 +82,9 @@ class RelayedStreams:
     def tick(self, now: float) -> None:
         """Asks the next relay for streams that were not opened in time."""
         for stream in [each for each in self.all if not each.opened]:
-            if stream.uplink is None and now - stream.asked > RETRY_SECONDS:
+            if stream.uplink is None and now - stream.asked_at > RETRY_SECONDS:
                 self._dial(stream, now)
-            elif now - stream.asked > DIAL_SECONDS:
+            elif now - stream.asked_at > DIAL_SECONDS:
                 self._dial_next(stream, now)
 
     def release(self) -> None:
@@ -122,52 +122,52 @@ class RelayedStreams:
         except OSError:
             body = b""
         if not body or stream.uplink is None:
-            self._end(stream)
+            self._close(stream)
             return
         stream.credit -= len(body)
-        self._uplinks.say(stream.uplink, Frame(DATA, stream.number, stream.plane, body=body))
+        self._uplinks.send(stream.uplink, Frame(DATA, stream.number, stream.plane, body=body))
 
     def _write(self, stream: Stream) -> None:
         try:
-            while stream.waiting:
-                sent = stream.local.send(stream.waiting)
-                del stream.waiting[:sent]
-                stream.used += sent
+            while stream.unwritten:
+                sent = stream.local.send(stream.unwritten)
+                del stream.unwritten[:sent]
+                stream.written += sent
         except BlockingIOError:
             pass
         except OSError:
-            self._end(stream)
+            self._close(stream)
             return
-        if stream.over:
-            if not stream.waiting:
-                self._drop(stream)
-        elif stream.used >= STREAM_BYTES // 2 and stream.uplink is not None:
-            used, stream.used = stream.used, 0
-            self._uplinks.say(stream.uplink, Frame(CREDIT, stream.number, stream.plane, used))
+        if stream.remote_closed:
+            if not stream.unwritten:
+                self._discard(stream)
+        elif stream.written >= STREAM_BYTES // 2 and stream.uplink is not None:
+            used, stream.written = stream.written, 0
+            self._uplinks.send(stream.uplink, Frame(CREDIT, stream.number, stream.plane, used))
 
     # -- calls of the uplinks (UplinkUser) --------------------------------------------------------------------
 
-    def known(self, now: float) -> None:
+    def relay_is_ready(self, now: float) -> None:
         for waiting in [each for each in self.all if not each.opened and each.uplink is None]:
             self._dial(waiting, now)
 
     def refused(self, uplink: Uplink, now: float) -> None:
-        for dialed in [each for each in self._through.get(uplink, {}).values() if not each.opened]:
+        for dialed in [each for each in self._by_uplink.get(uplink, {}).values() if not each.opened]:
             self._dial_next(dialed, now)
 
     def lost(self, uplink: Uplink, now: float) -> None:
         """Closes the streams through a lost relay; those that are not open yet are tried through the next relay."""
-        for stream in self._through.pop(uplink, {}).values():
+        for stream in self._by_uplink.pop(uplink, {}).values():
             stream.uplink = None
             if stream.opened:
-                self._drop(stream)
+                self._discard(stream)
             else:
                 self._dial_next(stream, now)
 
-    def take(self, uplink: Uplink, frame: Frame, now: float) -> None:
-        stream = self._through.get(uplink, {}).get(frame.stream)
+    def receive(self, uplink: Uplink, frame: Frame, now: float) -> None:
+        stream = self._by_uplink.get(uplink, {}).get(frame.stream)
         if frame.kind == OPEN and stream is None:
-            self._take_open(uplink, frame)
+            self._accept_remote(uplink, frame)
         elif stream is None:
             return
         elif frame.kind == OPENED:
@@ -175,73 +175,73 @@ class RelayedStreams:
         elif frame.kind == CREDIT:
             stream.credit = min(STREAM_BYTES, stream.credit + frame.number)
         elif frame.kind == CLOSE and not stream.opened:
-            self._leave(stream)
+            self._unassign(stream)
             self._dial_next(stream, now)
         elif frame.kind == CLOSE:
-            self._leave(stream)
-            stream.over = True
+            self._unassign(stream)
+            stream.remote_closed = True
             self._write(stream)
         elif frame.kind == DATA:
-            stream.waiting += frame.body
-            if len(stream.waiting) > STREAM_BYTES:  # more than its credit allows
-                self._end(stream)
+            stream.unwritten += frame.body
+            if len(stream.unwritten) > STREAM_BYTES:  # more than its credit allows
+                self._close(stream)
             else:
                 self._write(stream)
 
-    def _take_open(self, uplink: Uplink, frame: Frame) -> None:
+    def _accept_remote(self, uplink: Uplink, frame: Frame) -> None:
         """Opens a stream that another node asked for, with a connection to this node's own listening socket."""
         try:
-            local = _connected(self._plan.own[frame.plane])
+            local = _connect_to_self(self._plan.own[frame.plane])
         except OSError as error:
             logger.warning("a relayed connection: %s", error)
-            self._uplinks.say(uplink, Frame(CLOSE, frame.stream))
+            self._uplinks.send(uplink, Frame(CLOSE, frame.stream))
             return
         made = Stream(local, frame.plane, opened=True)
-        self._lead(made, uplink, frame.stream)
+        self._assign(made, uplink, frame.stream)
         self.all.add(made)
-        self._uplinks.say(uplink, Frame(OPENED, frame.stream))
+        self._uplinks.send(uplink, Frame(OPENED, frame.stream))
 
     # -- which relay a stream goes through --------------------------------------------------------------------
 
     def _dial(self, stream: Stream, now: float) -> None:
         """Asks one usable relay after the other for a stream, beginning with the first."""
-        relays = relay_order(stream.to, [each for each in self._plan.relays if each != stream.to])
-        stream.left = [each for each in relays if self._uplinks.usable(each, now)]
+        relays = relay_order(stream.target, [each for each in self._plan.relays if each != stream.target])
+        stream.untried_relays = [each for each in relays if self._uplinks.is_usable(each, now)]
         self._dial_next(stream, now)
 
     def _dial_next(self, stream: Stream, now: float) -> None:
         """Asks the next relay for a stream; if none is left, all are asked again after RETRY_SECONDS."""
-        self._leave(stream, told=True)
-        if not stream.left:
-            stream.asked = now
+        self._unassign(stream, notify_peer=True)
+        if not stream.untried_relays:
+            stream.asked_at = now
             return
-        uplink = self._uplinks.made(stream.left.pop(0), now)
+        uplink = self._uplinks.connect(stream.untried_relays.pop(0), now)
         number = self._next_number.get(uplink, 2)
-        self._next_number[uplink], stream.asked = number + 2, now
-        self._lead(stream, uplink, number)
-        self._uplinks.say(uplink, Frame(OPEN, number, stream.plane, body=self._plan.identity(stream.to)))
+        self._next_number[uplink], stream.asked_at = number + 2, now
+        self._assign(stream, uplink, number)
+        self._uplinks.send(uplink, Frame(OPEN, number, stream.plane, body=self._plan.identity(stream.target)))
 
-    def _lead(self, stream: Stream, uplink: Uplink, number: int) -> None:
+    def _assign(self, stream: Stream, uplink: Uplink, number: int) -> None:
         """Assigns a stream to a relay."""
         stream.uplink, stream.number = uplink, number
-        self._through.setdefault(uplink, {})[number] = stream
+        self._by_uplink.setdefault(uplink, {})[number] = stream
 
-    def _leave(self, stream: Stream, told: bool = False) -> None:
+    def _unassign(self, stream: Stream, notify_peer: bool = False) -> None:
         """Removes a stream from its relay. told: a CLOSE frame tells the other end."""
         uplink, stream.uplink = stream.uplink, None
-        if uplink is not None and self._through.get(uplink, {}).pop(stream.number, None) is not None and told:
-            self._uplinks.say(uplink, Frame(CLOSE, stream.number))
+        if uplink is not None and self._by_uplink.get(uplink, {}).pop(stream.number, None) is not None and notify_peer:
+            self._uplinks.send(uplink, Frame(CLOSE, stream.number))
 
-    def _end(self, stream: Stream) -> None:
-        self._leave(stream, told=True)
-        self._drop(stream)
+    def _close(self, stream: Stream) -> None:
+        self._unassign(stream, notify_peer=True)
+        self._discard(stream)
 
-    def _drop(self, stream: Stream) -> None:
+    def _discard(self, stream: Stream) -> None:
         self.all.discard(stream)
         stream.local.close()
 
 
-def _connected(at: str) -> socket.socket:
+def _connect_to_self(at: str) -> socket.socket:
     """Returns a new connection to this node's own listening socket. Raises OSError."""
     if at.startswith("ipc://"):
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -30,15 +30,15 @@ class Relays:
         self._others, self._io, self._keyring = others, io, keyring
         self._relays = [each for each in range(founders) if each not in self.relayed]
         self._own: Endpoints = ("", "")
-        self._end: RelayEnd | None = None
+        self._relay_end: RelayEnd | None = None
 
     def set_up(self, grows: bool, counters: Counters) -> None:
         """Makes this node a relay if any node may need one; called before the start. grows: whether newcomers may
         join."""
         if (grows or self.relayed) and self._uid in self._relays:
-            hub = RelayHub(self._knows)
+            hub = RelayHub(self._is_known)
             counters.relayed = lambda: hub.relayed_bytes
-            self._io.listening.be_relay(hub)
+            self._io.listening.become_relay(hub)
 
     def begin(self, own: Endpoints) -> None:
         """Starts to use relays, to reach other nodes and to be reached at `own`, as far as needed.
@@ -48,36 +48,38 @@ class Relays:
         self._own = own
         for uid in self.relayed - {self._uid}:
             if uid in self._others:
-                self._io.peers.endpoints[uid] = self.way_to(uid, self._others[uid])
-        if self._uid in self.relayed and any(self._apart(each) for each in range(self._founders)):
-            self._made()
+                self._io.peers.endpoints[uid] = self.endpoints_to(uid, self._others[uid])
+        if self._uid in self.relayed and any(self._is_on_other_machine(each) for each in range(self._founders)):
+            self._started_relay_end()
 
-    def way_to(self, uid: int, endpoints: Endpoints) -> Endpoints:
+    def endpoints_to(self, uid: int, endpoints: Endpoints) -> Endpoints:
         """Returns the endpoints to which this node connects to reach `uid`, which listens at `endpoints`. May be called
         from any thread; not blocking."""
-        return self._made().reach(uid) if uid in self.relayed and self._apart(uid) else endpoints
+        if uid in self.relayed and self._is_on_other_machine(uid):
+            return self._started_relay_end().reach(uid)
+        return endpoints
 
     def close(self) -> None:
         """Closes the connections to relays; blocks for a second or two if there are any."""
-        if self._end is not None:
-            self._end.close()
+        if self._relay_end is not None:
+            self._relay_end.close()
 
-    def _apart(self, uid: int) -> bool:
+    def _is_on_other_machine(self, uid: int) -> bool:
         return self._machine_of.get(uid) != self._machine_of.get(self._uid)
 
-    def _made(self) -> RelayEnd:
-        if self._end is None:
-            self._end = RelayEnd(RelayPlan(
+    def _started_relay_end(self) -> RelayEnd:
+        if self._relay_end is None:
+            self._relay_end = RelayEnd(RelayPlan(
                 uid=self._uid, identity=self._identity, relays=tuple(self._relays), control_of=self._control_of,
-                own=self._own, offers=self._uid in self.relayed, keyring=self._keyring,
+                own=self._own, registers=self._uid in self.relayed, keyring=self._keyring,
             ))  # fmt: skip
-            self._end.start()
-        return self._end
+            self._relay_end.start()
+        return self._relay_end
 
     def _identity(self, uid: int) -> bytes:
         return b"%d" % uid if self._keyring is None else self._keyring.public[uid]
 
-    def _knows(self, identity: bytes) -> bool:
+    def _is_known(self, identity: bytes) -> bool:
         if self._keyring is not None:
             return identity in self._keyring.uid_of
         uid = int(identity) if identity.isdigit() and len(identity) < 8 else -1

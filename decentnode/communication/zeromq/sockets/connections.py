@@ -13,7 +13,7 @@ from decentnode.mapping.hosts import address, endpoint, resolved
 
 CRYPTOGRAPHIC, MECHANISM_MISMATCH, REFUSED = 0x11000001, 0x11000002, 400
 """Why a handshake failed, as libzmq reports it (zmq.h; the status of ZAP if it was refused)."""
-WHY_BROKEN = {CRYPTOGRAPHIC: "wrong keys", MECHANISM_MISMATCH: "other security", REFUSED: "refused"}
+HANDSHAKE_FAILURES = {CRYPTOGRAPHIC: "wrong keys", MECHANISM_MISMATCH: "other security", REFUSED: "refused"}
 
 MAX_CONTROL_BYTES = 1 << 20
 
@@ -36,8 +36,9 @@ def listen(socket_: zmq.Socket[bytes], host: str, port: int | None) -> None:
 
     Blocks while a name is looked up. Raises zmq.ZMQError.
     """
-    spelled = address(host)
-    addresses = ([str(spelled)] if spelled is not None else resolved(host)) or [host]  # an interface, such as eth0
+    numeric_address = address(host)
+    addresses = [str(numeric_address)] if numeric_address is not None else resolved(host)
+    addresses = addresses or [host]  # an interface, such as eth0
     failure: zmq.ZMQError | None = None
     bound = 0
     for each in addresses[:1] if port is None else addresses:
@@ -67,7 +68,7 @@ def listener(
     made.rcvhwm = RECEIVE_MESSAGES
     made.linger = 0
     made.setsockopt(zmq.BACKLOG, BACKLOG)
-    _watch_for_silence(made)
+    _enable_keepalive(made)
     if keyring is not None and plain:
         made.plain_server = True
     elif keyring is not None:
@@ -92,7 +93,7 @@ def sender(
     made.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
     made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
     made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-    _watch_for_silence(made)
+    _enable_keepalive(made)
     return made
 
 
@@ -127,7 +128,7 @@ def end_monitor(socket_: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
     monitor.close(linger=0)
 
 
-def _watch_for_silence(socket_: zmq.Socket[bytes]) -> None:
+def _enable_keepalive(socket_: zmq.Socket[bytes]) -> None:
     idle, interval, count = KEEPALIVE_SECONDS
     socket_.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket_.setsockopt(zmq.TCP_KEEPALIVE_IDLE, idle)
@@ -136,7 +137,7 @@ def _watch_for_silence(socket_: zmq.Socket[bytes]) -> None:
     socket_.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
-def held(body: memoryview, shared: bool) -> Body:
+def hold_in_frame(body: memoryview, shared: bool) -> Body:
     """Returns the body of a message in the form in which the sockets keep it; a `link_state.Hold`."""
     frame: HeldBody = zmq.Frame(body, copy=not shared)
     return frame

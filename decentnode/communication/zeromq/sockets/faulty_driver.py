@@ -41,7 +41,7 @@ Connection = tuple[int, int]
 
 
 @dataclass(order=True)
-class _Held:
+class _DelayedMessage:
     """A message that is being delayed."""
 
     due: float
@@ -62,25 +62,25 @@ class FaultyDriver(LinkDriver):
         super().__init__(session, counters, sizes, security, process)
         self._uid = session.uid
         kinds = Cut, Break, HalfOpen, Delay, Drop, Corrupt, Duplicate, Reorder
-        self._course = Course(faults.plan, session.uid, kinds, self._began)
+        self._course = Course(faults.plan, session.uid, kinds, self._fault_began)
         self._fates = Fates(faults.seed)
         self.touched: dict[str, int] = {}
         """Kind of fault -> number of messages that it changed; a cut or half-open connection loses them."""
         self._plan = faults.plan
-        self._dead: set[Connection] = set()
+        self._half_open: set[Connection] = set()
         """Half-open connections, which lose every message."""
         self._broken: list[Connection] = []
         """Connections to break at the next tick."""
-        self._held: list[_Held] = []
+        self._delayed: list[_DelayedMessage] = []
         """A heap of the delayed messages."""
-        self._count: dict[Connection, int] = {}
+        self._delayed_count: dict[Connection, int] = {}
         """Connection -> number of its delayed messages."""
-        self._last: dict[Connection, float] = {}
+        self._last_due: dict[Connection, float] = {}
         """Connection -> when its last delayed message that keeps its order is due."""
         self._refused: set[Connection] = set()
         self._order = itertools.count()
         self._due = math.inf
-        """When the first message of `_held` is due or a connection breaks; read without the lock."""
+        """When the first message of `_delayed` is due or a connection breaks; read without the lock."""
         self.send, self.renew = self._send, self._renew
 
     # -- the course of faults (`base.FaultCourse`) ---------------------------------------------------
@@ -95,13 +95,13 @@ class FaultyDriver(LinkDriver):
         with self.sending():
             self._course.enter(round, clock.now())
 
-    def _began(self, found: InEffect) -> None:
+    def _fault_began(self, found: InEffect) -> None:
         fault = found.fault
         self._counters.on_event("fault", None, fault.told)
         if isinstance(fault, Break | HalfOpen) and fault.source == self._uid:
             to = fault.to, CONTROL if fault.plane == "control" else BULK
             if isinstance(fault, HalfOpen):
-                self._dead.add(to)
+                self._half_open.add(to)
             else:
                 self._broken.append(to)
                 self._due = -math.inf
@@ -112,19 +112,19 @@ class FaultyDriver(LinkDriver):
         """Replaces `PeerSockets.send`: sends, changes, delays or drops a message, as its faults say."""
         now, to = clock.now(), (uid, plane)
         found = self._course.in_effect(now)
-        if to in self._dead:
-            self._note("half_open")
+        if to in self._half_open:
+            self._count_fault("half_open")
             return True
-        if not found and to not in self._count:
+        if not found and to not in self._delayed_count:
             return self.io.send(uid, plane, first, body)
         fate = self._fates.of(((each.index, each.fault) for each in found), self._uid, uid, plane)
         if fate.fault >= 0:
-            self._note(self._plan[fate.fault].do)
+            self._count_fault(self._plan[fate.fault].do)
         if fate.lost:
             return True
-        due = now + fate.overtaken if fate.overtaken else max(now + fate.later, self._last.get(to, 0.0))
+        due = now + fate.overtaken if fate.overtaken else max(now + fate.later, self._last_due.get(to, 0.0))
         if due > now:
-            return self._hold(due, to, fate, first, body)
+            return self._delay(due, to, fate, first, body)
         if fate.flipped is not None:
             first, body = _flipped(fate, first, body)
         taken = self.io.send(uid, plane, first, body)
@@ -132,11 +132,11 @@ class FaultyDriver(LinkDriver):
             self.io.send(uid, plane, first, body)
         return taken
 
-    def _note(self, kind: str) -> None:
+    def _count_fault(self, kind: str) -> None:
         self.touched[kind] = self.touched.get(kind, 0) + 1
 
-    def _hold(self, due: float, to: Connection, fate: Fate, first: bytes, body: Body | None) -> bool:
-        if self._count.get(to, 0) >= MAX_HELD:
+    def _delay(self, due: float, to: Connection, fate: Fate, first: bytes, body: Body | None) -> bool:
+        if self._delayed_count.get(to, 0) >= MAX_HELD:
             self._refused.add(to)
             return False
         # copied, because the body's memory may change once the message is acknowledged, which may happen for another
@@ -145,10 +145,10 @@ class FaultyDriver(LinkDriver):
         if fate.flipped is not None:
             first, content = _flipped(fate, first, content)
         for _ in range(1 + fate.twice):
-            heapq.heappush(self._held, _Held(due, next(self._order), to, first, content))
-            self._count[to] = self._count.get(to, 0) + 1
+            heapq.heappush(self._delayed, _DelayedMessage(due, next(self._order), to, first, content))
+            self._delayed_count[to] = self._delayed_count.get(to, 0) + 1
         if not fate.overtaken:
-            self._last[to] = due
+            self._last_due[to] = due
         if due < self._due:
             self._due = due
             self.io.due_by(due)
@@ -157,12 +157,12 @@ class FaultyDriver(LinkDriver):
     def _renew(self, uid: int, plane: int) -> None:
         """Replaces `PeerSockets.renew`: what is in flight is lost, including delayed messages."""
         to = uid, plane
-        self._dead.discard(to)
+        self._half_open.discard(to)
         self._refused.discard(to)
-        self._last.pop(to, None)
-        if self._count.pop(to, 0):
-            self._held = [each for each in self._held if each.to != to]
-            heapq.heapify(self._held)
+        self._last_due.pop(to, None)
+        if self._delayed_count.pop(to, 0):
+            self._delayed = [each for each in self._delayed if each.to != to]
+            heapq.heapify(self._delayed)
         self.io.peers.renew(uid, plane)
 
     @property
@@ -173,29 +173,29 @@ class FaultyDriver(LinkDriver):
         broken, self._broken = self._broken, []
         for uid, plane in broken:
             self.disconnected(uid, plane)
-        while self._held and self._held[0].due <= now:
-            held = heapq.heappop(self._held)
-            if not self.io.send(*held.to, held.first, held.body):
-                self._retry(held, now)
+        while self._delayed and self._delayed[0].due <= now:
+            delayed = heapq.heappop(self._delayed)
+            if not self.io.send(*delayed.to, delayed.first, delayed.body):
+                self._retry(delayed, now)
                 break
-            self._release(held.to)
-        self._due = -math.inf if self._broken else self._held[0].due if self._held else math.inf
+            self._release(delayed.to)
+        self._due = -math.inf if self._broken else self._delayed[0].due if self._delayed else math.inf
         super().tick(now)
 
-    def _retry(self, held: _Held, now: float) -> None:
+    def _retry(self, delayed: _DelayedMessage, now: float) -> None:
         """Delays all due messages of a full socket a little longer, in unchanged order."""
-        late = [each for each in self._held if each.to == held.to and each.due <= now]
-        others = [each for each in self._held if not (each.to == held.to and each.due <= now)]
-        for each in (held, *late):
+        late = [each for each in self._delayed if each.to == delayed.to and each.due <= now]
+        others = [each for each in self._delayed if not (each.to == delayed.to and each.due <= now)]
+        for each in (delayed, *late):
             each.due = now + RETRY_SECONDS
-        self._held = [*others, held, *late]
-        heapq.heapify(self._held)
-        self._last[held.to] = max(self._last.get(held.to, 0.0), now + RETRY_SECONDS)
+        self._delayed = [*others, delayed, *late]
+        heapq.heapify(self._delayed)
+        self._last_due[delayed.to] = max(self._last_due.get(delayed.to, 0.0), now + RETRY_SECONDS)
 
     def _release(self, to: Connection) -> None:
-        self._count[to] -= 1
-        if not self._count[to]:
-            del self._count[to]
+        self._delayed_count[to] -= 1
+        if not self._delayed_count[to]:
+            del self._delayed_count[to]
         if to in self._refused:
             self._refused.discard(to)
             self.writable(*to)

@@ -12,7 +12,7 @@ from decentnode.wire.session import Session
 logger = logging.getLogger(__name__)
 
 
-class Handshakes:
+class HandshakeFailures:
     """Tells a node's session which of the missing nodes a failed handshake probably belongs to, and why it failed.
 
     ZeroMQ does not identify the other end of a failed handshake; a node concludes it from the address and from the
@@ -26,7 +26,7 @@ class Handshakes:
         """Peers whose handshake failed for an unknown reason. If only one of two nodes uses keys, it is a race which of
         them learns the reason."""
 
-    def refused_here(self, kind: str, where: str, detail: str) -> None:
+    def note_own_refusal(self, kind: str, where: str, detail: str) -> None:
         """Handles a handshake that failed at this node's own listening socket.
 
         kind: "stranger" if the key or login was refused. where: the address of a stranger; otherwise that of the
@@ -35,16 +35,16 @@ class Handshakes:
         session = self._session
         missing = [uid for uid in session.tree.children if uid not in session.present]
         if kind == "stranger":
-            missing = [uid for uid in missing if self._may_be(uid, where)]
+            missing = [uid for uid in missing if self._may_listen_at(uid, where)]
         if session.state != "joining" or not missing:
             return
         who = " or ".join(map(session.describe, missing[:3])) + (" or another" if missing[3:] else "")
         own, known = f"node {session.uid}", True
         if kind == "stranger":
             why = f" came from {where or 'this host'} with {detail}, which is not in the public.keys of {own}"
-        elif detail == connections.WHY_BROKEN[connections.CRYPTOGRAPHIC]:
+        elif detail == connections.HANDSHAKE_FAILURES[connections.CRYPTOGRAPHIC]:
             why = f" expects another key for {own}: the public.keys files differ"
-        elif detail == connections.WHY_BROKEN[connections.MECHANISM_MISMATCH]:
+        elif detail == connections.HANDSHAKE_FAILURES[connections.MECHANISM_MISMATCH]:
             why = f" does not use keys as {own} does: communication.security differs"
         else:
             known = False
@@ -52,11 +52,11 @@ class Handshakes:
                   "communication.security differ?"
         self._note(missing[0], who + why, known)
 
-    def _may_be(self, uid: int, where: str) -> bool:
+    def _may_listen_at(self, uid: int, where: str) -> bool:
         host = address(host_of(self._endpoints[uid][0])) if uid in self._endpoints else None
         return host is None or host.is_loopback or str(host) == str(address(where) or where)
 
-    def refused_there(self, uid: int, code: int) -> None:
+    def note_peer_refusal(self, uid: int, code: int) -> None:
         """Handles a handshake that `uid`, to which this node connected, broke off. code: ZeroMQ's, or 0."""
         session = self._session
         if session.state != "joining" or uid != session.tree.parent:

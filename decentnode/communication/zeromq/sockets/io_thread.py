@@ -16,7 +16,7 @@ from decentnode import clock, logs
 from decentnode.communication.waker import Waker
 from decentnode.communication.zeromq.protocol.credentials import BulkCredential
 from decentnode.communication.zeromq.sockets.node_sockets import CLOSING_LOOK_SECONDS, JOIN_SECONDS, NodeSockets
-from decentnode.communication.zeromq.sockets.peer_sockets import nothing
+from decentnode.communication.zeromq.sockets.peer_sockets import read_nothing
 from decentnode.communication.zeromq.sockets.running_time import RunningTime
 from decentnode.communication.zeromq.sockets.security import Security
 from decentnode.communication.zeromq.sockets.socket_handler import Handler
@@ -44,18 +44,18 @@ class IoThread(NodeSockets, threading.Thread):
         self._next_look = 0.0
         self.sleeps_until = -math.inf  # also while it is awake, because it checks what is due before it sleeps
         self._owner = SocketOwner(self._waker.wake)
-        self.doorbell = SocketDoorbell(self._owner, self._waker.wake, self._guest_step)
+        self.doorbell = SocketDoorbell(self._owner, self._waker.wake, self._training_thread_step)
         NodeSockets.__init__(self, uid, max_bulk_bytes, handler, security, credentials)
 
     # -- any thread -------------------------------------------------------------------------------------------
 
-    def _rouse(self) -> None:
+    def _wake_io_thread(self) -> None:
         self._waker.wake()
         self._owner.rouse()
 
     def due_by(self, when: float) -> None:
         if when < self.sleeps_until:
-            self._noted = when
+            self._woken_for = when
             self._waker.wake()
 
     def close(self, linger_seconds: float) -> None:
@@ -78,10 +78,10 @@ class IoThread(NodeSockets, threading.Thread):
     def _unregister(self, descriptor: int) -> None:
         self._poll.unregister(descriptor)
 
-    def _at_sockets(self) -> bool:
+    def _is_io_thread(self) -> bool:
         return threading.current_thread() is self
 
-    def _wanted_back(self) -> bool:
+    def _has_urgent_work(self) -> bool:
         return self._owner.asked or self.doorbell.rung
 
     # -- I/O thread, or training thread while it owns the sockets ---------------------------------------------
@@ -106,7 +106,7 @@ class IoThread(NodeSockets, threading.Thread):
         finally:
             self._release()
 
-    def _guest_step(self, timeout_seconds: float) -> None:
+    def _training_thread_step(self, timeout_seconds: float) -> None:
         try:
             self._step(min(timeout_seconds, LOOK_SECONDS))
         except Exception as error:
@@ -126,7 +126,7 @@ class IoThread(NodeSockets, threading.Thread):
             for take_in in list(self._watched.by_descriptor.values()):
                 take_in()
             timeout_seconds = 0
-        elif self.listening.behind and self.listening.catch_up():
+        elif self.listening.unread_planes and self.listening.read_unread():
             timeout_seconds = 0
         elif due < now + timeout_seconds:
             timeout_seconds = due - now
@@ -136,7 +136,7 @@ class IoThread(NodeSockets, threading.Thread):
         finally:
             self.sleeps_until = -math.inf
         for descriptor, _ in news:
-            self._watched.by_descriptor.get(descriptor, nothing)()
+            self._watched.by_descriptor.get(descriptor, read_nothing)()
         if self._calls:
             self._run_calls()
         if self.peers.blocked:

@@ -22,7 +22,7 @@ from decentnode.communication.shared_process import SharedProcess
 from decentnode.communication.zeromq.protocol.credentials import BulkAccess
 from decentnode.communication.zeromq.protocol.link_state import CONTROL, QueuedMessage, ReceiveCredits
 from decentnode.communication.zeromq.protocol.reliable_links import ReliableLinks
-from decentnode.communication.zeromq.sockets.handshakes import Handshakes
+from decentnode.communication.zeromq.sockets.handshakes import HandshakeFailures
 from decentnode.communication.zeromq.sockets.io_thread import IoThread
 from decentnode.communication.zeromq.sockets.node_sockets import NodeSockets
 from decentnode.communication.zeromq.sockets.process_io import HostedSockets
@@ -123,7 +123,7 @@ class LinkDriver:
         self.io: NodeSockets = IoThread(*parts) if process is None else HostedSockets(process, *parts)
         self.send, self.renew, self.received = self.io.send, self.io.peers.renew, self.links.receive
         self.carried = self.io.peers.carried
-        self._handshakes = Handshakes(session, self.io.peers.endpoints)
+        self._handshake_failures = HandshakeFailures(session, self.io.peers.endpoints)
         self._sending = Sending(self)
 
     def serve(self, owner: LinkOwner) -> None:
@@ -205,7 +205,7 @@ class LinkDriver:
             self.links.refuse(PeerFault(kind, f"{address} {detail}".strip()))
             if kind != "no_files":  # not the fault of a peer
                 with self.lock:
-                    self._handshakes.refused_here(kind, address, detail)
+                    self._handshake_failures.note_own_refusal(kind, address, detail)
         elif self.links.breaks_matter:
             self._counters.on_event(kind, None, address)
 
@@ -230,7 +230,7 @@ class LinkDriver:
         self.links.refuse(fault)
 
     def handshake_refused(self, uid: int, code: int) -> None:
-        self._handshakes.refused_there(uid, code)
+        self._handshake_failures.note_peer_refusal(uid, code)
 
     def disconnected(self, uid: int, plane: int) -> None:
         self.links.disconnected(uid, plane)

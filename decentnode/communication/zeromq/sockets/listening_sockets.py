@@ -14,7 +14,7 @@ from decentnode import clock
 from decentnode.communication.zeromq.protocol.link_state import BULK, CONTROL
 from decentnode.communication.zeromq.sockets import connections
 from decentnode.communication.zeromq.sockets.relayed_frames import OWN_LINGER_SECONDS, RelayedFrames
-from decentnode.communication.zeromq.sockets.security import GUEST
+from decentnode.communication.zeromq.sockets.security import GUEST_PREFIX
 from decentnode.communication.zeromq.sockets.socket_parts import BROKEN_HANDSHAKES, NOW, READABLE, SocketParts
 from decentnode.wire.generation import Caller
 from decentnode.wire.relay import ROUTE_PREFIX, RelayHub
@@ -35,19 +35,20 @@ def _address(frame: zmq.Frame) -> str:
 class ListeningSockets:
     """The listening sockets of one node. Used by the I/O thread."""
 
-    def __init__(self, parts: SocketParts, max_bulk_bytes: int, wanted_back: Callable[[], bool]) -> None:
+    def __init__(self, parts: SocketParts, max_bulk_bytes: int, has_urgent_work: Callable[[], bool]) -> None:
         """max_bulk_bytes: largest bulk frame. wanted_back: returns whether the I/O thread has something more urgent to
         do than to read the rest of a burst."""
         self._parts, self._handler, self._security = parts, parts.handler, parts.security
-        self._wanted_back = wanted_back
-        self.behind: set[int] = set()
+        self._has_urgent_work = has_urgent_work
+        self.unread_planes: set[int] = set()
         """Planes whose sockets may have unread messages."""
         self.relayed: RelayedFrames | None = None
-        """Forwards the frames of other nodes if this node is a relay; `be_relay` sets it."""
-        self.by_plane = [self._made(CONTROL, connections.MAX_CONTROL_BYTES), self._made(BULK, max_bulk_bytes)]
+        """Forwards the frames of other nodes if this node is a relay; `become_relay` sets it."""
+        limits = (CONTROL, connections.MAX_CONTROL_BYTES), (BULK, max_bulk_bytes)
+        self.by_plane = [self._create_listener(plane, max_bytes) for plane, max_bytes in limits]
         self._monitors = [self._monitor(each) for each in self.by_plane]
 
-    def _made(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
+    def _create_listener(self, plane: int, max_bytes: int) -> zmq.Socket[bytes]:
         parts = self._parts
         keyring = None if parts.security is None else parts.security.keyring
         made = connections.listener(parts.context, max_bytes, keyring, plain=parts.by_credential(plane))
@@ -57,10 +58,10 @@ class ListeningSockets:
     def _monitor(self, listener: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         monitor: zmq.Socket[bytes] = listener.get_monitor_socket(BROKEN_HANDSHAKES | zmq.EVENT_DISCONNECTED)
         monitor.linger = 0
-        self._parts.watched.add(monitor, lambda: self._hear(monitor))
+        self._parts.watched.add(monitor, lambda: self._read_monitor(monitor))
         return monitor
 
-    def be_relay(self, hub: RelayHub) -> None:
+    def become_relay(self, hub: RelayHub) -> None:
         """Makes this node a relay, which forwards bytes between others; called before the start."""
         self.relayed = RelayedFrames(hub, self.by_plane[CONTROL], self._handler, self._identity())
 
@@ -70,10 +71,10 @@ class ListeningSockets:
 
     # -- received messages ------------------------------------------------------------------------------------
 
-    def catch_up(self) -> bool:
+    def read_unread(self) -> bool:
         """Reads messages that were left unread; returns whether there were any."""
-        left = [plane for plane in self.behind if int(self.by_plane[plane].getsockopt(zmq.EVENTS)) & READABLE]
-        self.behind.clear()
+        left = [plane for plane in self.unread_planes if int(self.by_plane[plane].getsockopt(zmq.EVENTS)) & READABLE]
+        self.unread_planes.clear()
         for plane in left:
             self._receive(plane, self.by_plane[plane])
         return bool(left)
@@ -94,7 +95,7 @@ class ListeningSockets:
             user = str(frame.get("User-Id")).encode() if secure else b""
             if route[0] and route.startswith(ROUTE_PREFIX):
                 if self.relayed is not None and plane == CONTROL and len(frames) == 1:
-                    self.relayed.pass_on(route, self._key_of(user), frames[0])
+                    self.relayed.forward(route, self._key_of(user), frames[0])
                 continue
             if route[0]:  # it chose its own routing id: a newcomer, which waits for an answer
                 reply = self._answer(plane, frames, user, _address(frame))
@@ -111,9 +112,9 @@ class ListeningSockets:
                 uid = found
             with lock:
                 received(plane, frames, uid, clock.now())
-            if self._wanted_back():
+            if self._has_urgent_work():
                 break
-        self.behind.add(plane)
+        self.unread_planes.add(plane)
 
     def _answer(self, plane: int, frames: list[memoryview], user: bytes, address: str) -> bytes | None:
         """Returns the answer to a node that asks to be admitted, for the same connection; None for no answer."""
@@ -123,24 +124,26 @@ class ListeningSockets:
 
     def _uid_of(self, user: bytes) -> int | None:
         """Returns the uid of the node at a connection; None if it has no uid (yet)."""
-        if not user.startswith(GUEST):
+        if not user.startswith(GUEST_PREFIX):
             return int(user)
         assert self._security is not None
-        return self._security.keyring.uid_of.get(user.removeprefix(GUEST))
+        return self._security.keyring.uid_of.get(user.removeprefix(GUEST_PREFIX))
 
     def _key_of(self, user: bytes) -> bytes:
         """Returns the public key that a connection has proved; b"" if none."""
         if self._security is None:
             return b""
-        return user.removeprefix(GUEST) if user.startswith(GUEST) else self._security.keyring.public[int(user)]
+        if user.startswith(GUEST_PREFIX):
+            return user.removeprefix(GUEST_PREFIX)
+        return self._security.keyring.public[int(user)]
 
-    def _hear(self, monitor: zmq.Socket[bytes]) -> None:
+    def _read_monitor(self, monitor: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(monitor, zmq.NOBLOCK)
                 at, kind, detail = bytes(event["endpoint"]).decode(errors="replace"), "connection_lost", ""
                 if event["event"] != zmq.EVENT_DISCONNECTED:
-                    kind, detail = "handshake_failed", connections.WHY_BROKEN.get(int(event["value"]), "")
+                    kind, detail = "handshake_failed", connections.HANDSHAKE_FAILURES.get(int(event["value"]), "")
                 self._handler.connection_event(kind, at, detail)
 
     # -- the end ----------------------------------------------------------------------------------------------
@@ -150,12 +153,12 @@ class ListeningSockets:
         last messages."""
         control = self.by_plane[CONTROL]
         if self.relayed is not None and left_seconds and not control.closed:
-            self._relay_own_last_words(self.relayed, control)
+            self._forward_own_last_messages(self.relayed, control)
         for listener, monitor in zip(self.by_plane, self._monitors, strict=True):
             connections.end_monitor(listener, monitor)
             listener.close(linger=0)
 
-    def _relay_own_last_words(self, relayed: RelayedFrames, listener: zmq.Socket[bytes]) -> None:
+    def _forward_own_last_messages(self, relayed: RelayedFrames, listener: zmq.Socket[bytes]) -> None:
         """Forwards this node's own last messages, which may go through its own relay. Blocks for up to
         OWN_LINGER_SECONDS; drops all received messages that are not relay frames."""
         until = clock.now() + OWN_LINGER_SECONDS
@@ -172,4 +175,4 @@ class ListeningSockets:
                         frames.append(last.buffer)
                     if route.startswith(ROUTE_PREFIX) and len(frames) == 1:
                         user = str(last.get("User-Id")).encode() if self._security is not None else b""
-                        relayed.pass_on(route, self._key_of(user), frames[0])
+                        relayed.forward(route, self._key_of(user), frames[0])

@@ -63,18 +63,18 @@ class NodeSockets(abc.ABC):
         self._handler, self._security = handler, security
         self._calls: deque[Callable[[], None]] = deque()
         self._left: RunningTime | None = None
-        self._noted = math.inf
+        self._woken_for = math.inf
         """The last time for which `due_by` woke the I/O thread, until it has passed. Deadlines that are dropped before,
         like most waits for neighbors, would otherwise cause a wake-up each time."""
         self._watched = WatchedSockets(self._register, self._unregister)
-        self._door: Authenticator | None = None
+        self._authenticator: Authenticator | None = None
         if security is not None:
-            self._door = Authenticator(
+            self._authenticator = Authenticator(
                 self._context, security.keyring, {} if credentials is None else credentials, handler.connection_event
             )
-            self._watched.add(self._door.socket, self._door.answer)
+            self._watched.add(self._authenticator.socket, self._authenticator.answer)
         parts = SocketParts(uid, self._context, handler, security, self._watched)
-        self.listening = ListeningSockets(parts, max_bulk_bytes, self._wanted_back)
+        self.listening = ListeningSockets(parts, max_bulk_bytes, self._has_urgent_work)
         self.peers = PeerSockets(parts, self._watch_blocked)
         self.send = self.peers.send  # bound directly, without a forwarding method: every message passes through it
 
@@ -102,14 +102,14 @@ class NodeSockets(abc.ABC):
         """Undoes `_register`."""
 
     @abc.abstractmethod
-    def _rouse(self) -> None:
+    def _wake_io_thread(self) -> None:
         """Wakes the I/O thread to run the scheduled calls. May be called from any thread."""
 
     @abc.abstractmethod
-    def _at_sockets(self) -> bool:
+    def _is_io_thread(self) -> bool:
         """Returns whether the calling thread is the I/O thread."""
 
-    def _wanted_back(self) -> bool:
+    def _has_urgent_work(self) -> bool:
         """Returns whether the I/O thread has something more urgent to do (`ListeningSockets`)."""
         return False
 
@@ -120,7 +120,7 @@ class NodeSockets(abc.ABC):
         if len(self._calls) >= MAX_CALLS:
             raise NodeFailed(f"node {self.uid}: the sockets' thread is {MAX_CALLS} calls behind")
         self._calls.append(function)
-        self._rouse()
+        self._wake_io_thread()
 
     @property
     def closing(self) -> bool:
@@ -131,7 +131,7 @@ class NodeSockets(abc.ABC):
         self.peers.joining = False
 
     def _watch_blocked(self) -> None:
-        if not self._at_sockets():
+        if not self._is_io_thread():
             self.call(lambda: None)  # wakes the I/O thread, which then watches the blocked socket
 
     # -- the I/O thread ---------------------------------------------------------------------------------------
@@ -140,10 +140,10 @@ class NodeSockets(abc.ABC):
         """Does what is due. Returns (the deadline before the call, whether it had passed)."""
         # set before the deadline is read, so that a thread that changes it meanwhile knows that it has to wake this one
         self.sleeps_until = math.inf
-        due = min(self._handler.next_deadline, self._noted)
+        due = min(self._handler.next_deadline, self._woken_for)
         if now < due:
             return due, False
-        self._noted = math.inf
+        self._woken_for = math.inf
         with self.lock:
             self._handler.tick(now)
         return due, True
@@ -160,13 +160,13 @@ class NodeSockets(abc.ABC):
             if not self._handler.finished():
                 return self._left.over(clock.now())
         now, relayed = clock.now(), self.listening.relayed
-        return relayed is None or not relayed.needed(now) or self._left.over(now)
+        return relayed is None or not relayed.is_needed(now) or self._left.over(now)
 
     def _release(self) -> None:
         left = 0.0 if self._left is None else max(0.0, self._left.seconds)
         self.peers.release(left)
         self.listening.release(left)
-        if self._door is not None:
-            self._door.socket.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.socket.close(linger=0)
         if self._owns_context and not self._context.closed:
             self._context.term()

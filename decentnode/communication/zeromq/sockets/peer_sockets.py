@@ -23,7 +23,7 @@ LINGER_SECONDS = 0.2
 acknowledged, so that no buffer on the way is full. libzmq waits for the whole time if the peer has closed as well."""
 
 
-def nothing() -> None:
+def read_nothing() -> None:
     """Reads nothing: the `take_in` of a socket that only sends."""
 
 
@@ -145,7 +145,7 @@ class PeerSockets:
         for uid, plane in list(self.blocked):
             sender = self.senders[uid, plane]
             if sender not in self._parts.watched:
-                self._parts.watched.add(sender, nothing)
+                self._parts.watched.add(sender, read_nothing)
             while int(sender.getsockopt(zmq.EVENTS)) & WRITABLE:
                 self.blocked.discard((uid, plane))
                 self._handler.writable(uid, plane)

@@ -35,7 +35,7 @@ LOOK_SECONDS = 4.0
 `IoThread`, because there are many sockets, and reading each takes microseconds."""
 CLOSE_SECONDS = 2.0
 """How long the thread may take to end."""
-INSIDE_MESSAGES = 2000
+MAX_LOCAL_MESSAGES = 2000
 """Most messages of the process's other nodes that wait for one node: as many as between two sockets."""
 
 
@@ -50,15 +50,15 @@ class HostedSockets(NodeSockets):
         authenticator (ZAP), of which libzmq allows one per context."""
         self.loop = ProcessIo.of(process)
         self.started = False
-        self.is_touched = False
+        self.is_queued = False
         """Whether this node is in the loop's queue to be served; used by the loop."""
-        self.comes_back = math.inf
+        self.served_by = math.inf
         """When the loop serves this node next at the latest; used by the loop."""
         self.sleeps_until = math.inf
-        self._inside: deque[tuple[int, int, list[memoryview]]] = deque()
+        self._local_messages: deque[tuple[int, int, list[memoryview]]] = deque()
         """(plane, source, frames) of the messages of the process's other nodes."""
         self._refused: set[tuple[HostedSockets, int]] = set()
-        """Nodes (with the plane) whose messages found no room in `_inside`."""
+        """Nodes (with the plane) whose messages found no room in `_local_messages`."""
         self._released = threading.Event()
         context = process.sockets if security is None else None
         super().__init__(uid, max_bulk_bytes, handler, security, credentials, context)
@@ -73,18 +73,18 @@ class HostedSockets(NodeSockets):
             self._register(descriptor)
         self.loop.serve(self)
 
-    def _rouse(self) -> None:
-        self.loop.touch(self)
+    def _wake_io_thread(self) -> None:
+        self.loop.queue(self)
 
     def due_by(self, when: float) -> None:
         if when < self.sleeps_until:
-            self._noted = when
-            self.loop.touch(self)
+            self._woken_for = when
+            self.loop.queue(self)
 
     def close(self, linger_seconds: float) -> None:
         self._left = RunningTime(linger_seconds, clock.now())
         if self.started and self.loop.is_alive():
-            self.loop.touch(self)
+            self.loop.queue(self)
             left = RunningTime(linger_seconds + 10, clock.now())
             while not self._released.wait(JOIN_SECONDS) and not left.over(clock.now()):
                 continue
@@ -93,22 +93,24 @@ class HostedSockets(NodeSockets):
 
     def _send(self, uid: int, plane: int, first: bytes, body: Body | None) -> bool:
         peer = self.loop.nodes.get(uid)
-        return self.peers.send(uid, plane, first, body) if peer is None else peer.take(self, plane, first, body)
+        if peer is None:
+            return self.peers.send(uid, plane, first, body)
+        return peer.receive_local(self, plane, first, body)
 
-    def take(self, source: HostedSockets, plane: int, first: bytes, body: Body | None) -> bool:
+    def receive_local(self, source: HostedSockets, plane: int, first: bytes, body: Body | None) -> bool:
         """Queues a message of another node of the process. Called by any thread. Returns False if too many messages
         wait; the `writable` of the source's handler is called once there is room."""
-        if len(self._inside) >= INSIDE_MESSAGES:
+        if len(self._local_messages) >= MAX_LOCAL_MESSAGES:
             self._refused.add((source, plane))
-            self.loop.touch(self)
+            self.loop.queue(self)
             return False
         # copied, because the sender may overwrite the body's memory once the message is acknowledged, which is before
         # the body is read, and because the body becomes a tensor, which has to be writable
         frames = [memoryview(bytearray(first) if plane == BULK else first)]
         if body is not None:
             frames.append(memoryview(bytearray(body if isinstance(body, bytes) else body.buffer)))
-        self._inside.append((plane, source.uid, frames))
-        self.loop.touch(self)
+        self._local_messages.append((plane, source.uid, frames))
+        self.loop.queue(self)
         return True
 
     def _register(self, descriptor: int) -> None:
@@ -119,45 +121,45 @@ class HostedSockets(NodeSockets):
         if self.started:
             self.loop.forget(descriptor)
 
-    def _at_sockets(self) -> bool:
+    def _is_io_thread(self) -> bool:
         return threading.current_thread() is self.loop
 
     # -- the loop's thread ------------------------------------------------------------------------------------
 
-    def take_in(self, descriptor: int) -> None:
+    def read(self, descriptor: int) -> None:
         """Reads what has arrived at the socket of a descriptor."""
-        take_in = self._watched.by_descriptor.get(descriptor)
-        if take_in is not None:
-            take_in()
+        read_socket = self._watched.by_descriptor.get(descriptor)
+        if read_socket is not None:
+            read_socket()
 
-    def look(self) -> None:
+    def read_all(self) -> None:
         """Reads all sockets, in case a descriptor did not report that its socket has something to read."""
-        for take_in in list(self._watched.by_descriptor.values()):
-            take_in()
+        for read_socket in list(self._watched.by_descriptor.values()):
+            read_socket()
 
     def serve(self, now: float) -> tuple[float, bool]:
         """Does what is due for this node. Returns (when something is due next, whether more is to be done at once,
         which waits until the other nodes had their turns)."""
-        self._take_inside()
+        self._deliver_local()
         if self._calls:
             self._run_calls()
-        behind = self.listening.behind
-        more = bool(behind) and self.listening.catch_up() and bool(behind)
+        unread = self.listening.unread_planes
+        more = bool(unread) and self.listening.read_unread() and bool(unread)
         if self.peers.blocked:
             with self.lock:
                 self.peers.unblock()
         due, ticked = self._tick(now)
         if ticked:
             due = self._handler.next_deadline
-        return due, more or bool(self._inside) or bool(self._calls) or due <= now
+        return due, more or bool(self._local_messages) or bool(self._calls) or due <= now
 
-    def _take_inside(self) -> None:
+    def _deliver_local(self) -> None:
         received, proven = self._handler.received, self._security is not None
-        for _ in range(min(len(self._inside), RECEIVE_BURST)):
-            plane, source, frames = self._inside.popleft()
+        for _ in range(min(len(self._local_messages), RECEIVE_BURST)):
+            plane, source, frames = self._local_messages.popleft()
             with self.lock:
                 received(plane, frames, source if proven else None, clock.now())
-        if self._refused and len(self._inside) <= INSIDE_MESSAGES // 2:
+        if self._refused and len(self._local_messages) <= MAX_LOCAL_MESSAGES // 2:
             waiting, self._refused = self._refused, set()
             for source_sockets, plane in waiting:
                 source_sockets.has_room(self.uid, plane)
@@ -166,7 +168,7 @@ class HostedSockets(NodeSockets):
         """Notes that another node of the process, which refused a message, accepts messages again."""
         with self.lock:
             self._handler.writable(uid, plane)
-        self.loop.touch(self)
+        self.loop.queue(self)
 
     def finish(self) -> bool:
         """Releases the sockets of a closing node if nothing is left to send. Returns whether they are released."""
@@ -174,16 +176,16 @@ class HostedSockets(NodeSockets):
             return False
         with self.lock:
             self._handler.goodbye()
-        self.let_go()
+        self.release_sockets()
         return True
 
     def fail(self, error: BaseException) -> None:
         """Ends this node, but no other node of the process, because of an error."""
         logger.exception("the sockets failed")
         self._handler.crashed(error)
-        self.let_go()
+        self.release_sockets()
 
-    def let_go(self) -> None:
+    def release_sockets(self) -> None:
         """Releases the sockets; the loop no longer polls them."""
         for descriptor in self._watched.by_descriptor:
             self._unregister(descriptor)
@@ -210,7 +212,7 @@ class ProcessIo(threading.Thread):
         self._waker, self._poller = Waker(), Poller()
         self._watched: dict[int, HostedSockets] = {}
         """Polled descriptor -> the node to which it belongs."""
-        self._touched: deque[HostedSockets] = deque()
+        self._to_serve: deque[HostedSockets] = deque()
         """Queue of the nodes to serve, each at most once."""
         self._due: list[tuple[float, int, HostedSockets]] = []
         """A heap of (deadline, tie-breaker, node); a node may have further entries that are out of date."""
@@ -235,18 +237,18 @@ class ProcessIo(threading.Thread):
         with self._starting:
             if self.ident is None:
                 self.start()
-        self.touch(node)
+        self.queue(node)
 
-    def touch(self, node: HostedSockets) -> None:
+    def queue(self, node: HostedSockets) -> None:
         """Queues a node to be served soon. May be called from any thread; not blocking."""
-        if not node.is_touched:
-            node.is_touched = True
-            self._touched.append(node)
+        if not node.is_queued:
+            node.is_queued = True
+            self._to_serve.append(node)
             if threading.get_ident() != self.ident:
                 self._waker.wake()
 
     def watch(self, descriptor: int, node: HostedSockets) -> None:
-        """Polls a descriptor, and calls `take_in` of the node when there is something to read."""
+        """Polls a descriptor, and calls `read` of the node when there is something to read."""
         self._watched[descriptor] = node
         self._poller.register(descriptor)
         self._waker.wake()
@@ -285,44 +287,44 @@ class ProcessIo(threading.Thread):
             self._next_look = now + LOOK_SECONDS
             for node in list(self.nodes.values()):
                 if node.started:
-                    self._guarded(node, node.look)
-                    self.touch(node)
+                    self._guarded(node, node.read_all)
+                    self.queue(node)
         if self._closing and now >= self._next_closing_look:
             self._next_closing_look = now + CLOSING_LOOK_SECONDS
             for node in self._closing:
-                self.touch(node)
+                self.queue(node)
         while self._due and self._due[0][0] <= now:
             due, _, node = heapq.heappop(self._due)
-            if due == node.comes_back:
-                node.comes_back = math.inf
-            self.touch(node)
-        for descriptor in self._poller.poll(0.0 if self._touched else self._patience(now)):
+            if due == node.served_by:
+                node.served_by = math.inf
+            self.queue(node)
+        for descriptor in self._poller.poll(0.0 if self._to_serve else self._patience(now)):
             watching = self._watched.get(descriptor)
             if watching is not None:
-                self._guarded(watching, lambda node=watching, at=descriptor: node.take_in(at))  # type: ignore[misc]
-                self.touch(watching)
+                self._guarded(watching, lambda node=watching, at=descriptor: node.read(at))  # type: ignore[misc]
+                self.queue(watching)
             elif descriptor == self._waker.descriptor:
                 self._waker.clear()
-        for _ in range(len(self._touched)):
-            self._serve(self._touched.popleft())
+        for _ in range(len(self._to_serve)):
+            self._serve(self._to_serve.popleft())
 
     def _patience(self, now: float) -> float:
         until = min(self._next_look, self._due[0][0] if self._due else math.inf)
         return max(0.0, (min(until, self._next_closing_look) if self._closing else until) - now)
 
     def _serve(self, node: HostedSockets) -> None:
-        node.is_touched = False  # reset first, so that anything new queues the node again
+        node.is_queued = False  # reset first, so that anything new queues the node again
         if node.started:
             self._guarded(node, lambda: self._serve_started(node))
 
     def _serve_started(self, node: HostedSockets) -> None:
         due, more = node.serve(clock.now())
         if more:
-            self.touch(node)
-        if due < node.comes_back:
-            node.comes_back = due
+            self.queue(node)
+        if due < node.served_by:
+            node.served_by = due
             heapq.heappush(self._due, (due, next(self._order), node))
-        node.sleeps_until = node.comes_back
+        node.sleeps_until = node.served_by
         if node.closing:
             self._closing.add(node)
             if node.finish():

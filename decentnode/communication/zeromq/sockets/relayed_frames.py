@@ -29,7 +29,7 @@ class RelayedFrames:
         listener.sndhwm = RELAY_MESSAGES
         listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
-    def pass_on(self, route: bytes, key: bytes, frame: memoryview) -> None:
+    def forward(self, route: bytes, key: bytes, frame: memoryview) -> None:
         """Handles a relay frame from the node at `route`, which has proved this key (b"" for none), and sends the
         frames that result. A node whose queue is full is dropped and has to connect again."""
         hub = self.hub
@@ -44,7 +44,7 @@ class RelayedFrames:
             except zmq.ZMQError:
                 hub.lost(to)
 
-    def needed(self, now: float) -> bool:
+    def is_needed(self, now: float) -> bool:
         """Returns whether this node, which is done itself, stays for the nodes whose bytes it forwards, so that they
         can send their last messages."""
         if not self.hub.busy(self._identity):

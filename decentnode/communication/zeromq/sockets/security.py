@@ -52,21 +52,21 @@ class Keyring:
         return {key: uid for uid, key in self.public.items()}
 
 
-class Invited:
+class AuthorizedKeys:
     """The keys of AUTHORIZED_FILE, to which keys may be added during the run."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._keys, self._read = folder / AUTHORIZED_FILE, frozenset[bytes](), -math.inf
+        self._path, self._keys, self._last_read = folder / AUTHORIZED_FILE, frozenset[bytes](), -math.inf
 
     def __call__(self, key: bytes) -> bool:
         """Returns whether the file contains a key. The file is read again for an unknown key. A file that others may
         change, or that is no list of keys, counts as empty, which is logged."""
-        if key not in self._keys and clock.now() - self._read >= LOOK_SECONDS:
-            self._read = clock.now()
-            self._keys = self._found()
+        if key not in self._keys and clock.now() - self._last_read >= LOOK_SECONDS:
+            self._last_read = clock.now()
+            self._keys = self._read_keys()
         return key in self._keys
 
-    def _found(self) -> frozenset[bytes]:
+    def _read_keys(self) -> frozenset[bytes]:
         if not self._path.exists():
             return frozenset()
         try:
@@ -130,7 +130,7 @@ def _write_private(path: Path, content: bytes) -> None:
         raise
 
 
-def _check_changers(path: Path, status: os.stat_result) -> None:
+def _check_owner(path: Path, status: os.stat_result) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         raise EnvironmentFault(
             f"{path} belongs to another user (uid {status.st_uid}), who could change the keys; run chown "
@@ -145,7 +145,7 @@ def read_trusted(path: Path, forbidden: int, hint: str = "make keys with keygen"
     with the command that helps.
     """
     try:
-        _check_changers(path.parent, folder := os.stat(path.parent))
+        _check_owner(path.parent, folder := os.stat(path.parent))
         if folder.st_mode & 0o022 and not folder.st_mode & stat.S_ISVTX:  # a sticky bit prevents replacing
             raise EnvironmentFault(
                 f"{path.parent} can be changed by others (mode {stat.S_IMODE(folder.st_mode):o}), and the keys in it "
@@ -155,7 +155,7 @@ def read_trusted(path: Path, forbidden: int, hint: str = "make keys with keygen"
             found, content = os.fstat(file.fileno()), file.read()  # of the file that is read, not of its name
     except OSError as error:
         raise EnvironmentFault(f"{path}: {error.strerror}; {hint}") from error
-    _check_changers(path, found)
+    _check_owner(path, found)
     mode = stat.S_IMODE(found.st_mode)
     if mode & forbidden:
         what, cure = ("read", "600") if forbidden & 0o044 else ("changed", "go-w")
@@ -207,7 +207,7 @@ def load_keyring(folder: Path, uid: int, num_nodes: int) -> Keyring:
         raise EnvironmentFault(f"{path}: not a secret key") from None
     if derived != public[uid]:
         raise EnvironmentFault(f"{path} does not belong to the key of node {uid} in {PUBLIC_FILE}")
-    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)}, Invited(folder))
+    return Keyring(uid, secret, {other: public[other] for other in range(num_nodes)}, AuthorizedKeys(folder))
 
 
 class Admission:
@@ -264,7 +264,7 @@ def load_newcomer(folder: Path, uid: int = -1) -> Keyring:
         own = zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
         raise EnvironmentFault(f"{path}: not a secret key") from None
-    return Keyring(uid, secret, {**read_public(folder), uid: own}, Invited(folder))
+    return Keyring(uid, secret, {**read_public(folder), uid: own}, AuthorizedKeys(folder))
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class Security:
         return self.bulk != "curve"
 
 
-GUEST = b"guest "
+GUEST_PREFIX = b"guest "
 """Prefix of the user id that ZAP gives to connections that may only ask for admission; the public key follows. The user
 id of other connections is the uid."""
 
@@ -310,15 +310,15 @@ class Authenticator:
             except zmq.Again:
                 return
             version, request, _, address, _, mechanism, *credentials = frames
-            uid, reason, detail = self._admitted(mechanism, credentials)
+            uid, reason, detail = self._authenticate(mechanism, credentials)
             key = z85.encode(credentials[0]) if uid < 0 and not reason else b""
             if reason:
                 self._refused(reason, address.decode(errors="replace"), detail)
-            found = GUEST + key if key else b"%d" % uid
+            found = GUEST_PREFIX + key if key else b"%d" % uid
             status, text, who = (b"400", b"unknown", b"") if reason else (b"200", b"", found)
             self.socket.send_multipart([version, request, status, text, who, b""])
 
-    def _admitted(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
+    def _authenticate(self, mechanism: bytes, credentials: list[bytes]) -> tuple[int, str, str]:
         """Returns (uid, reason, detail): uid -1 for a connection that may only ask for admission; reason "" if the
         connection is accepted."""
         if mechanism == b"CURVE" and len(credentials) == 1 and len(credentials[0]) == 32:

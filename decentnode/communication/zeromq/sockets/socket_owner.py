@@ -14,7 +14,7 @@ from collections.abc import Callable
 from decentnode import clock
 
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.001, 0.05
-OFTEN, OFTEN_NAP_SECONDS = 3, 0.004
+FREQUENT_VISITS, FREQUENT_NAP_SECONDS = 3, 0.004
 """If the training thread used the sockets at least OFTEN times during a nap, naps grow to OFTEN_NAP_SECONDS: on a busy
 machine every check of the I/O thread takes a core or the interpreter lock from the training thread."""
 
@@ -26,16 +26,16 @@ class SocketOwner:
         """wake: interrupts the poll of the thread that uses the sockets; callable from any thread."""
         self._wake = wake
         self._mutex = threading.Lock()
-        self._guest = False
+        self._lent = False
         """Whether the training thread owns the sockets."""
-        self.inside = self.asked = False
-        """Whether the training thread uses the sockets now (`inside`), and whether it waits for them (`asked`)."""
+        self.in_use = self.asked = False
+        """Whether the training thread uses the sockets now (`in_use`), and whether it waits for them (`asked`)."""
         self._visits = 0
         # used as signals: released by the thread that signals, acquired by the thread that waits
-        self._given, self._roused = threading.Lock(), threading.Lock()
-        self._given.acquire()
-        self._roused.acquire()
-        self._napping = self._long = self.closed = False
+        self._given_signal, self._roused_signal = threading.Lock(), threading.Lock()
+        self._given_signal.acquire()
+        self._roused_signal.acquire()
+        self._napping = self._long_nap = self.closed = False
 
     def close(self) -> None:
         """Returns the sockets to the I/O thread for good, as soon as the training thread leaves them. May be called
@@ -53,13 +53,13 @@ class SocketOwner:
             return False
         with self._mutex:
             self._visits += 1
-            if self._guest:
-                self.inside = True
+            if self._lent:
+                self.in_use = True
                 return True
             self.asked = True
         try:
             self._wake()
-            self._given.acquire(timeout=timeout_seconds)
+            self._given_signal.acquire(timeout=timeout_seconds)
         except BaseException:
             self._withdraw()
             self.leave()
@@ -72,20 +72,20 @@ class SocketOwner:
             with self._mutex:
                 if self.asked:
                     self.asked = False
-                    self._given.release()
+                    self._given_signal.release()
 
     def _withdraw(self) -> bool:
         """Withdraws the request for the sockets. Returns whether they were given before."""
         with self._mutex:
             self.asked = False
-            self._given.acquire(blocking=False)
-            return self._guest
+            self._given_signal.acquire(blocking=False)
+            return self._lent
 
     def leave(self) -> None:
         """Ends the caller's use of the sockets; it keeps them if it calls `take` again soon."""
         with self._mutex:
-            self.inside = False
-            rouse = self._long
+            self.in_use = False
+            rouse = self._long_nap
         if rouse:
             self.rouse()
 
@@ -93,7 +93,7 @@ class SocketOwner:
         """Makes the I/O thread check at once whether it can take the sockets back. May be called from any thread."""
         if self._napping:
             with contextlib.suppress(RuntimeError):  # roused already
-                self._roused.release()
+                self._roused_signal.release()
 
     # -- I/O thread -------------------------------------------------------------------------------------------
 
@@ -103,31 +103,31 @@ class SocketOwner:
             return False
         with self._mutex:
             if self.asked and not self.closed:
-                self._guest, self.inside, self.asked = True, True, False
-                self._given.release()
-            return self._guest
+                self._lent, self.in_use, self.asked = True, True, False
+                self._given_signal.release()
+            return self._lent
 
     def take_back(self, urgent: Callable[[], bool]) -> None:
         """Blocks until the training thread has stayed away for a nap, or is away while something is urgent."""
         nap, visits = NAP_SECONDS, -1
         self._napping = True
         try:
-            while not self._back(visits, urgent):
+            while not self._taken_back(visits, urgent):
                 with self._mutex:
-                    came, visits = (self._visits - visits if visits >= 0 else 1), self._visits
-                    stays = self.inside and not came
-                    longest = OFTEN_NAP_SECONDS if came >= OFTEN else NAP_SECONDS
+                    new_visits, visits = (self._visits - visits if visits >= 0 else 1), self._visits
+                    stays = self.in_use and not new_visits
+                    longest = FREQUENT_NAP_SECONDS if new_visits >= FREQUENT_VISITS else NAP_SECONDS
                     nap = min(2 * nap, LONGEST_NAP_SECONDS if stays else longest)
-                    self._long = stays and nap > 2 * NAP_SECONDS
-                self._roused.acquire(timeout=nap)
+                    self._long_nap = stays and nap > 2 * NAP_SECONDS
+                self._roused_signal.acquire(timeout=nap)
         finally:
-            self._napping = self._long = False
+            self._napping = self._long_nap = False
 
-    def _back(self, visits: int, urgent: Callable[[], bool]) -> bool:
+    def _taken_back(self, visits: int, urgent: Callable[[], bool]) -> bool:
         with self._mutex:
-            if self.inside or (self._visits != visits and not self.closed and not urgent()):
+            if self.in_use or (self._visits != visits and not self.closed and not urgent()):
                 return False
-            self._guest = False
+            self._lent = False
             return True
 
 
@@ -146,7 +146,7 @@ class SocketDoorbell:
         self.rung = True
         if threading.get_ident() != self._listener:
             self._owner.recall()
-            if self._owner.inside:
+            if self._owner.in_use:
                 self._wake()
 
     def listen(self, timeout_seconds: float) -> None:

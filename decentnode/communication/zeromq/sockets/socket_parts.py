@@ -27,7 +27,7 @@ class WatchedSockets:
         self.by_descriptor: dict[int, Callable[[], None]] = {}
         """Descriptor -> a function that reads all that has arrived. Polling ZeroMQ's descriptors costs a tenth of
         zmq_poll, but they report news only once (edge-triggered): no message may be left unread, except on the planes
-        in `ListeningSockets.behind`."""
+        in `ListeningSockets.unread_planes`."""
 
     def add(self, socket_: zmq.Socket[bytes], take_in: Callable[[], None]) -> None:
         descriptor = int(socket_.getsockopt(zmq.FD))
