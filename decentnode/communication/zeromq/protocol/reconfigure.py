@@ -93,7 +93,7 @@ class Reconfiguration:
         """Public keys of the nodes in the mapping."""
         self.control_of: Callable[[int], str] = lambda _uid: ""
         """Returns where a member's control socket listens (tcp://...), for newcomers; the owner sets it."""
-        self.going: Generation | None = None
+        self.in_force: Generation | None = None
         """A generation that is in force and that this node has not begun yet."""
 
     @property
@@ -159,9 +159,9 @@ class Reconfiguration:
                 self._wake()
             else:
                 if isinstance(event, Install):
-                    self.to_install, self.going = event.generation, None
+                    self.to_install, self.in_force = event.generation, None
                 else:
-                    self.going = event.generation
+                    self.in_force = event.generation
                 self._wake()
         self._note_stage(now)
         outbox, self.membership.outbox = self.membership.outbox, []
@@ -184,26 +184,26 @@ class Reconfiguration:
 
     def knocked(self, asked: Asked, caller: Caller, now: float) -> Granted | Described | Turned:
         """Answers a node that is not in the mapping. Raises PeerFault for a malformed request."""
-        of = self.membership
+        membership, own, run = self.membership, self.membership.uid, self.membership.run
         if not self.active:
-            return Turned(NO_RUN, 0, of.uid, "the run has not begun", 0, of.uid, "")
+            return Turned(NO_RUN, 0, own, "the run has not begun", 0, own, "")
         if isinstance(asked, Resign):
-            return self._with_address(of.newcomers.handle_resign(asked))
+            return self._with_address(membership.newcomers.handle_resign(asked))
         if caller.key and caller.key in self.founder_keys:
-            return Turned(of.run, 0, of.uid, "its key is that of a node in the mapping", 1, of.uid, "")
+            return Turned(run, 0, own, "its key is that of a node in the mapping", 1, own, "")
         try:
             invitation = self.admission(asked.invitation, caller.key)
         except PeerFault as fault:
             self._refuse_newcomer(fault, asked, caller)
-            return Turned(of.run, 0, of.uid, fitting(fault.detail), 1, of.uid, "")
+            return Turned(run, 0, own, fitting(fault.detail), 1, own, "")
         if isinstance(asked, Inquiry):
-            told = Described(of.run, of.generation.number, of.uid, of.digest, self.config_text)
-            return of.newcomers.why_closed() or told
+            described = Described(run, membership.generation.number, own, membership.digest, self.config_text)
+            return membership.newcomers.why_closed() or described
         return self._seat_for(asked, caller, now, invitation)
 
     def _seat_for(self, knock: Knock, caller: Caller, now: float, invitation: Invitation | None) -> Granted | Turned:
-        of = self.membership
-        answer = of.newcomers.knock(knock, caller, now, invitation)
+        membership, own, run = self.membership, self.membership.uid, self.membership.run
+        answer = membership.newcomers.knock(knock, caller, now, invitation)
         try:
             if isinstance(answer, Turned):
                 self._report("turned_away", f"{knock.control}: {answer.reason}")
@@ -212,10 +212,12 @@ class Reconfiguration:
             self._report("knocked", f"node {uid} at {seat.control}")
             began = self.began()
             age = 0 if began is None else round(1000 * (now - began))
-            return Granted(of.run, of.generation.number, of.uid, uid, seat.token, of.seats.encoded(), self.config_text,
-                           min(max(0, age), MAX_AGE_MILLISECONDS - 1))  # fmt: skip
+            return Granted(
+                run, membership.generation.number, own, uid, seat.token, membership.seats.encoded(), self.config_text,
+                min(max(0, age), MAX_AGE_MILLISECONDS - 1),
+            )  # fmt: skip
         finally:
-            self._apply(of.take_events(now), now)
+            self._apply(membership.take_events(now), now)
 
     def _with_address(self, turned: Turned) -> Turned:
         """Adds the address of the node that is to be asked instead, if it is another one."""
@@ -333,15 +335,15 @@ class GenerationWait:
         node is outside, and after STOPPING_TIMEOUT_SECONDS if it hears from no node that would close with it. Raises
         AssemblyError if this node is refused.
         """
-        of, membership = self._reconfiguration, self._reconfiguration.membership
-        of.facts.raise_if_failed()
-        if of.to_install is not None:
-            generation, of.to_install = of.to_install, None
+        reconfiguration, membership = self._reconfiguration, self._reconfiguration.membership
+        reconfiguration.facts.raise_if_failed()
+        if reconfiguration.to_install is not None:
+            generation, reconfiguration.to_install = reconfiguration.to_install, None
             self._install(generation)
-            of.installed(generation, now)
-        going, of.going = of.going, None
+            reconfiguration.installed(generation, now)
+        going, reconfiguration.in_force = reconfiguration.in_force, None
         if going is not None and membership.steady:
-            of.note_begun(going)
+            reconfiguration.note_begun(going)
             self.generation = going
             return True
         self._raise_if_hopeless(now)
@@ -350,17 +352,17 @@ class GenerationWait:
     @property
     def has_news(self) -> bool:
         """Whether the next step has something to do other than checking the deadline."""
-        return self._reconfiguration.to_install is not None or self._reconfiguration.going is not None
+        return self._reconfiguration.to_install is not None or self._reconfiguration.in_force is not None
 
     def _raise_if_hopeless(self, now: float) -> None:
         """Raises if the wait has no chance of success any more, and updates `deadline`."""
-        of, membership = self._reconfiguration, self._reconfiguration.membership
-        since = now if of.alone_since is None else max(of.alone_since, self._began)
+        reconfiguration, membership = self._reconfiguration, self._reconfiguration.membership
+        since = now if reconfiguration.alone_since is None else max(reconfiguration.alone_since, self._began)
         outside = membership.stage == "outside"
         patience = self._alone_seconds
         if membership.stopping:
             patience = min(patience, STOPPED_OUTSIDE_SECONDS if outside else STOPPING_TIMEOUT_SECONDS)
-        self.deadline = min(math.inf if of.alone_since is None else since + patience,
+        self.deadline = min(math.inf if reconfiguration.alone_since is None else since + patience,
                             self._began + self._together_seconds)  # fmt: skip
         if now < self.deadline:
             return
@@ -371,5 +373,5 @@ class GenerationWait:
             raise Interrupted(f"node {membership.uid}: stopped while {reason}")
         raise NoGeneration(
             f"node {membership.uid}: no new generation of members within {now - self._began:.0f} s; {reason}"
-            f"{of.counters.refused_handshakes()}"
+            f"{reconfiguration.counters.refused_handshakes()}"
         )
