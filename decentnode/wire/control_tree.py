@@ -15,9 +15,9 @@ class ControlTree:
 
     parent: int | None
     children: tuple[int, ...]
-    below: int = 0
+    levels_below: int = 0
     """Number of levels of the tree below this node."""
-    around: int = 0
+    links_around: int = 0
     """Number of links from the lowest level up to the root and from there down to this node."""
 
     @classmethod
@@ -36,7 +36,7 @@ class ControlTree:
         """Returns the place of `uid` in the tree over `members` (ascending); the lowest member is the root."""
         place = cls.of(members.index(uid), len(members), fan_out)
         parent = None if place.parent is None else members[place.parent]
-        return cls(parent, tuple(members[child] for child in place.children), place.below, place.around)
+        return cls(parent, tuple(members[child] for child in place.children), place.levels_below, place.links_around)
 
     @property
     def links(self) -> tuple[int, ...]:

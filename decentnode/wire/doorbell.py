@@ -28,7 +28,7 @@ MAGIC = 0xDB
 _GENERATION = struct.Struct("<BBxx8sI12s")
 _DOORBELL = struct.Struct(f"<{_GENERATION.size}sIQQHHBB")
 
-Opened = tuple[int, int, int, int, int, bytes, Scalars]
+OpenedDoorbell = tuple[int, int, int, int, int, bytes, Scalars]
 """(source, round, phase, slot, use, totals (8 bytes per tensor), scalars) of a doorbell."""
 
 
@@ -46,7 +46,7 @@ class Doorbells:
         fixed = _DOORBELL.pack(self._prefix, self._uid, round, use, len(totals) >> 3, len(rest), phase, slot)
         return b"".join((fixed, totals, rest))
 
-    def open(self, datagram: bytes) -> Opened:
+    def open(self, datagram: bytes) -> OpenedDoorbell:
         """Returns the fields of a doorbell. Raises PeerFault unless it is one of this run and generation."""
         if len(datagram) < _DOORBELL.size:
             raise PeerFault("malformed_header", f"a doorbell of {len(datagram)} bytes")
@@ -55,11 +55,11 @@ class Doorbells:
         if len(datagram) != end + of_scalars or round >= MAX_ROUND or slot > 1 or use >> 62:
             raise PeerFault("malformed_header", f"a doorbell of {len(datagram)} bytes")
         if prefix != self._prefix:
-            self._stray(prefix, source)
+            self._raise_refusal(prefix, source)
         scalars = codec.decode_scalars(datagram[end:]) if of_scalars else {}
         return source, round, phase, slot, use, datagram[_DOORBELL.size : end], scalars
 
-    def _stray(self, prefix: bytes, source: int) -> None:
+    def _raise_refusal(self, prefix: bytes, source: int) -> None:
         """Raises PeerFault for a prefix that is not a doorbell's, or is that of another run or generation."""
         magic, version, run, generation, origin = _GENERATION.unpack(prefix)
         if magic != MAGIC:

@@ -43,7 +43,8 @@ def body_sum(kind: int, body: Bytes) -> int:
 def sealed(sequence: int, header: bytes, kind: int, body_checksum: int, body: Bytes | None = None) -> bytes:
     """Returns the first frame of a message: prefix, header and `body`.
 
-    of_body: what `body_sum` returns for the message's body. body: None if there is none or it gets a frame of its own.
+    body_checksum: what `body_sum` returns for the message's body. body: None if there is none or it gets a frame of its
+    own.
     """
     if body is None:
         return PREFIX.pack(sequence, kind, 0, _checksum(kind, sequence, 0, header, body_checksum)) + header

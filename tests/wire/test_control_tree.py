@@ -17,9 +17,10 @@ def test_trees_span(n: int) -> None:
 def test_a_node_knows_how_many_links_lie_before_a_mean(n: int) -> None:
     trees = [ControlTree.of(u, n) for u in range(n)]
     for tree in trees:
-        assert tree.below == (1 + max(trees[child].below for child in tree.children) if tree.children else 0)
-        above = 0 if tree.parent is None else trees[tree.parent].around - trees[0].below + 1
-        assert tree.around == trees[0].below + above
+        children = [trees[child] for child in tree.children]
+        assert tree.levels_below == (1 + max(each.levels_below for each in children) if children else 0)
+        above = 0 if tree.parent is None else trees[tree.parent].links_around - trees[0].levels_below + 1
+        assert tree.links_around == trees[0].levels_below + above
 
 
 def test_a_tree_among_members_has_the_lowest_as_its_root() -> None:

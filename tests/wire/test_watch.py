@@ -38,43 +38,43 @@ def test_before_there_was_an_answer_the_longest_silence_is_borne() -> None:
     assert LONGEST < silence(Watch(LONGEST), 5.0) <= LONGEST + 2 * Watch.EVERY_SECONDS
 
 
-@pytest.mark.parametrize(("took", "patience"), [(0.001, Watch.FLOOR_SECONDS), (0.4, 3.2), (3.0, LONGEST)])
+@pytest.mark.parametrize(("took", "patience"), [(0.001, Watch.MIN_TIMEOUT_SECONDS), (0.4, 3.2), (3.0, LONGEST)])
 def test_silence_is_borne_for_many_times_what_answers_take(took: float, patience: float) -> None:
     watch = Watch(LONGEST)
-    now = asked(watch, took, times=Watch.ENOUGH)
+    now = asked(watch, took, times=Watch.MIN_ANSWERS)
     assert watch.patience == pytest.approx(patience)
     assert patience < silence(watch, now) <= patience + 2 * Watch.EVERY_SECONDS
 
 
 def test_one_slow_answer_counts_for_as_long_as_it_is_remembered() -> None:
     watch = Watch(LONGEST)
-    now = asked(watch, 0.01, times=Watch.ENOUGH)
+    now = asked(watch, 0.01, times=Watch.MIN_ANSWERS)
     now = asked(watch, 1.0, now)
     assert watch.patience == 8.0
     asked(watch, 0.01, now, times=Watch.ANSWERS)
-    assert watch.patience == Watch.FLOOR_SECONDS
+    assert watch.patience == Watch.MIN_TIMEOUT_SECONDS
 
 
 def test_the_longest_silence_is_what_the_config_says_however_short() -> None:
     watch = Watch(0.5)
-    asked(watch, 0.01, times=Watch.ENOUGH)
+    asked(watch, 0.01, times=Watch.MIN_ANSWERS)
     assert watch.patience == 0.5
 
 
 def test_answers_are_measured_as_a_wait_begins_and_then_now_and_then() -> None:
-    watch, peers = Watch(LONGEST), list(range(1, 1 + Watch.ENOUGH))
+    watch, peers = Watch(LONGEST), list(range(1, 1 + Watch.MIN_ANSWERS))
     assert watch.next_ask(7.0) == 7.0 and watch.ask(reversed(peers), 7.0, 7.0) == (peers, [])
     for uid in peers:
         assert watch.patience == LONGEST
         watch.answered(uid, 7.1)
-    assert watch.patience == Watch.FLOOR_SECONDS
+    assert watch.patience == Watch.MIN_TIMEOUT_SECONDS
     assert watch.next_ask(8.0) == 8.0 + Watch.AFTER_SECONDS and watch.ask([1], 8.0, 8.0) == ([], [])
     assert watch.next_ask(20.0) == 20.0 and watch.ask([1], 20.0, 20.0) == ([1], [])
 
 
 def test_a_beat_that_is_not_answered_makes_nobody_suspect() -> None:
     watch = Watch(LONGEST)
-    asked(watch, 0.001, times=Watch.ENOUGH)
+    asked(watch, 0.001, times=Watch.MIN_ANSWERS)
     assert watch.ask([1], 50.0, 50.0) == ([1], [])
     assert watch.ask([1], 90.0, 90.0 + Watch.AFTER_SECONDS) == ([1], [])  # asked for the first time in this wait
 
@@ -82,7 +82,7 @@ def test_a_beat_that_is_not_answered_makes_nobody_suspect() -> None:
 def test_who_sends_models_lives() -> None:
     """Its answer waits behind them where the link is full."""
     watch = Watch(LONGEST)
-    now = asked(watch, 0.001, times=Watch.ENOUGH)
+    now = asked(watch, 0.001, times=Watch.MIN_ANSWERS)
     for i in range(40):
         assert watch.ask([1], now, now + Watch.AFTER_SECONDS + i * 0.5) == ([1], [])
         watch.is_heard(1)
@@ -90,9 +90,9 @@ def test_who_sends_models_lives() -> None:
 
 def test_a_process_that_comes_late_itself_waits_longer_and_one_that_was_suspended_does_not() -> None:
     watch = Watch(LONGEST)
-    asked(watch, 0.01, times=Watch.ENOUGH)
+    asked(watch, 0.01, times=Watch.MIN_ANSWERS)
     watch.note_delay(30.0)
-    assert watch.patience == Watch.FLOOR_SECONDS
+    assert watch.patience == Watch.MIN_TIMEOUT_SECONDS
     watch.note_delay(0.5)
     assert watch.patience == 4.0
 
@@ -138,14 +138,14 @@ def test_a_busy_machine_makes_nobody_suspect(slowest: float) -> None:
 
 
 @pytest.mark.parametrize(("delays", "patience"), [
-    ([], Watch.FLOOR_SECONDS), ([0.1, 0.1, 9.0], Watch.FLOOR_SECONDS), ([0.0, 9.0], Watch.FLOOR_SECONDS),
-    ([0.5, 0.6, 0.1], 4.0), ([2.0, 3.0], LONGEST),
+    ([], Watch.MIN_TIMEOUT_SECONDS), ([0.1, 0.1, 9.0], Watch.MIN_TIMEOUT_SECONDS),
+    ([0.0, 9.0], Watch.MIN_TIMEOUT_SECONDS), ([0.5, 0.6, 0.1], 4.0), ([2.0, 3.0], LONGEST),
 ])  # fmt: skip
 def test_answers_are_waited_for_longer_where_most_peers_take_long_for_models(
     delays: list[float], patience: float
 ) -> None:
     """Links were idle as answers were measured, and are full now; one peer that takes no models is gone itself."""
     watch = Watch(LONGEST)
-    now = asked(watch, 0.01, times=Watch.ENOUGH)
+    now = asked(watch, 0.01, times=Watch.MIN_ANSWERS)
     watch.load = lambda _now: delays
     assert patience < silence(watch, now) <= patience + 2 * Watch.EVERY_SECONDS

@@ -18,14 +18,14 @@ class Watch:
 
     AFTER_SECONDS, EVERY_SECONDS = 0.5, 0.25
     """How long the training waits for a node before the node is pinged, and the time between further pings."""
-    BEAT_SECONDS = 5.0
+    MEASURE_EVERY_SECONDS = 5.0
     """Shortest time between two measurements: when the training begins to wait, the awaited nodes are pinged at once,
     to learn how long answers take."""
-    FLOOR_SECONDS = 1.5
+    MIN_TIMEOUT_SECONDS = 1.5
     """Shortest time-out, however fast answers are: a process may get no CPU core for a second now and then."""
-    TIMES = 8
+    TIMEOUT_FACTOR = 8
     """The time-out as a multiple of the longest recent answer time."""
-    ANSWERS, ENOUGH = 64, 8
+    ANSWERS, MIN_ANSWERS = 64, 8
     """How many answer times are kept, and how many are needed before they are used: the first answers may come before
     any models are in flight that fill the links."""
 
@@ -47,13 +47,13 @@ class Watch:
     @property
     def patience(self) -> float:
         """The time-out: the silence, in seconds, after which a node counts as absent."""
-        if len(self._answer_seconds) < self.ENOUGH:
+        if len(self._answer_seconds) < self.MIN_ANSWERS:
             return self._longest
-        return min(self._longest, max(self.FLOOR_SECONDS, self.TIMES * max(self._answer_seconds)))
+        return min(self._longest, max(self.MIN_TIMEOUT_SECONDS, self.TIMEOUT_FACTOR * max(self._answer_seconds)))
 
     def next_ask(self, waiting_since: float) -> float:
         """Returns when `ask` is due next, if the training has been waiting since `waiting_since`."""
-        return min(self._next_look(waiting_since), max(waiting_since, self._last_measured + self.BEAT_SECONDS))
+        return min(self._next_look(waiting_since), max(waiting_since, self._last_measured + self.MEASURE_EVERY_SECONDS))
 
     def repeats_at(self, waiting_since: float) -> float:
         """Returns when the nodes that were pinged in this wait are pinged again; infinite if none was."""
@@ -70,7 +70,7 @@ class Watch:
         due = now >= waiting_since + self.AFTER_SECONDS
         if due:
             self._note_load(now)
-        if not due and now >= max(waiting_since, self._last_measured + self.BEAT_SECONDS):
+        if not due and now >= max(waiting_since, self._last_measured + self.MEASURE_EVERY_SECONDS):
             self._last_measured = now
             self._measured_at = dict.fromkeys(waiting_for, now)
             return sorted(self._measured_at), []

@@ -1,1 +1,2 @@
-"""What a node says to others, and what it makes of what they say: driven by calls, without I/O, threads or a clock."""
+"""The protocol of one node: the messages that it sends, and how it handles those that it receives. Without I/O, threads
+or a clock: calls drive it."""

@@ -185,7 +185,7 @@ class MeanWait:
             raise Interrupted(f"{key} given up: the run is stopping")
         whom = collectives.means.waiting_for(key)
         self._since = max(self._since, collectives.last_part_at)
-        links = collectives.tree.around if collectives.tree.parent in whom else collectives.tree.below
+        links = collectives.tree.links_around if collectives.tree.parent in whom else collectives.tree.levels_below
         patience = self._timeout_seconds * (links if facts.watches else 1)
         self.deadline = self._since + patience
         if now >= self.deadline:

@@ -227,7 +227,7 @@ class RelayedStreams:
         self._by_uplink.setdefault(uplink, {})[number] = stream
 
     def _unassign(self, stream: Stream, notify_peer: bool = False) -> None:
-        """Removes a stream from its relay. told: a CLOSE frame tells the other end."""
+        """Removes a stream from its relay. notify_peer: a CLOSE frame tells the other end."""
         uplink, stream.uplink = stream.uplink, None
         if uplink is not None and self._by_uplink.get(uplink, {}).pop(stream.number, None) is not None and notify_peer:
             self._uplinks.send(uplink, Frame(CLOSE, stream.number))

@@ -36,8 +36,8 @@ class ListeningSockets:
     """The listening sockets of one node. Used by the I/O thread."""
 
     def __init__(self, parts: SocketParts, max_bulk_bytes: int, has_urgent_work: Callable[[], bool]) -> None:
-        """max_bulk_bytes: largest bulk frame. wanted_back: returns whether the I/O thread has something more urgent to
-        do than to read the rest of a burst."""
+        """max_bulk_bytes: largest bulk frame. has_urgent_work: returns whether the I/O thread has something more urgent
+        to do than to read the rest of a burst."""
         self._parts, self._handler, self._security = parts, parts.handler, parts.security
         self._has_urgent_work = has_urgent_work
         self.unread_planes: set[int] = set()

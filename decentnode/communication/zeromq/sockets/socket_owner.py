@@ -15,8 +15,9 @@ from decentnode import clock
 
 NAP_SECONDS, LONGEST_NAP_SECONDS = 0.001, 0.05
 FREQUENT_VISITS, FREQUENT_NAP_SECONDS = 3, 0.004
-"""If the training thread used the sockets at least OFTEN times during a nap, naps grow to OFTEN_NAP_SECONDS: on a busy
-machine every check of the I/O thread takes a core or the interpreter lock from the training thread."""
+"""If the training thread used the sockets at least FREQUENT_VISITS times during a nap, naps grow to
+FREQUENT_NAP_SECONDS: on a busy machine every check of the I/O thread takes a core or the interpreter lock from the
+training thread."""
 
 
 class SocketOwner:
