@@ -96,13 +96,13 @@ class RelayHub:
         """Identity -> route of each node that can be reached through this relay."""
         self._next_check = 0.0
 
-    def busy(self, own: bytes) -> bool:
+    def forwards_for_others(self, own: bytes) -> bool:
         """Returns whether this relay has streams with no end at the identity `own`."""
         mine = {route for route, connection in self._connections.items() if connection.identity == own}
         return any(other not in mine for route, connection in self._connections.items() if route not in mine
                    for other, _ in connection.streams.values())  # fmt: skip
 
-    def serves(self, own: bytes) -> bool:
+    def has_streams_of(self, own: bytes) -> bool:
         """Returns whether this relay has streams with an end at the identity `own`."""
         return any(connection.streams for connection in self._connections.values() if connection.identity == own)
 
@@ -130,7 +130,7 @@ class RelayHub:
         else:
             raise PeerFault("malformed_header", f"relay frame {frame.kind} from an end")
 
-    def lost(self, route: bytes) -> None:
+    def disconnect(self, route: bytes) -> None:
         """Forgets a node whose connection accepts nothing any more, and closes its streams."""
         connection = self._connections.pop(route, None)
         if connection is None:
@@ -192,7 +192,7 @@ class RelayHub:
             self._next_check = now + 1.0
             heard = {route: connection.heard for route, connection in self._connections.items()}
             for route in [route for route, when in heard.items() if now - when > SILENT_SECONDS]:
-                self.lost(route)
+                self.disconnect(route)
 
 
 def relay_order(target: int, candidates: list[int]) -> list[int]:

@@ -160,7 +160,7 @@ class SendStream(Generic[T]):
         self._asked = self.closing = True
         self._limit, self._least, self._progress = CLOSING_STUCK_SECONDS, CLOSING_STUCK_SECONDS, now
 
-    def acknowledged(self, first_missing: int, ahead: bytes, probe: int, now: float) -> list[int]:
+    def acknowledge(self, first_missing: int, ahead: bytes, probe: int, now: float) -> list[int]:
         """Drops the messages that have arrived, and returns the sequence numbers of those to send again.
 
         ahead: bit i is set if the message first_missing + 1 + i has arrived. probe: number of the probe that the

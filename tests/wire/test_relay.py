@@ -66,9 +66,9 @@ def test_a_stream_carries_both_ways_and_ends_on_both_sides() -> None:
     assert hub.tell(B, DATA, 1, body=b"and back") == [(A, DATA, 2, b"and back")]
     assert hub.tell(B, CREDIT, 1, 5) == [(A, CREDIT, 2, b"")]
     assert hub.relayed_bytes == len(b"there") + len(b"and back")
-    assert hub.busy(b"9") and not hub.busy(b"5") and not hub.busy(b"7")
+    assert hub.forwards_for_others(b"9") and not hub.forwards_for_others(b"5") and not hub.forwards_for_others(b"7")
     assert hub.tell(A, CLOSE, 2) == [(B, CLOSE, 1, b"")]
-    assert hub.tell(B, DATA, 1, body=b"late") == [] and not hub.busy(b"9")
+    assert hub.tell(B, DATA, 1, body=b"late") == [] and not hub.forwards_for_others(b"9")
 
 
 def test_who_is_not_there_is_not_reached() -> None:
@@ -96,10 +96,10 @@ def test_what_a_connection_proves_counts_and_not_what_it_says() -> None:
 
 def test_the_end_of_a_connection_is_told_to_the_others() -> None:
     hub = with_stream()
-    hub.lost(B)
+    hub.disconnect(B)
     assert [(to, frame.kind, frame.stream) for to, frame in hub.outbox] == [(A, CLOSE, 2)]
     hub.outbox.clear()
-    assert hub.tell(A, OPEN, 4, body=b"7") == [(A, CLOSE, 4, b"")] and not hub.busy(b"9")
+    assert hub.tell(A, OPEN, 4, body=b"7") == [(A, CLOSE, 4, b"")] and not hub.forwards_for_others(b"9")
     hub.hello(C, b"7")
     assert hub.tell(A, OPEN, 6, body=b"7") == [(C, OPEN, 1, b"")]
 

@@ -59,7 +59,7 @@ def story(ordered: bool, count: int, cuts: int, seed: int) -> tuple[list[object]
                     acks.append((*receiver.report(), 0))
         elif what < 0.85 and acks:
             first_missing, ahead, gap, probe = acks.pop(rnd.randrange(len(acks)))
-            for sequence in sender.acknowledged(first_missing, ahead, probe, now):
+            for sequence in sender.acknowledge(first_missing, ahead, probe, now):
                 sender.sent_again(sequence)
                 channel.under_way.append(("message", sequence, sender.kept[sequence][0]))
                 again += 1
@@ -99,11 +99,11 @@ def test_only_what_is_missing_is_sent_again() -> None:
     assert receiver.gap
     first_missing, ahead, gap = receiver.report()
     assert gap and first_missing == 3
-    assert sender.acknowledged(first_missing, ahead, 0, 1.0) == []
-    assert sender.acknowledged(first_missing, ahead, sender.probe(1.0), 1.0) == [3, 5]
+    assert sender.acknowledge(first_missing, ahead, 0, 1.0) == []
+    assert sender.acknowledge(first_missing, ahead, sender.probe(1.0), 1.0) == [3, 5]
     assert numbers == [1, 2, 3, 4, 5, 6] and list(sender.kept) == [3, 5]
     sender.sent_again(3)
-    assert sender.acknowledged(3, ahead, 6, 1.0) == [5], "3 left after that probe"
+    assert sender.acknowledge(3, ahead, 6, 1.0) == [5], "3 left after that probe"
 
 
 def test_a_silent_receiver_is_asked_less_and_less_often() -> None:
@@ -142,7 +142,7 @@ def carried_until(carried: Callable[[float], int], until: float, owed: int = 1 <
 
 def test_a_connection_that_carries_something_is_slow_and_not_stuck() -> None:
     sender, now = carried_until(lambda now: int(1e4 * now), 100.0)
-    assert now == 100 and sender.acknowledged(2, b"", 0, now) == []
+    assert now == 100 and sender.acknowledge(2, b"", 0, now) == []
     sender.keep("y", now)
     assert sender.silent(now + 4 * 100) and not sender.silent(now + 4 * 100 - 1), "as long as the first took, and more"
 
@@ -176,7 +176,7 @@ def test_over_a_new_connection_it_is_asked_soon_what_is_missing() -> None:
 def test_at_the_end_a_connection_soon_counts_as_stuck_however_slow_it_was() -> None:
     sender: SendStream[str] = SendStream()
     sender.keep("slow", 0.0)
-    sender.acknowledged(2, b"", 0, 4.0)
+    sender.acknowledge(2, b"", 0, 4.0)
     sender.keep("last", 4.0)
     assert sender.next_deadline == 4.0 + PROBE_SECONDS[0] and not sender.stuck(4.0 + STUCK_SECONDS)
     sender.close(10.0)
@@ -199,7 +199,7 @@ def test_numbers_are_bounded() -> None:
     assert len(sender.kept) == MAX_AHEAD
     for first_missing, probe in ((0, 0), (MAX_AHEAD + 2, 0), (1, MAX_AHEAD + 1)):
         with pytest.raises(PeerFault, match="wrong_acknowledgement"):
-            sender.acknowledged(first_missing, b"", probe, 0.0)
+            sender.acknowledge(first_missing, b"", probe, 0.0)
 
 
 @given(st.integers(0, 1 << 63), st.binary(max_size=64), st.integers(0, 1 << 63))
@@ -208,7 +208,7 @@ def test_any_acknowledgement_is_taken_or_a_fault(first_missing: int, ahead: byte
     for i in range(40):
         sender.keep(i, 0.0)
     try:
-        again = sender.acknowledged(first_missing, ahead, probe, 0.0)
+        again = sender.acknowledge(first_missing, ahead, probe, 0.0)
     except PeerFault:
         assert len(sender.kept) == 40
     else:

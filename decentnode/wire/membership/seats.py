@@ -126,7 +126,7 @@ class Seats:
     def learn(self, raw: bytes) -> list[int]:
         """Takes over the seats that a leader sent. Returns the uids whose seats are new or changed here. Raises
         PeerFault for malformed bytes, and then changes nothing."""
-        found = self._parsed(raw)
+        found = self._parse(raw)
         new = [uid for uid, seat in found.items() if self.known.get(uid) != seat]
         self.known.update(found)
         for seat in found.values():
@@ -138,7 +138,7 @@ class Seats:
         return "".join(f"{uid} {seat.token.hex()} {seat.control} {seat.bulk} {seat.key or '-'} {seat.via or '-'} "
                        f"{seat.invitation or '-'}\n" for uid, seat in sorted(self.known.items())).encode()  # fmt: skip
 
-    def _parsed(self, raw: bytes) -> dict[int, Seat]:
+    def _parse(self, raw: bytes) -> dict[int, Seat]:
         found: dict[int, Seat] = {}
         if len(raw) > MAX_SEATS_BYTES or not raw.isascii():
             raise PeerFault("malformed_header", f"{len(raw)} bytes of seats")

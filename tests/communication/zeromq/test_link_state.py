@@ -40,12 +40,12 @@ def test_what_counts_is_the_size_after_encryption(size: int) -> None:
     _, kind, sum_, header, found = framing.opened(memoryview(first))
     assert (kind, sum_, header, found is None) == (framing.AES_GCM, 0, b"header", size + TAG_BYTES > ONE_FRAME_BYTES)
     sent = found if found is not None else buffer(second)  # type: ignore[arg-type]
-    assert bytes(Cipher(given).decrypted(7, header, sent)) == body
+    assert bytes(Cipher(given).decrypt(7, header, sent)) == body
     for sequence, other in ((8, header), (7, b"Header")):
         with pytest.raises(PeerFault, match="checksum_mismatch"):
-            Cipher(given).decrypted(sequence, other, sent)
+            Cipher(given).decrypt(sequence, other, sent)
     with pytest.raises(PeerFault, match="checksum_mismatch"):
-        Cipher(given).decrypted(7, header, sent[: TAG_BYTES - 1])
+        Cipher(given).decrypt(7, header, sent[: TAG_BYTES - 1])
 
 
 def test_a_header_beyond_what_the_prefix_can_say_keeps_its_frame() -> None:

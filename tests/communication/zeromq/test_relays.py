@@ -83,7 +83,7 @@ def test_where_a_relay_gives_up_another_takes_its_place(tmp_path: Path) -> None:
         def give_up() -> None:
             hub._known = lambda _identity: False  # as if this process were another one, of another run
             for route in list(hub._connections):
-                hub.lost(route)
+                hub.disconnect(route)
             gone.set()
 
         def work(uid: int, round: int) -> None:

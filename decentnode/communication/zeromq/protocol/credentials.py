@@ -61,11 +61,11 @@ class Cipher:
 
         self._cipher, self._refusals = AESGCM(given.key), (InvalidTag, ValueError)
 
-    def encrypted(self, sequence: int, header: bytes, body: Bytes) -> bytes:
+    def encrypt(self, sequence: int, header: bytes, body: Bytes) -> bytes:
         """Returns the encrypted body, which is TAG_BYTES longer."""
         return self._cipher.encrypt(framing.nonce(sequence), body, framing.associated_data(sequence, header))
 
-    def decrypted(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
+    def decrypt(self, sequence: int, header: bytes, body: memoryview) -> memoryview:
         """Returns the decrypted body. Raises PeerFault if sequence number, header or body were changed."""
         plain = bytearray(max(0, body.nbytes - TAG_BYTES))
         try:

@@ -113,7 +113,7 @@ class LinkSender:
         """Sends an encoded control message."""
         edge = self.edge(uid)
         plane = edge.planes[CONTROL]
-        if edge.gone:
+        if edge.is_gone:
             return
         if numbered:
             kind, empty = self.control_kind, framing.body_sum(self.control_kind, b"")
@@ -128,7 +128,7 @@ class LinkSender:
     def bulk(self, uid: int, message: QueuedMessage, now: float) -> None:
         """Sends a bulk message now, or as soon as the peer's window and the connection allow."""
         edge = self.edge(uid)
-        if edge.gone:
+        if edge.is_gone:
             return
         edge.planes[BULK].queue.append(message)
         edge.queued += message.last
@@ -141,7 +141,7 @@ class LinkSender:
         """Notes that the payload of this (round, phase) is not sent. The peer is told so as soon as it accepts
         messages, so that it does not wait for the payload."""
         edge = self.edge(uid)
-        if not edge.gone:
+        if not edge.is_gone:
             edge.withheld = (key if edge.withheld is None else edge.withheld[0], key)
             if edge.queued < self.max_payloads:
                 self._has_room(uid, edge, now)
@@ -154,7 +154,7 @@ class LinkSender:
     def slowness(self, now: float) -> list[float]:
         """Returns how many seconds each peer that was sent bulk messages takes to acknowledge them
         (`SendStream.slowness`)."""
-        return [edge.planes[BULK].out.slowness(now) for edge in self.edges.values() if edge.sent and not edge.gone]
+        return [edge.planes[BULK].out.slowness(now) for edge in self.edges.values() if edge.sent and not edge.is_gone]
 
     def send_once(self, uid: int, message: Message) -> None:
         """Sends a message without a sequence number, to any peer, even one that was given up; its sender repeats it
@@ -295,7 +295,7 @@ class LinkSender:
 
     def probe(self, uid: int, edge: PeerLink, number: int, now: float) -> None:
         plane = edge.planes[number]
-        if plane.out.probe_due(now) and not edge.gone:
+        if plane.out.probe_due(now) and not edge.is_gone:
             plane.urgent.append((codec.encode(self.message(Probe, number, plane.out.probe(now))), "protocol"))
             self.pump(uid, edge, number, now)
 

@@ -118,7 +118,7 @@ class QueuedMessage:
             return framing.sealed(sequence, header, kind, body_checksum), None
         if cipher is not None:
             plain = body if isinstance(body, bytes) else body.buffer
-            body, kind, body_checksum = cipher.encrypted(sequence, header, plain), framing.AES_GCM, 0
+            body, kind, body_checksum = cipher.encrypt(sequence, header, plain), framing.AES_GCM, 0
         if isinstance(body, bytes) and len(body) <= ONE_FRAME_BYTES and len(header) <= framing.MAX_JOINED_HEADER:
             return framing.sealed(sequence, header, kind, body_checksum, body), None
         return framing.sealed(sequence, header, kind, body_checksum), body
@@ -223,14 +223,14 @@ class PeerLink:
         """When repeated `Hello` messages last led to a new connection."""
         self.last_damage_report = 0.0
         """When a damaged message of the peer last led to an acknowledgement."""
-        self.gone = False
+        self.is_gone = False
         """Whether nothing is sent to this peer any more."""
-        self.left = False
+        self.has_left = False
         """Whether the peer said goodbye."""
 
     def forget(self) -> None:
         """Drops all messages for this peer, to which nothing is sent any more."""
-        self.gone = True
+        self.is_gone = True
         self.queued, self.withheld = 0, None
         for plane in self.planes:
             plane.sealed = None

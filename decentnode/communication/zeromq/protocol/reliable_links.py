@@ -125,7 +125,7 @@ class ReliableLinks:
             if sequence:
                 self._session.belongs(message)
                 if body is not None and self.access.encrypts:
-                    body = self._decrypted(sequence, kind, source, header, body)
+                    body = self._decrypt(sequence, kind, source, header, body)
             self._admit(plane, sequence, message, body, now)
         except PeerFault as fault:
             self.refuse(fault, source)
@@ -200,7 +200,7 @@ class ReliableLinks:
         edge = self._edge(uid)
         if isinstance(message, Ack):
             flow = edge.planes[message.plane]
-            lost = flow.out.acknowledged(message.first_missing, message.ahead, message.probe, now)
+            lost = flow.out.acknowledge(message.first_missing, message.ahead, message.probe, now)
             flow.again.update(dict.fromkeys(lost))
             if message.gap:
                 flow.out.ask()
@@ -228,7 +228,7 @@ class ReliableLinks:
                 edge.outwards = Cipher(edge.credential) if self.access.encrypts else None
             self.sender.pump(uid, edge, BULK, now)
         elif isinstance(message, Bye):
-            edge.left = True
+            edge.has_left = True
             edge.forget()
             self._port.deliver(message, None, now)
 
@@ -247,13 +247,13 @@ class ReliableLinks:
             plane.probes, plane.probed_since = 0, now
             self.sender.renew(uid, edge, CONTROL)
 
-    def _decrypted(self, sequence: int, kind: int, source: int, header: bytes, body: memoryview) -> memoryview:
+    def _decrypt(self, sequence: int, kind: int, source: int, header: bytes, body: memoryview) -> memoryview:
         if kind != framing.AES_GCM or source not in self.access.given:
             raise PeerFault("not_encrypted", f"from {source}")
         edge = self._edge(source)
         if edge.inwards is None:
             edge.inwards = Cipher(self.access.given[source])
-        return edge.inwards.decrypted(sequence, header, body)
+        return edge.inwards.decrypt(sequence, header, body)
 
     def _acknowledge(self, uid: int, edge: PeerLink, number: int, now: float, probe: int = 0) -> None:
         first_missing, ahead, gap = edge.planes[number].came.report()
@@ -303,7 +303,7 @@ class ReliableLinks:
         makes it, and probes for lost messages."""
         self._port.renew(uid, plane)
         edge = self._edges.get(uid)
-        if edge is not None and not edge.gone:
+        if edge is not None and not edge.is_gone:
             edge.planes[plane].out.ask()
             self._broken.add((uid, plane))
             self.sender.due = -math.inf
@@ -311,7 +311,7 @@ class ReliableLinks:
     @property
     def breaks_matter(self) -> bool:
         """Whether broken connections should be reported: not while the run ends, here or for any peer."""
-        return not self._closing and not any(edge.gone for edge in self._edges.values())
+        return not self._closing and not any(edge.is_gone for edge in self._edges.values())
 
     def finished(self, now: float) -> bool:
         """Returns whether every peer has acknowledged everything; the first call begins to close the links.
@@ -336,7 +336,7 @@ class ReliableLinks:
     def goodbye(self, now: float) -> None:
         """Sends `Bye` to every peer that has not left; nothing is sent or read after it."""
         for uid, edge in self._edges.items():
-            if not edge.left:
+            if not edge.has_left:
                 edge.forget()
                 edge.planes[CONTROL].urgent.append((codec.encode(self._message(Bye)), "protocol"))
                 self.sender.pump(uid, edge, CONTROL, now)

@@ -137,7 +137,7 @@ class TreeMeans:
         if message.down:
             self.consumed.append((message.source, buffer.nbytes + MESSAGE_COST))
             part.copy_(arrived)
-            return self._down(message.key, mean, message.chunk, message.contributors)
+            return self._send_down(message.key, mean, message.chunk, message.contributors)
         if message.source in mean.pending[message.chunk]:
             raise PeerFault("duplicate_chunk", f"part of {message.key!r} from {message.source}")
         self.consumed.append((message.source, buffer.nbytes + MESSAGE_COST))
@@ -157,9 +157,9 @@ class TreeMeans:
         if self._tree.parent is not None:
             return [OutgoingPart(self._tree.parent, key, 0, chunk, mean.contributors[chunk], part)]
         part.div_(mean.contributors[chunk])
-        return self._down(key, mean, chunk, mean.contributors[chunk])
+        return self._send_down(key, mean, chunk, mean.contributors[chunk])
 
-    def _down(self, key: str, mean: _Mean, chunk: int, contributors: int) -> list[OutgoingPart]:
+    def _send_down(self, key: str, mean: _Mean, chunk: int, contributors: int) -> list[OutgoingPart]:
         mean.contributors[chunk] = contributors
         mean.down.add(chunk)
         if len(mean.down) == mean.chunks:

@@ -126,7 +126,7 @@ class FaultyDriver(LinkDriver):
         if due > now:
             return self._delay(due, to, fate, first, body)
         if fate.flipped is not None:
-            first, body = _flipped(fate, first, body)
+            first, body = _flip_bits(fate, first, body)
         taken = self.io.send(uid, plane, first, body)
         if taken and fate.twice:
             self.io.send(uid, plane, first, body)
@@ -143,7 +143,7 @@ class FaultyDriver(LinkDriver):
         # transmission of it before this one is sent
         content = None if body is None else _bytes(body)
         if fate.flipped is not None:
-            first, content = _flipped(fate, first, content)
+            first, content = _flip_bits(fate, first, content)
         for _ in range(1 + fate.twice):
             heapq.heappush(self._delayed, _DelayedMessage(due, next(self._order), to, first, content))
             self._delayed_count[to] = self._delayed_count.get(to, 0) + 1
@@ -205,7 +205,7 @@ def _bytes(body: Body) -> bytes:
     return body if isinstance(body, bytes) else bytes(body.buffer)
 
 
-def _flipped(fate: Fate, first: bytes, body: Body | None) -> tuple[bytes, bytes | None]:
+def _flip_bits(fate: Fate, first: bytes, body: Body | None) -> tuple[bytes, bytes | None]:
     assert fate.flipped is not None
     frames = damaged([first] if body is None else [first, _bytes(body)], fate.flipped)
     return frames[0], frames[1] if body is not None else None

@@ -162,7 +162,7 @@ class ListeningSockets:
         """Forwards this node's own last messages, which may go through its own relay. Blocks for up to
         OWN_LINGER_SECONDS; drops all received messages that are not relay frames."""
         until = clock.now() + OWN_LINGER_SECONDS
-        while relayed.hub.serves(self._identity()) and (remaining := until - clock.now()) > 0:
+        while relayed.hub.has_streams_of(self._identity()) and (remaining := until - clock.now()) > 0:
             if not listener.poll(math.ceil(1000 * remaining)):
                 return
             with contextlib.suppress(zmq.Again):

@@ -77,7 +77,7 @@ class PeerSockets:
         """
         if (uid, plane) in self.blocked:
             return False
-        sender = self.senders.get((uid, plane)) or self._connected(uid, plane)
+        sender = self.senders.get((uid, plane)) or self._open_socket(uid, plane)
         if sender is None:
             return False
         try:
@@ -92,7 +92,7 @@ class PeerSockets:
             return False
         return True
 
-    def _connected(self, uid: int, plane: int) -> zmq.Socket[bytes] | None:
+    def _open_socket(self, uid: int, plane: int) -> zmq.Socket[bytes] | None:
         """Returns a new socket that connects to a peer; None if this process has too many open files, which may be
         caused by strangers that connect to it."""
         at = self.endpoints[uid][plane]
@@ -121,11 +121,11 @@ class PeerSockets:
         if events:
             monitor = self._monitors[uid, plane] = sender.get_monitor_socket(events)
             monitor.linger = 0
-            self._parts.watched.add(monitor, lambda: self._watch_sender(uid, plane, monitor))
+            self._parts.watched.add(monitor, lambda: self._read_monitor(uid, plane, monitor))
         sender.connect(at)
         self.senders[uid, plane] = sender
 
-    def _watch_sender(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
+    def _read_monitor(self, uid: int, plane: int, monitor: zmq.Socket[bytes]) -> None:
         """Reads the events of connections to a peer, and reports failed handshakes and broken connections."""
         with self._handler.lock:  # a monitor is closed only with this lock held
             broken = False
@@ -150,10 +150,10 @@ class PeerSockets:
                 self.blocked.discard((uid, plane))
                 self._handler.writable(uid, plane)
                 if (uid, plane) not in self.blocked:
-                    self._release_blocked(uid, plane, sender)
+                    self._stop_watching(uid, plane, sender)
                     break
 
-    def _release_blocked(self, uid: int, plane: int, sender: zmq.Socket[bytes]) -> None:
+    def _stop_watching(self, uid: int, plane: int, sender: zmq.Socket[bytes]) -> None:
         self.blocked.discard((uid, plane))
         self._parts.watched.remove(sender)
 
@@ -167,7 +167,7 @@ class PeerSockets:
         if sender is None:
             return
         if (uid, plane) in self.blocked:
-            self._release_blocked(uid, plane, sender)
+            self._stop_watching(uid, plane, sender)
         monitor = self._monitors.pop((uid, plane), None)
         if monitor is not None:
             self._parts.watched.remove(monitor)

@@ -42,12 +42,12 @@ class RelayedFrames:
             try:
                 self._listener.send_multipart([to, out.encoded()], zmq.NOBLOCK)
             except zmq.ZMQError:
-                hub.lost(to)
+                hub.disconnect(to)
 
     def is_needed(self, now: float) -> bool:
         """Returns whether this node, which is done itself, stays for the nodes whose bytes it forwards, so that they
         can send their last messages."""
-        if not self.hub.busy(self._identity):
+        if not self.hub.forwards_for_others(self._identity):
             return False
         if self._until == math.inf:
             self._until = now + LINGER_SECONDS
