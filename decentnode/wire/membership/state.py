@@ -143,7 +143,7 @@ class MemberState:
             self.events.append(Seated(uid, seat.control, seat.bulk, seat.key, bool(seat.via)))
 
     def names(self, uids: set[int]) -> str:
-        """Returns "node 1, node 2" for reasons, with at most TOLD_NODES names."""
+        """Returns "node 1, node 2" for reasons, with at most MAX_NAMED_NODES names."""
         listed = ", ".join(map(self.describe, sorted(uids)[:MAX_NAMED_NODES]))
         return f"{listed} and {len(uids) - MAX_NAMED_NODES} more" if len(uids) > MAX_NAMED_NODES else listed
 

@@ -66,7 +66,7 @@ class TreeMeans:
         self._running: dict[str, _Mean] = {}
         self._early: dict[str, list[tuple[Part, memoryview]]] = {}
         self._finished: dict[str, None] = {}
-        """Keys of the last MAX_OVER means that are finished or given up."""
+        """Keys of the last MAX_FINISHED means that are finished or given up."""
         self.done: dict[str, tuple[Tensor, int]] = {}
         self.consumed: list[tuple[int, int]] = []
         """(uid, bytes) of the pieces that were consumed since the caller last cleared the list."""

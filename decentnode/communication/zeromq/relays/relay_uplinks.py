@@ -138,7 +138,7 @@ class Uplinks:
                 self.send(uplink, Frame(PING))
 
     def register(self, now: float) -> None:
-        """Connects to up to OFFERS relays, if others reach this node through relays."""
+        """Connects to up to REGISTRATIONS relays, if others reach this node through relays."""
         if not self._plan.registers:
             return
         for uid in relay_order(self._plan.uid, list(self._plan.relays)):
