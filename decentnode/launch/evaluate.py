@@ -1,4 +1,4 @@
-"""Evaluates the models that a run has left: each node's and the merged one, on the run's test data or on other data."""
+"""Evaluates the saved models of a run: each node's and the merged one, on the run's test data or on other data."""
 
 from __future__ import annotations
 
@@ -32,24 +32,25 @@ RESOLVED = "config.resolved.yaml"
 
 @dataclass(frozen=True)
 class EvaluatedModels:
-    """What the models of a run come to on a test set."""
+    """The metrics of a run's models on a test set."""
 
     run: Path
     measured: TaskMetrics
     samples: dict[int, int]
-    """How many test samples each node's model saw."""
+    """uid -> number of test samples on which the node's model was evaluated."""
     nodes: dict[int, dict[str, float]]
-    """The task's metrics by their names, of each node whose model is there."""
+    """uid -> the task's metrics by name, for each node whose model was found."""
     pooled: dict[str, float]
-    """The same of all nodes' samples together, where each has a part of the test set alone: then their mean."""
+    """Metrics over the test samples of all nodes together, where each node has its own part of the test set; they are
+    then the mean."""
     merged: dict[str, float] | None
-    """Those of the merged model; None where the run left none."""
+    """Metrics of the merged model; None if the run saved none."""
     missing: tuple[int, ...]
-    """Nodes whose models are not there."""
+    """Nodes whose models were not found."""
 
     @property
     def summary(self) -> dict[str, Any]:
-        """All of it as plain data, with `<metric>_mean`, `_min`, `_max` over the nodes and `_merged`."""
+        """All results as plain data, with `<metric>_mean`, `_min`, `_max` over the nodes and `<metric>_merged`."""
         told: dict[str, Any] = {}
         for name in dict.fromkeys(name for row in self.nodes.values() for name in row):
             values = [row[name] for row in self.nodes.values() if name in row]
@@ -63,10 +64,11 @@ class EvaluatedModels:
 def evaluate(
     run: Path, sections: Mapping[str, Any] | None = None, overrides: Sequence[str] = (), device: str = "auto"
 ) -> EvaluatedModels:
-    """Evaluate the models in a run's folder. Blocking; one model and one node's data are in memory at a time.
+    """Evaluates the models in a run's folder. Blocking; one model and one node's data are in memory at a time.
 
-    sections: `data` and `task` that are laid over the run's as one file over another, as plain data; overrides: the
-    same as "data.x=value". Raises UsageError where the run left no model, or its models are not for the data.
+    sections: plain `data` and `task` sections that are merged over the run's, as a file over the one it extends.
+    overrides: the same in the form "data.x=value". Raises UsageError if the run saved no model, or its models do not
+    fit the data.
     """
     for key in [*(sections or {}), *(each.partition("=")[0].split(".")[0].strip() for each in overrides)]:
         if key not in ("data", "task"):
@@ -77,13 +79,13 @@ def evaluate(
         raise UsageError(f"{run} has no {RESOLVED}, which describes its models")
     experiment = load(run / RESOLVED, overrides, {}, check=False, layers=[sections] if sections else [])
     model = experiment.model
-    if getattr(model, "init", None) is not None:  # the file to start from need not be there any more
+    if getattr(model, "init", None) is not None:  # the initial model's file may be gone, and is not needed
         experiment = experiment.model_copy(update={"model": model.model_copy(update={"init": None})})
     return _Evaluation(experiment, run, device).all()
 
 
 class _Sums:
-    """Sums of a task over nodes, by the prefix of their split."""
+    """Adds up a task's sums over nodes, separately for each prefix of a data split."""
 
     def __init__(self, task: Task) -> None:
         self._task, self._sums = task, dict[str, dict[str, float]]()
@@ -99,7 +101,7 @@ class _Sums:
 
 
 class _Evaluation:
-    """Goes over the nodes of a run, with one module whose values are replaced."""
+    """Evaluates the nodes of a run one after the other, with one module whose values are replaced."""
 
     def __init__(self, experiment: Experiment, run: Path, device: str) -> None:
         self.experiment, self.run, self.folder = experiment, run, run / "models"
@@ -140,7 +142,7 @@ class _Evaluation:
                     nodes[uid] |= {f"{split.prefix}{name}": value for name, value in found.metrics.items()}
                     if split.pooled:
                         of_pooled.add(split.prefix, found.sums)
-            if merged is not None:  # each node's part of what all have, as in the run
+            if merged is not None:  # on each node's part of shared test data, as in the run
                 self._load({**(own or {}), **merged} if kept else merged, merged_file)
                 for split in training.evaluated:
                     part = (uid, self.count) if split.shared else (0, 1)
@@ -151,7 +153,8 @@ class _Evaluation:
                                missing)  # fmt: skip
 
     def _kept(self, merged: Mapping[str, Tensor]) -> bool:
-        """Whether nodes kept parameters to themselves, which the merged model then lacks: it has each node's own."""
+        """Returns whether the nodes kept some parameters private. The merged model lacks these, and is evaluated with
+        each node's own."""
         return bool(self.model.module.state_dict().keys() - merged.keys())
 
     def _load(self, values: Mapping[str, Tensor], path: Path) -> None:
@@ -166,9 +169,9 @@ class _Evaluation:
                 value.copy_(values[name])
 
     def _training(self, uid: int) -> Training:
-        """The node's training, for its evaluation alone."""
+        """Returns the node's training component, for its evaluation only."""
         config: Any = self.experiment.training
-        if self.data.test == "global" and not self.data.sharded:  # no training sample need be read
+        if self.data.test == "global" and not self.data.sharded:  # no training sample needs to be read
             test = self.data.global_test(self.data.dataset())
             given = NodeSamples(test, test)
             config = config.model_copy(update={"drop_last": False, "sampling": "fixed"})
@@ -182,7 +185,7 @@ class _Evaluation:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file; nothing in it is run. Raises UsageError where it is none."""
+    """Returns the tensors of a safetensors file, which runs no code from it. Raises UsageError if it cannot be read."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:

@@ -1,5 +1,5 @@
-"""A whole run in the calling process: for experiments made of its objects, for debuggers, and where no process can be
-started. Its nodes are stepped in turn; what it writes and returns is that of a run with processes."""
+"""Runs all nodes in the calling process: for experiments made of its objects, for debuggers, and where no process can
+be started. Nodes are stepped in turn; files and return value are those of a run with processes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from decentnode.launch.supervising.prepare import facts, resumed
 from decentnode.training.cudnn import cudnn_kept
 
 PROGRESS_SECONDS = 0.25
-"""Least time between two reports of a node's rounds."""
+"""Least time between two progress reports of a node."""
 
 
 class TwoStepSignals(StopSignals):
-    """The first signal asks the run to stop, the second one raises KeyboardInterrupt wherever the process is: there is
-    no other process that could kill this one."""
+    """Signals of which the first asks the run to stop and the second raises KeyboardInterrupt in whatever code runs,
+    because there is no other process that could kill this one."""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         super()._on_signal(number, frame)
@@ -55,10 +55,10 @@ class TwoStepSignals(StopSignals):
 
 
 def run_here(request: Request, observer: Observer, *, command: str = "", started: float | None = None) -> Outcome:
-    """Run all nodes in this process to the end. Blocking.
+    """Runs all nodes in this process to the end. Blocking.
 
-    As `supervise`; a failure's own exception is `Outcome.error`. Torch's generators are afterwards what they were
-    before, and so are its settings for cuDNN.
+    Parameters and errors are as for `supervise`; the exception of a failed node is `Outcome.error`. Restores the state
+    of torch's random generators and cuDNN settings.
     """
     started = clock.now() if started is None else started
     with TwoStepSignals() as signals:
@@ -86,7 +86,7 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
 
 
 class _Run:
-    """What a run in this process has come to."""
+    """The state of a run in this process: takes its nodes' messages and concludes it with an `Outcome`."""
 
     def __init__(
         self, facts: Facts, records: Records, observer: Observer, signals: StopSignals, started: float
@@ -102,7 +102,7 @@ class _Run:
         self._stopping = False
 
     def run(self, request: Request, work: Callable[[Task], int]) -> None:
-        """Let `work` run the nodes. Whatever it raises becomes this run's failure, or its interruption."""
+        """Calls `work` to run the nodes. Whatever it raises is kept as the run's failure or interruption."""
         local = list(self.facts.local)
         task = Task(
             request=request, uids=local, machine=self.facts.machine, run_dir=str(self.records.directory),
@@ -123,7 +123,7 @@ class _Run:
             self.observer.failed(failed, node_dir(self.records.directory, failed.uid))
 
     def begin(self, nodes: Sequence[Stoppable]) -> None:
-        """Takes the nodes when they are made."""
+        """Stores the nodes once they are built, so that they can be asked to stop."""
         self._nodes = nodes
 
     def on_message(self, message: ChildMessage) -> None:
@@ -152,7 +152,7 @@ class _Run:
             self.records.keep_modules(message.modules)
 
     def tick(self) -> None:
-        """Called between the steps of nodes: passes on a signal that has come."""
+        """Handles received signals; called between the steps of nodes."""
         self.signals.clear()
         if self.signals.received and not self._stopping:
             self._stopping = True
@@ -165,7 +165,7 @@ class _Run:
         self.observer.tick()
 
     def conclude(self) -> Outcome:
-        """Write the summary and decide the exit code."""
+        """Writes the summary and returns the outcome with the exit code."""
         checked = check_run(self.records.directory, self.facts, self.ledger, self.observer)
         cause: Failed | None = next(iter(self.ledger.failures), None)
         complete = self.ledger.finished.keys() >= {*self.facts.local} and not self.ledger.stopped

@@ -1,4 +1,4 @@
-"""From a request to its experiment, in whichever process it runs."""
+"""Loads the experiment of a request, in any process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from decentnode.launch.children.messages import Request
 
 
 def load_request(request: Request, check: bool = True) -> Experiment:
-    """Returns the experiment of a request. Raises as `load` does. With `one_round` what is checked is the experiment
-    with all its rounds: with one alone, what is to happen in a later one would be refused."""
+    """Returns the experiment of a request. Raises as `load` does. With `one_round` the check is made on the experiment
+    with all its rounds, because with one round, events planned for later rounds would be refused."""
     file, environ, layers = request.config or None, request.environ, request.layers
     whole = load(file, request.overrides, environ, check, layers, connected=not request.simulate,
                  found=request.found)

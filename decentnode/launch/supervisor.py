@@ -1,4 +1,5 @@
-"""One machine's share of a run, from the command to the exit code. Imports no torch: children load the experiment."""
+"""Runs this machine's part of a run, from the command to the exit code. Imports no torch: children load the
+experiment."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ def supervise(
     request: Request, observer: Observer, *, command: str = "", started: float | None = None, dry_run: bool = False,
     context: Context | None = None,
 ) -> Outcome:
-    """Run this machine's nodes to the end. Blocking.
+    """Runs this machine's nodes to the end. Blocking.
 
-    command: the command line, for the run directory. started: `clock.now()` of the command. dry_run: write nothing.
-    context: what starts processes, when not the fork server. Raises the error of an experiment that cannot be loaded
-    (DecentnodeError with its exit code); later errors are in the outcome.
+    command: the command line, for the run directory. started: `clock.now()` at the start of the command. dry_run:
+    whether nothing is written. context: starts the processes; the fork server if None. Raises the error of an
+    experiment that cannot be loaded (a DecentnodeError with its exit code); later errors are in the outcome.
     """
     started = clock.now() if started is None else started
     with StopSignals() as signals:

@@ -1,1 +1,1 @@
-"""Nodes in processes of their own, one or several in each, and how nodes of no mapping come in."""
+"""Runs nodes in their own processes, one or several per process, and admits newcomers, which are in no mapping."""

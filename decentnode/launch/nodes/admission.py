@@ -1,4 +1,5 @@
-"""How a node that is in no mapping comes to a run: it asks a member for a uid, and looks through what it is told."""
+"""The newcomer's side of admission: a node that is in no mapping asks a member of the run for a uid, and validates the
+answers before it uses them."""
 
 from __future__ import annotations
 
@@ -35,40 +36,41 @@ from decentnode.wire.messages import (
 )
 
 ANSWER_SECONDS, ASK_AGAIN_SECONDS = 3.0, 0.5
-"""How long an answer is waited for, and the least time between two requests."""
+"""The longest wait for an answer, and the least time between two requests."""
 FIRST_PORT, LAST_PORT, PORT_DRAWS = 20000, 32000, 100
-"""Between which ports free ones are looked for: below those that systems give to outgoing connections."""
+"""Range in which two free ports are searched, and how many random draws are tried. The range lies below the ephemeral
+ports, which systems give to outgoing connections."""
 MAX_ANSWER_BYTES = 1 << 18
 MAX_DEPTH = 12
-"""Of the sections of an experiment."""
+"""Deepest nesting of sections that is accepted in an experiment from the network."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a newcomer asks with."""
+    """Where a newcomer asks for admission, and what it says of itself."""
 
     seed: str
     """A member's control address, HOST:PORT."""
     seed_uid: int
-    """With keys: whose public key that member has."""
+    """The uid of that member; with keys, its public key is looked up by this uid."""
     host: str
-    """Where the newcomer listens, for all members: an address."""
+    """The address at which the newcomer listens for all members."""
     port: int
-    """First of its two ports."""
+    """The first of the newcomer's two ports (control, bulk)."""
     keys: Path | None
     invitation: str = ""
-    """The text that `decentnode invite` printed for it."""
+    """The invitation that `decentnode invite` printed for the newcomer."""
     reach: int = REACH_UNKNOWN
-    """Whether members reach it where it listens (REACH_...)."""
+    """Whether members can connect to the newcomer's address (REACH_...)."""
 
 
 def own_address(host: str, port: int) -> tuple[str, int]:
-    """Returns the address of this machine by which it reaches another one, and the first of two free ports there.
-    Blocking while a name is looked up. Raises UsageError where there is no way."""
+    """Returns the local address from which this machine reaches `host`, and the first of two free ports on it.
+    Blocking while a name is looked up. Raises UsageError if there is no route, or no two free ports are found."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # which sends nothing
-            probe.connect(there)
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)  # of a datagram socket: only chooses the route, sends nothing
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(f"--seed: no route to {host}: {error.strerror}; use --listen to say where this "
@@ -83,8 +85,8 @@ def own_address(host: str, port: int) -> tuple[str, int]:
 
 
 def relayed(granted: Granted) -> bool:
-    """Whether others reach the node that was admitted through relays alone. Raises AssemblyError for seats that no
-    member tells."""
+    """Returns whether other nodes reach the admitted node through relays only. Raises AssemblyError for an invalid list
+    of members."""
     seats = Seats(0, MAX_NODES)
     try:
         seats.learn(granted.seats)
@@ -97,7 +99,8 @@ Tell = Callable[[str], None]
 
 
 def experiment_of(request: Request, timeout_seconds: float, tell: Tell = lambda _: None) -> Described:
-    """Returns what a member says that the experiment is, before a uid is asked for. Blocking. As `admitted`."""
+    """Returns the experiment as a member describes it, without asking for a uid. Blocking. tell and errors: as for
+    `admitted`."""
     found = _answer(request, Inquiry(NO_RUN, 0, 0, request.invitation), timeout_seconds, tell)
     if not isinstance(found, Described):
         raise AssemblyError(f"the run at {request.seed} did not send its experiment", [])
@@ -105,9 +108,10 @@ def experiment_of(request: Request, timeout_seconds: float, tell: Tell = lambda 
 
 
 def admitted(request: Request, timeout_seconds: float, tell: Tell = lambda _: None) -> Granted:
-    """Ask until a member grants a uid. Blocking. tell: called with every new reason why none did so far.
+    """Asks members until one grants a uid. Blocking. tell: called with each new reason why no uid was granted yet.
 
-    Raises AssemblyError when it is refused for good, or after timeout_seconds; EnvironmentFault for broken keys.
+    Raises AssemblyError if the request is refused for good, or after timeout_seconds; EnvironmentFault for broken keys;
+    UsageError for an address that cannot be used.
     """
     own = [endpoint(request.host, request.port + plane) for plane in (0, 1)]
     if not all(ENDPOINT.fullmatch(each) for each in own):
@@ -120,8 +124,8 @@ def admitted(request: Request, timeout_seconds: float, tell: Tell = lambda _: No
 
 
 def resign(request: Request, granted: Granted) -> bool:
-    """Tell the run that the node which was admitted does not come, so that its uid is another's at once and not only
-    some time later. Blocking for ANSWER_SECONDS. Returns whether the run has heard it."""
+    """Gives up the granted uid, so that the run can grant it to another node at once instead of after a time-out.
+    Blocking for up to ANSWER_SECONDS. Returns whether a member acknowledged it."""
     try:
         _answer(request, Resign(granted.run, 0, 0, granted.uid, granted.seat), ANSWER_SECONDS, lambda _: None)
     except AssemblyError as refused:
@@ -130,11 +134,11 @@ def resign(request: Request, granted: Granted) -> bool:
 
 
 class _RefusedForGood(AssemblyError):
-    """To ask again is in vain."""
+    """A refusal that asking again would not change."""
 
 
 def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) -> Granted | Described:
-    """Ask until a member answers. Blocking. Raises as `admitted`."""
+    """Sends `asked` to members until one grants or describes something. Blocking. Raises as `admitted`."""
     keyring = None if request.keys is None else load_newcomer(request.keys)
     seed = at, uid = f"tcp://{request.seed}", request.seed_uid
     reason, deadline = "", clock.now() + timeout_seconds
@@ -164,7 +168,8 @@ def _asked(
     context: zmq.Context[zmq.Socket[bytes]], request: Request, asked: Asked, at: str, uid: int, *,
     keyring: Keyring | None, deadline: float,
 ) -> Granted | Described | Turned | None:
-    """One request to the member `uid` at an endpoint; its answer, or None without one."""
+    """Sends one request to member `uid` at endpoint `at`. Blocking for up to ANSWER_SECONDS. Returns its answer, or
+    None if there is none in time."""
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.maxmsgsize, socket.ipv6 = 0, MAX_ANSWER_BYTES, "[" in at
     socket.setsockopt(zmq.ROUTING_ID, b"newcomer" + entropy.draw(8))
@@ -194,11 +199,12 @@ def _asked(
 
 
 def checked_text(text: bytes) -> str:
-    """The experiment that a member told, once it names nothing but components of this package: no module of the user's
-    own is imported, and no other YAML is read because the network says so. Raises AssemblyError."""
+    """Returns the YAML text of an experiment that a member sent, after checking that it names only components of this
+    package: nothing from the network may make a newcomer import a module or read another YAML file. Raises
+    AssemblyError if it does not pass."""
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text.decode("utf-8"), yaml.SafeLoader)):
-            # a few lines of them stand for more than memory holds
+            # a few lines of nested aliases can expand to more than fits into memory
             raise AssemblyError("the experiment that the run sent refers to parts of itself", [])
         plain = yaml.safe_load(text.decode("utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -210,6 +216,8 @@ def checked_text(text: bytes) -> str:
 
 
 def _look(value: Any, at: str, depth: int) -> None:
+    """Raises AssemblyError if `value`, found under the dotted key `at`, is nested too deeply, extends a file or names
+    code outside of this package."""
     if depth > MAX_DEPTH:
         raise AssemblyError(f"the experiment that the run sent is nested too deeply at {at}", [])
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a node that is in no mapping can know before it asks for a uid: whether it could take part in the run at all."""
+"""Checks, before a newcomer asks for a uid, whether this machine could take part in the run at all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from decentnode.mapping.newcomer import check_samples_of
 def check(
     text: str, digest: str, chosen: Sequence[str], environ: Mapping[str, str], samples_of: int | None, device: str
 ) -> None:
-    """Check that this machine comes to the run's experiment with its own values, and has what that needs. Blocking
-    while data is opened.
+    """Checks that this machine's own values (paths, threads, devices) leave the run's experiment unchanged, and that
+    its data and device are here. Blocking while data is opened.
 
-    text: the experiment that the run told (YAML), of this digest. chosen, environ: the values of this machine.
-    Raises UsageError for what its command says, and for data that is not here; ConfigError for unknown keys;
-    AssemblyError where it is no node of this run, whatever the command says; EnvironmentFault for a device.
+    text: the experiment that the run sent (YAML), whose digest is `digest`. chosen: this machine's --set overrides.
+    environ: its environment variables for keys. Raises UsageError for overrides that change the experiment, and for
+    missing data; ConfigError for unknown keys; AssemblyError if the text gives another experiment here even without
+    overrides; EnvironmentFault for an unusable device.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "told.yaml")
@@ -42,7 +43,8 @@ def check(
 
 
 def _tell_apart(same_without: bool, changing: Sequence[str]) -> None:
-    """Raises the error of an experiment that is not the run's."""
+    """Raises the error for an experiment whose digest is not the run's: UsageError if it is `same_without` the values
+    of this machine, of which `changing` change it, else AssemblyError."""
     if same_without:
         which = ", ".join(changing) or "--set"
         raise UsageError(f"{which} would change the experiment, which is the same on all nodes of the run; only paths "

@@ -1,4 +1,5 @@
-"""One node in its own process: build it, open its sockets, learn those of the others, join, run, save."""
+"""Runs one node in its own process: builds it, opens its sockets, exchanges addresses, joins, runs, saves. The
+functions for single steps also serve several_nodes.py and one_process/."""
 
 from __future__ import annotations
 
@@ -73,29 +74,31 @@ from decentnode.wire.orders import Action
 logger = logging.getLogger(__name__)
 
 PEERS_SECONDS = 300.0
-"""Longest wait for the supervisor to name the other local nodes; the supervisor gives up first."""
+"""Longest wait for the supervisor to send the addresses of the other local nodes; the supervisor gives up first."""
 ABSENT_SECONDS = 1.0
+"""Time between two reports of which nodes are not connected yet."""
 TOLD_SECONDS = 3.0
-"""A scheduler ends a run by SIGTERM to all of its processes, and the supervisor then has nodes with checkpoints stop
-before the same round. After so long they ask it to, as it may have got none itself."""
+"""A scheduler ends a run by SIGTERM to all of its processes, and the supervisor then stops all nodes with checkpoints
+before the same round. It may not have received the signal itself, so after this time the nodes report theirs to it."""
 OBEYED_SECONDS = 20.0
-"""After so long nodes with checkpoints stop without the supervisor: a scheduler kills after 30 s (Slurm, Kubernetes).
-"""
+"""Time from SIGTERM after which nodes with checkpoints stop even if the supervisor has not stopped them: schedulers
+kill after 30 s (Slurm, Kubernetes)."""
 CLOSE_SECONDS = 2.0
-"""After a failure: how long a checkpoint may still be written; the supervisor ends the process soon after."""
+"""How long a checkpoint may still be written after a failure; the supervisor ends the process soon after."""
 
 
 class Commands:
-    """Receives the supervisor's messages, in a thread of its own. The process ends when the supervisor is gone."""
+    """Receives the supervisor's messages in its own thread and passes them to the nodes of this process. The process
+    exits when the supervisor is gone."""
 
     def __init__(self, channel: Pipe, join: bool) -> None:
-        """join: whether the node comes to a run that has begun. Failures of other nodes before it is admitted do not
-        concern it."""
+        """join: whether the nodes join a run that has already begun. Failures of other nodes before they are admitted
+        do not concern them."""
         self._channel, self._join = channel, join
         self._peers: queue.SimpleQueue[Peers | PeerFailure | StopRun] = queue.SimpleQueue()
         self._nodes: dict[int, Node] = {}
         self._early: list[PeerFailure | StopRun] = []
-        """What has come so far, for nodes that are attached later."""
+        """Failures and stops received so far, for nodes that are attached later."""
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
 
@@ -121,7 +124,7 @@ class Commands:
                     self._leave(message)
 
     def _leave(self, asked: LeaveRun) -> None:
-        """Have a node leave, or say why it stays. A full pipe costs the answer alone."""
+        """Asks a node to leave, or answers why it cannot. If the pipe is broken, only the answer is lost."""
         node = self._nodes.get(asked.uid)
         refusal = "it does not take part in any round yet" if node is None else node.refusal_to_leave(asked.others)
         if node is not None and not refusal:
@@ -137,20 +140,20 @@ class Commands:
             node.communication.fail(message.uid, message.reason)
 
     def attach(self, node: Node) -> None:
-        """Pass stops and failures to the node from now on, and those that came before."""
+        """Passes stops and failures to the node from now on, and those received before."""
         with self._lock:
             self._nodes[node.uid] = node
             for message in self._early:
                 self._obey(node, message)
 
     def detach(self, uid: int) -> None:
-        """Pass nothing more to this node, which has ended."""
+        """Stops passing messages to a node, because it has ended."""
         with self._lock:
             self._nodes.pop(uid, None)
 
     def peers(self) -> dict[str, list[str]]:
-        """Wait for the endpoints of the local nodes: uid -> [control, bulk]. Blocking. Raises PeerLost when one of them
-        failed, Interrupted, NodeFailed after PEERS_SECONDS."""
+        """Waits for the endpoints of the local nodes and returns them: uid -> [control, bulk]. Blocking. Raises
+        PeerLost if a local node failed, Interrupted if the run was stopped, NodeFailed after PEERS_SECONDS."""
         try:
             message = self._peers.get(timeout=PEERS_SECONDS)
         except queue.Empty:
@@ -174,8 +177,9 @@ def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[st
 
 
 def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:
-    """Returns where a node listens: at Unix sockets for the same machine unless tcp is asked for, and at tcp ports for
-    others or where the mapping has a port. again: where it listened before it was started again."""
+    """Returns where a node listens: on Unix sockets for the same machine unless tcp is asked for, and on tcp ports for
+    other machines or where the mapping has a port. again: the endpoints at which the node listened before it was
+    restarted."""
     place = experiment.make_mapping().place(uid)
     ipc = Path(socket_dir) if experiment.communication.unix_sockets and socket_dir else None
     return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
@@ -185,8 +189,9 @@ def transport_maker(
     experiment: Experiment, task: Task, uid: int, process: SharedProcess | None = None,
     digests: Digests | None = None,
 ) -> Callable[[tuple[Schema, ...]], Communication]:
-    """Returns a function that makes the node's transport from the schemas of its sharing rule. process: what it shares
-    with others of this process. digests: the experiment's, where they are known: to find them takes milliseconds."""
+    """Returns a function that makes the node's transport from the schemas of its sharing rule. process: what the node
+    shares with others of its process. digests: the experiment's digests, if already computed (that takes
+    milliseconds)."""
     mapping = experiment.make_mapping()
     config = experiment.communication
     transport: type[Communication] = load_class(config.name, COMMUNICATIONS, "communication")
@@ -212,8 +217,8 @@ def transport_maker(
 
 
 def growth_of(experiment: Experiment) -> Growth | None:
-    """Returns what a transport must know of nodes that are not in the mapping; None where there can be none. Raises
-    UsageError where the experiment is too long to be told to them."""
+    """Returns what a transport needs to admit newcomers; None if the run admits none. Raises UsageError if the
+    experiment is too long to be sent to them."""
     if not experiment.node.newcomers:
         return None
     mapping, newcomer = experiment.make_mapping(), experiment.newcomer
@@ -228,29 +233,30 @@ def growth_of(experiment: Experiment) -> Growth | None:
 
 
 def link_faults(experiment: Experiment) -> LinkFaults | None:
-    """Returns what goes wrong between nodes; None where nothing does."""
+    """Returns the fault plan for the transport if it has faults on links between nodes, else None."""
     plan = experiment.make_faults()
     between = any(isinstance(fault, OnLinks) for fault in plan)
     return LinkFaults(plan, experiment.seed) if between else None
 
 
 def give_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
-    """Have the faults of the experiment strike this node, once `node.rounds.faults.begin` was called."""
+    """Attaches the experiment's fault plan to a node. Its faults take effect once `node.rounds.faults.begin` is called.
+    """
     plan = experiment.make_faults()
     if plan:
         node.rounds.faults = NodeFaults(plan, node.communication, lambda index: send(FaultDue(node.uid, index)))
 
 
 def begin_faults(node: Node, task: Task) -> None:
-    """The node has joined: from now on the faults of the experiment strike it. Those of rounds that an earlier process
-    made, also one of the run that this one goes on from, are over."""
+    """Activates the faults of a node that has joined. Faults of rounds that an earlier process of the node made, in
+    this run or in the one it is resumed from, are not repeated."""
     if node.rounds.faults is not None:
         again = task.join or task.resume is not None
         node.rounds.faults.begin(clock.now() if task.began is None else task.began, again)
 
 
 def run_task(task: Task, channel: Pipe) -> int:
-    """Run a forked node from its start to its end. Returns the exit code."""
+    """Runs a forked node from its start to its end. Returns the exit code. Blocking; never raises."""
     commands = Commands(channel, task.join)
     return run_node(task, Link(channel.send, commands.attach, commands.peers))
 
@@ -260,16 +266,16 @@ class Link:
     """The connection of a node to the program that started it."""
 
     send: Callable[[ChildMessage], None]
-    """Takes a message without waiting. Raises OSError when the receiver is gone."""
+    """Sends a message without waiting. Raises OSError if the receiver is gone."""
     attach: Callable[[Node], None]
-    """Takes the node, once it can be stopped."""
+    """Is called with the node as soon as it can be stopped."""
     peers: Callable[[], dict[str, list[str]]]
-    """Waits for, and returns, uid -> [control, bulk] endpoints of the nodes on this machine."""
+    """Waits for the uid -> [control, bulk] endpoints of the nodes on this machine and returns them."""
 
 
 def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
-    """Run `task.uids[0]` to its end and report it through `link`. Returns the exit code. Blocking; never raises.
-    newcomer: of a node that is in no mapping."""
+    """Runs node `task.uids[0]` to its end and reports through `link`. Returns the exit code. Blocking; never raises.
+    newcomer: the place that the run granted, for a node that is in no mapping."""
     uid, node, reporter, send = task.uids[0], None, None, link.send
     records: NodeRecords | None = None
     try:
@@ -313,9 +319,9 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
 
 
 def set_up(task: Task, uid: int) -> None:
-    """Set threads, the number of files, the log file and the traceback of a crash, for this process."""
+    """Sets the threads, the limit of open files, the log file and the crash traceback of this process."""
     allow_files()
-    keep_freed_memory()  # for a node in the foreground; a forked one has it from the server's environment
+    keep_freed_memory()  # for a node in the foreground; a forked one inherits the setting from the fork server
     torch.set_num_threads(task.threads)
     os.environ["OMP_NUM_THREADS"] = str(task.threads)
     faulthandler.enable(sys.__stderr__ or 2)
@@ -324,8 +330,8 @@ def set_up(task: Task, uid: int) -> None:
 
 
 def allow_files() -> None:
-    """Let this process have as many open files, sockets among them, as the system allows: many systems give 1,024 at
-    first. A node has some 30, and one for every stranger that connects to it."""
+    """Raises this process's limit of open files, which include sockets, to the hard limit: many systems start with
+    1,024. A node has about 30, plus one per connection that a stranger opens to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -333,15 +339,15 @@ def allow_files() -> None:
 
 
 def give_back_memory() -> None:
-    """Return memory that reading the data left free to the system. Later freed memory is kept (see
-    forkserver.MALLOC)."""
+    """Returns to the system the memory that was freed after reading the data. Memory freed later is kept for reuse
+    (see forkserver.MALLOC)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
-    """Open the node's sockets, learn those of the others, and connect to all. Blocking. Raises AssemblyError and the
-    errors of `Link.peers`."""
+    """Opens the node's sockets, receives the endpoints of the others and connects to all. Blocking. Raises
+    AssemblyError and the errors of `Link.peers`."""
     transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
         on_termination(node.ask_leave if experiment.newcomer else stopping(send, node))
@@ -352,7 +358,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
         endpoints |= {int(uid): (c, b) for uid, (c, b) in link.peers().items()}
         transport.set_peers(endpoints)
     if task.join:
-        transport.join()  # before `attach`: until then a failure of another node does not concern this one
+        transport.join()  # before `attach`: failures of other nodes do not concern this one until it is admitted
         link.attach(node)
         send(NodeJoined(node.uid))
         return
@@ -370,8 +376,8 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
 
 
 def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[], None]:
-    """Returns what SIGTERM calls in the nodes' process: it stops them, with checkpoints only where the supervisor has
-    not done so within OBEYED_SECONDS."""
+    """Returns the SIGTERM handler of the nodes' process. It stops the nodes at once; nodes with checkpoints only after
+    OBEYED_SECONDS, if the supervisor has not stopped them all before the same round by then."""
 
     def stop() -> None:
         for node in nodes:
@@ -382,8 +388,9 @@ def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[],
             send(Terminated(nodes[0].uid))
 
     def later() -> None:
-        for seconds, act in ((TOLD_SECONDS, tell), (OBEYED_SECONDS, stop)):  # not here: what the signal broke into may
-            timer = threading.Timer(seconds, act)  # be sending
+        # not in the handler itself: the signal may have interrupted code that holds the pipe's lock while it sends
+        for seconds, act in ((TOLD_SECONDS, tell), (OBEYED_SECONDS, stop)):
+            timer = threading.Timer(seconds, act)
             timer.daemon = True
             timer.start()
 
@@ -391,7 +398,8 @@ def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[],
 
 
 def tell_absent(transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
-    """Tell the supervisor now and then who has not joined, until `joined`. Blocking."""
+    """Reports the nodes that are not connected yet to the supervisor every ABSENT_SECONDS, until `joined` is set.
+    Blocking."""
     while not joined.wait(ABSENT_SECONDS):
         with contextlib.suppress(OSError):
             send(NodesAbsent(list(transport.absent), {str(uid): why for uid, why in transport.refusals.items()}))
@@ -400,7 +408,7 @@ def tell_absent(transport: Communication, send: Callable[[ChildMessage], None], 
 def _fail(
     uid: int, error: BaseException, node: Node | None, reporter: Reporter | None, send: Callable[[ChildMessage], None]
 ) -> int:
-    """Tell the supervisor first, then the other nodes, then the log."""
+    """Reports a failure to the supervisor, then to the log and the other nodes. Returns the exit code."""
     failed = describe_failure(uid, error)
     with contextlib.suppress(OSError):
         send(failed)
@@ -409,9 +417,9 @@ def _fail(
 
 
 def let_go(failed: Failed, error: BaseException, node: Node | None, reporter: Reporter | None) -> None:
-    """Tell the log and the other nodes that a node failed, and let go of its sockets and files. Blocking for some
-    seconds."""
-    cause = error.__cause__ if isinstance(error, DecentnodeError) else None  # such as what the user's own code raised
+    """Reports a node's failure to the log and the other nodes, and closes the node's sockets and files. Blocking for
+    some seconds."""
+    cause = error.__cause__ if isinstance(error, DecentnodeError) else None  # e.g. an exception of the user's own code
     logger.error("%s", failed.text, exc_info=cause)
     with contextlib.suppress(Exception):
         if node is not None:
@@ -422,11 +430,11 @@ def let_go(failed: Failed, error: BaseException, node: Node | None, reporter: Re
             node.checkpoints.close(CLOSE_SECONDS)
         if reporter is not None:
             reporter.close()
-    traceback.print_exception(error)  # last: the terminal of a node in the foreground may take none
+    traceback.print_exception(error)  # last: a node in the foreground may have lost its terminal, and this then fails
 
 
 def describe_failure(uid: int, error: BaseException) -> Failed:
-    """Returns the report of an exception: its message if it was written for users, else the whole traceback."""
+    """Returns the report of an exception: its message if that is meant for users, else the whole traceback."""
     if isinstance(error, DecentnodeError):
         return Failed(uid, error.exit_code, str(error).partition("\n")[0], str(error), isinstance(error, PeerLost),
                       gave_up=isinstance(error, NoGeneration))  # fmt: skip

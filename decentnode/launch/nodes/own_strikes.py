@@ -1,5 +1,5 @@
-"""The faults of whole processes as a node in the foreground meets them (`decentnode join`, `decentnode node`): no
-supervisor stands beside it, so that it strikes itself."""
+"""Injects kill and pause faults into a node that runs in the foreground (`decentnode join`, `decentnode node`). It has
+no supervisor that could do it, so the process injects them into itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from decentnode.faults import Kill, Pause, Plan
 from decentnode.launch.files.strike_notes import note_strike
 
 WAKES = 'kill -STOP "$0"; sleep "$1"; kill -CONT "$0"'
-"""A shell that suspends a process and wakes it: who is suspended wakes nobody."""
+"""Shell command that suspends a process and resumes it later; a suspended process cannot resume itself."""
 
 
 class OwnStrikes:
-    """Kills and pauses of the node of this process."""
+    """Kills and pauses the node of this process as the fault plan says."""
 
     def __init__(self, plan: Plan, uid: int, directory: Path, tell: Callable[[str], None]) -> None:
-        """plan: resolved. directory: of the run. tell: is told of each before it comes about."""
+        """plan: the resolved faults. directory: the run's. tell: called with a sentence before each fault is injected.
+        """
         self._plan, self._uid, self._directory, self._tell = plan, uid, directory, tell
         self._due = sorted(
             (each.at_seconds, index) for index, each in enumerate(plan)
@@ -32,7 +33,8 @@ class OwnStrikes:
         self._wakers: list[subprocess.Popen[bytes]] = []
 
     def begin(self, zero: float) -> None:
-        """The run began at `zero` (`clock.now()`): what was due before this call does not come about."""
+        """Starts the timer for faults, counted from `zero` (`clock.now()`), the start of the run. Faults that were due
+        before this call are skipped."""
         now = clock.now()
         due = [(zero + at, index) for at, index in self._due if zero + at >= now]
         if due:
@@ -45,8 +47,9 @@ class OwnStrikes:
             self.strike(index, at)
 
     def strike(self, index: int, since: float | None = None) -> None:
-        """Bring a fault of the plan about; does not return from a kill. since: when it was due, where that is not now;
-        a pause is then as much shorter, as one that comes due in another lasts no longer than the plan says."""
+        """Injects fault `index` of the plan; a kill does not return. since: when the fault was due, if that is not now.
+        A pause is shortened by the delay since then, so that a pause that came due during another one does not end
+        later than the plan says."""
         fault = self._plan[index]
         if self._over.is_set():
             return
@@ -64,5 +67,5 @@ class OwnStrikes:
             self._wakers.append(subprocess.Popen(words, start_new_session=True))
 
     def close(self) -> None:
-        """The node has ended: nothing strikes it any more."""
+        """Ends the injection of faults, because the node has ended."""
         self._over.set()

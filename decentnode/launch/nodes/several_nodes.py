@@ -1,4 +1,5 @@
-"""Several nodes of a machine in one process: they are built one after the other, join at once, are stepped in turn."""
+"""Runs several nodes of a machine in one process: builds them one after the other, lets them join concurrently, and
+steps them in turn."""
 
 from __future__ import annotations
 
@@ -44,18 +45,18 @@ from decentnode.training.cudnn import take_cudnn
 logger = logging.getLogger(__name__)
 
 LEAVE_SECONDS = 20.0
-"""Longest wait, once all nodes of the process have ended, until the last has told the others and let go of its sockets,
-each of which takes the transport a few seconds at most."""
+"""Longest wait, after all nodes of the process have ended, for their transports to notify the others and close their
+sockets. Each takes a few seconds at most."""
 
 
 REPORTING = 8
-"""A process reports as many rounds to the supervisor as so many nodes with processes of their own: each report takes
-either side tenths of a millisecond, and nobody reads hundreds a second."""
+"""A process reports rounds to the supervisor at most as often as this many nodes in their own processes would: a report
+takes tenths of a millisecond on either side, and nobody reads hundreds per second."""
 
 
 @dataclass
 class _Hosted:
-    """A node of this process, and how it fares."""
+    """A node of this process and its state."""
 
     node: Node
     reporter: Reporter
@@ -64,7 +65,7 @@ class _Hosted:
 
 
 def run_task(task: Task, channel: Pipe) -> int:
-    """Run all nodes of a task to their end and report each to the supervisor. Returns the exit code. Blocking; never
+    """Runs all nodes of a task to their end and reports each to the supervisor. Returns the exit code. Blocking; never
     raises."""
     return _SeveralNodes(task, channel).run()
 
@@ -79,7 +80,7 @@ class _SeveralNodes:
         self._hosted: dict[int, _Hosted] = {}
         self._records: NodeRecords | None = None
         self._leaving: list[threading.Thread] = []
-        """How many modules there were when those of the user's own were looked for, and what was found."""
+        """Threads in which the transports of ended nodes are closed."""
 
     def run(self) -> int:
         """Returns the exit code. Blocking; never raises."""
@@ -125,8 +126,8 @@ class _SeveralNodes:
         give_back_memory()
 
     def _join(self, experiment: Experiment) -> None:
-        """Open the sockets of all nodes, learn those of the others, and connect. Blocking. A node that cannot join has
-        failed; what keeps all of them from it is raised."""
+        """Opens the sockets of all nodes, receives the endpoints of the others and connects. Blocking. A single node
+        that cannot join is marked as failed; raises only what keeps all nodes from joining."""
         nodes = [each.node for each in self._hosted.values()]
         on_termination(stopping(self._send, *nodes))
         bound = []
@@ -150,12 +151,12 @@ class _SeveralNodes:
             joined.set()
 
     def _join_node(self, hosted: _Hosted) -> None:
-        """In a thread of its own: to join blocks until the others do."""
+        """Joins one node, in its own thread, because joining blocks until the other nodes join."""
         node, started = hosted.node, clock.now()
         with logs.of_node(node.uid):
             try:
                 if self._task.join:
-                    node.communication.join()  # before `attach`: until then failures of others do not concern it
+                    node.communication.join()  # before `attach`: failures of others do not concern it until admission
                     self._commands.attach(node)
                 else:
                     self._commands.attach(node)
@@ -173,8 +174,8 @@ class _SeveralNodes:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def _ended(self, uid: int, error: BaseException | None) -> None:
-        """A node was stepped to its end, or raised: write what it leaves. What takes the transport a while is left to a
-        thread, so that the others are stepped meanwhile."""
+        """Saves the results of a node that was stepped to its end or raised `error`. Its transport, which takes a while
+        to close, is closed in a thread, so that the other nodes are stepped meanwhile."""
         hosted = self._hosted[uid]
         node = hosted.node
         try:
@@ -202,7 +203,7 @@ class _SeveralNodes:
             self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, local_modules(), node.left))
 
     def _fail(self, hosted: _Hosted, error: BaseException) -> None:
-        """A node failed, and it alone."""
+        """Handles the failure of one node; the other nodes of the process continue."""
         node = hosted.node
         self._process.uids.discard(node.uid)
         self._commands.detach(node.uid)
@@ -221,7 +222,7 @@ class _SeveralNodes:
         self._leave(node.uid, leave)
 
     def _fail_all(self, error: BaseException) -> None:
-        """The process cannot run its nodes: one of them is the cause, where that is known."""
+        """Reports that the process cannot run its nodes. The node that caused it is named if that is known."""
         cause = getattr(error, "uid", self._task.uids[0])
         failed = describe_failure(cause, error)
         for uid in (cause, *(each for each in self._task.uids if each != cause)):
@@ -248,7 +249,7 @@ class _SeveralNodes:
         thread.start()
 
     _code = 0
-    """Of what kept all nodes from their start."""
+    """Exit code of the failure that kept all nodes from starting."""
 
     def _conclude(self) -> int:
         deadline = clock.now() + LEAVE_SECONDS
@@ -263,7 +264,7 @@ class _SeveralNodes:
 
 
 def together(works: Sequence[Callable[[], None]]) -> None:
-    """Do all of these at once, in a thread each. Blocking until the last is over; none may raise."""
+    """Runs the functions concurrently, each in its own thread. Blocking until all have returned; none may raise."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()

@@ -1,6 +1,5 @@
-"""Orders of people to a run that goes on (pause, resume, stop, evaluate), between `decentnode control` or the
-dashboard and the supervisor of this machine's nodes. Between nodes they travel as all their messages do
-(wire/orders.py)."""
+"""Passes a user's orders (pause, resume, stop, evaluate) from `decentnode control` or the dashboard to the supervisor
+of a run in progress. Between nodes, orders travel as messages on the wire (wire/orders.py)."""
 
 from __future__ import annotations
 
@@ -23,20 +22,21 @@ ACTIONS = {
     "stop": "end the run after the current round, as Ctrl-C does",
     "evaluate": "evaluate all models before the same round",
 }
-"""What can be ordered, and what it means."""
+"""The orders and what each does."""
 ANSWER_SECONDS = 10.0
-"""How long whoever asks waits for the supervisor."""
+"""How long the caller waits for the supervisor's answer."""
 TOLD_ORDERS = 64
-"""How many orders that were obeyed are remembered, so that the user hears of each once."""
+"""How many executed orders are remembered, so that each is reported to the user only once."""
 KEY = "[0-9a-f]{16}"
-"""How the orders' files are told apart."""
+"""Regular expression of the random key in the name of an order's file."""
 
 
 def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
-    """Order a run to do something. Blocking until its supervisor has passed it on. Returns what it says.
+    """Orders a run to perform an action and returns the supervisor's answer. Blocking until the supervisor has passed
+    the order on.
 
-    Raises UsageError for an unknown action, where nobody runs the run, and with the reason where it refuses;
-    EnvironmentFault where the folder cannot be written, or nobody answers in time.
+    Raises UsageError for an unknown action, for a run that is not in progress, and with the reason if the supervisor
+    refuses; EnvironmentFault if the folder cannot be written, or there is no answer in time.
     """
     if action not in ACTIONS:
         raise UsageError(f"the action must be one of {', '.join(ACTIONS)}, got {action[:40]!r}"
@@ -53,7 +53,7 @@ def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
 
 
 def _over(run: Path) -> str:
-    """Why nobody takes orders for the run; "" where somebody does."""
+    """Returns why no process takes orders for the run; "" if one does."""
     if not (run / supervisor_file.FILE).exists() and any(run.glob(f"nodes/*/{supervisor_file.FILE}")):
         return "its nodes here have no supervisor (decentnode node); give the order on a machine that uses " \
                "decentnode run or launch"
@@ -61,7 +61,7 @@ def _over(run: Path) -> str:
 
 
 class ControlledRun(Protocol):
-    """What `Controlling` needs of a machine's share of a run."""
+    """The part of a machine's run that `Controlling` uses."""
 
     @property
     def phase(self) -> str:
@@ -72,22 +72,22 @@ class ControlledRun(Protocol):
         """The processes whose nodes take part in the run."""
 
     def stop_as_asked(self) -> bool:
-        """End the run after the round under way; False where it is already ending."""
+        """Ends the run after the current round. Returns False if it is already ending."""
 
     def notice(self, text: str) -> None:
-        """Tell the user."""
+        """Shows `text` to the user."""
 
 
 class Controlling:
-    """Takes orders from the folder of a run, and tells the user what came of them."""
+    """Takes orders from the folder of a run, passes them to a node, and reports their execution to the user."""
 
     def __init__(self, run: Path | None) -> None:
-        """run: None where nothing is written, and nobody can ask."""
+        """run: the run folder; None if nothing is written, and so no order can be given."""
         self._requests = request_files.Requests(run, "control", KEY)
         self._told: deque[tuple[str, int]] = deque(maxlen=TOLD_ORDERS)
 
     def tick(self, now: float, run: ControlledRun) -> None:
-        """Obey what was ordered since the last call."""
+        """Executes the orders given since the last call."""
         for key, asked in self._requests.taken(now):
             self._requests.answer(key, self._obey(str(asked.get("action")), run))
 
@@ -108,7 +108,7 @@ class Controlling:
         return {"said": said[action]}
 
     def told(self, record: Mapping[str, Any], run: ControlledRun) -> None:
-        """A node obeyed: the user hears of the first."""
+        """Reports to the user that an order was executed, when the first node says so."""
         key = str(record.get("what")), int(record.get("round") or 0)
         if key not in self._told:
             self._told.append(key)
@@ -116,7 +116,7 @@ class Controlling:
             run.notice(f"{words.get(key[0], key[0])} after round {key[1]}")
 
     def close(self) -> None:
-        """The run is over: refuse what nobody takes any more, and leave no file."""
+        """Refuses the orders that are left when the run is over, so that no file remains."""
         self._requests.refuse_the_rest()
 
 

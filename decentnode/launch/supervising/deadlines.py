@@ -1,4 +1,4 @@
-"""For which nodes of this machine the run waits, until when, and what becomes of those that are late."""
+"""Deadlines for the nodes of this machine: for which nodes the run waits, until when, and what happens to late ones."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from decentnode.launch.supervising.losses import Losses
 from decentnode.launch.supervising.workers import late_nodes
 
 NOTICE_SECONDS = 3.0
-"""After a wait this long the observer is told for whom the run waits."""
+"""After a wait this long the observer is told for which nodes the run waits."""
 BACK_SECONDS = 2.0
-"""After all others have ended: how long a node that is not back in the run may take to end by itself."""
+"""How long a node that has not rejoined the run may take to end by itself after all others have ended."""
 EXIT_SECONDS = 10.0
 """How long a process may take to end after its last message."""
 ASSEMBLY_MARGIN_SECONDS = 15.0
-"""How much longer than the nodes themselves the supervisor waits for the start."""
+"""How much longer than the nodes' own start time-out the supervisor waits for them to connect."""
 
 
 class Deadlines:
-    """Ends waits for nodes whose deadline has passed: the run fails, or goes on or ends without them."""
+    """Ends the wait for nodes whose deadline has passed: the run fails, continues without them or ends without them."""
 
     def __init__(self, run: LocalRun, end: EarlyEnd, losses: Losses) -> None:
         self.absent: NodesAbsent | None = None
-        """What uid 0 last said of the nodes that a start waits for, if it is here."""
+        """The last report of uid 0, if it is on this machine, about nodes that have not connected yet."""
         self.heard = 0.0
-        """When a node last told of its progress; `clock.now()`."""
+        """When a node last reported progress; `clock.now()`."""
         self.first_finish: float | None = None
-        """When the first node had made all its rounds; `clock.now()`."""
+        """When the first node had finished all its rounds; `clock.now()`."""
         self._facts, self._nodes, self._ledger = run.facts, run.nodes, run.ledger
         self._observer = run.command.observer
-        # Nodes of a simulation wait for nobody: however many thousands they are, they take as long as they take.
+        # Nodes of a simulation wait for no other process. Thousands of them may take long to build, so no deadline.
         self._start_seconds = math.inf if run.command.request.simulate else run.facts.start_timeout_seconds
         self._end, self._losses = end, losses
         self._alone_since: float | None = None
-        """Since when nobody is left that could let those in that were started again; `clock.now()`."""
+        """Since when no member is left that could readmit the restarted nodes; `clock.now()`."""
         self._noticed = 0.0
 
     def check(self, now: float) -> None:
-        """End waits whose deadline has passed, and say for whom a long one waits."""
+        """Ends the waits whose deadline has passed, and reports for which nodes a long wait is."""
         limit, phase = self._start_seconds, self._nodes.phase
         waited = now - self._nodes.phase_since
         late = late_nodes(self._nodes.workers, phase)
@@ -72,19 +72,20 @@ class Deadlines:
 
     @property
     def _closing_seconds(self) -> float:
-        """How much later than the first node the others may end: they may still wait for each other, and write what the
-        run leaves, which a short time-out says nothing of."""
+        """How much later than the first node the others may end. They may still wait for each other and save their
+        results, so that a short communication time-out is no measure for it."""
         return max(self._facts.timeout_seconds, GRACE_SECONDS)
 
     @property
     def _silent_since(self) -> float:
-        """From when the end of the last nodes is awaited; `clock.now()`. A side of a broken network takes its time."""
+        """When the wait for the end of the last nodes began; `clock.now()`. With `on_partition: both` every progress
+        report restarts it, because the sides of a partition end at different times."""
         assert self.first_finish is not None
         return max(self.first_finish, self.heard) if self._facts.sides else self.first_finish
 
     @property
     def _ended(self) -> float:
-        """When the latest of the last messages of nodes came; `clock.now()`."""
+        """When the latest of the processes' last messages arrived; `clock.now()`."""
         return max((worker.leaving_since or 0.0 for worker in self._nodes.workers), default=0.0)
 
     def _leave_behind(self, late: list[int], what: str, exit_code: int = PeerLost.exit_code) -> None:
@@ -93,8 +94,8 @@ class Deadlines:
             self._losses.died(Failed(uid, exit_code, title, title))
 
     def _given_up(self, late: list[int]) -> Iterator[int]:
-        """Marks those of `late` that still run as failed, one after the other, and kills processes without any other
-        node."""
+        """Yields those of `late` that still run, after marking each as failed, and kills processes that are left
+        without a running node."""
         for worker in self._nodes.workers:
             gone = [uid for uid in worker.left if uid in late] if worker.alive else []
             for uid in gone:
@@ -104,12 +105,12 @@ class Deadlines:
                 worker.kill()
 
     def _only_they_are_left(self, late: list[int], now: float) -> bool:
-        """Returns whether the others went on without the nodes `late`, and all others ended BACK_SECONDS ago."""
+        """Returns whether the others continued without all of `late`, and the last of them ended BACK_SECONDS ago."""
         outside = self._ledger.outside(self._facts.local, self._facts.sides)
         return outside.issuperset(late) and now - self._ended > BACK_SECONDS
 
     def _end_without(self, late: list[int]) -> None:
-        """End these nodes: all others have ended, and none is left that could let them in."""
+        """Ends the nodes `late`, because all others have ended and no member is left that could readmit them."""
         if self._ledger.stopped:
             self._leave_behind(late, "stopped before it had rejoined", Interrupted.exit_code)
             return
@@ -128,8 +129,8 @@ class Deadlines:
             self._observer.notice(title)
 
     def _end_without_any(self, now: float) -> None:
-        """End those that were started again: no other node can let them in. Not at once, as one of them may be about to
-        tell that it is back in the run."""
+        """Ends the restarted nodes, because no other node can readmit them. Waits ECHO_SECONDS first: one of them may
+        be about to report that it has rejoined."""
         self._alone_since = self._alone_since or now
         if now - self._alone_since < ECHO_SECONDS:
             return

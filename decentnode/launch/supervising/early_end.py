@@ -1,4 +1,4 @@
-"""The end of a run before its last round: after a failure, a signal, or an order to stop."""
+"""Ends a run before its last round: after a failure, a signal, or an order to stop."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from decentnode.launch.supervising.local_run import LocalRun
 from decentnode.wire.orders import MEET_ROUNDS, MEET_SECONDS
 
 ECHO_SECONDS = 0.5
-"""After a failure that follows from another node's: how long the run waits for that one, to report it as the cause."""
+"""After a failure that another node's failure caused: how long the run waits for the report of that one, the cause."""
 GRACE_SECONDS = 5.0
-"""After a failure: how long the other nodes may take to tell other machines and to close their files."""
+"""How long the other nodes may take after a failure to notify other machines and to close their files."""
 
 
 class EarlyEnd:
-    """Tells all nodes that the run ends, tells the user the cause, and kills the nodes that do not end in time."""
+    """Notifies all nodes that the run ends, reports the cause to the user, and kills nodes that do not end in time."""
 
     def __init__(self, run: LocalRun) -> None:
         self.killed_by_user = False
         self.silent: list[int] = []
-        """Nodes that did not end after another's failure and were killed."""
+        """Nodes that were killed because they did not end after another node's failure."""
         self._nodes, self._ledger, self._strikes = run.nodes, run.ledger, run.strikes
         self._observer, self._signals = run.command.observer, run.command.signals
         self._signals_seen = 0
@@ -34,19 +34,21 @@ class EarlyEnd:
         self._cause_told = False
         self._meets = run.facts.meets
         self._meet_until: float | None = None
-        """When nodes that were to stand before the same round are stopped wherever they are; None while none are."""
+        """Deadline by which all nodes are to be paused before the same round; they are then stopped in any case. None
+        while there is no such wait."""
         self._standing: set[int] = set()
         self._round_seconds: dict[int, float] = {}
         self._kill_at: float | None = None
-        """When all children are killed, once the run has failed or the user asked for it."""
+        """When all children are killed; None until the run has failed or the user asked for it."""
 
     @property
     def near(self) -> bool:
-        """Whether all children that are left are killed before long."""
+        """Whether the time is set at which all remaining children are killed."""
         return self._kill_at is not None
 
     def fail(self, failed: Failed) -> None:
-        """A node failed, and the run with it: the other nodes hear of the first, and have a moment to end."""
+        """Fails the run because a node failed. The other nodes are notified of the first failure and get a moment to
+        end."""
         self._ledger.failures.append(failed)
         if len(self._ledger.failures) == 1:
             self._nodes.tell_all(PeerFailure(failed.uid, failed.title))
@@ -55,17 +57,17 @@ class EarlyEnd:
             self.tell_cause()
 
     def fail_at_once(self, failed: Failed) -> None:
-        """As `fail`, where no node can do anything any more."""
+        """Fails the run like `fail`, but without time for the other nodes to end."""
         self.fail(failed)
         self._kill_at = clock.now()
 
     def give_up(self, late: list[int], exit_code: int, what: str) -> None:
-        """The run fails because of the nodes `late`; what: what they did not do."""
+        """Fails the run because of the nodes `late`. what: what they did not do, in words."""
         title = f"node {names(late)}: {what}"
         self.fail(Failed(late[0], exit_code, title, title))
 
     def tell_cause(self) -> None:
-        """Report the cause of the failure, once. A failure that follows from another node's waits for that one."""
+        """Reports the cause of the failure to the user, once."""
         cause = first_cause(self._ledger.failures)
         if cause is None or self._cause_told:
             return
@@ -75,7 +77,8 @@ class EarlyEnd:
         self._observer.failed(cause, log if log is not None and log.is_dir() else None)
 
     def stop_as_asked(self, how: str = "asked to stop") -> bool:
-        """End the run after the round under way; False where it ends already. how: for the user."""
+        """Ends the run after the current round. Returns False if it is already ending. how: the reason shown to the
+        user."""
         if self._asked_to_stop or self._signals_seen or self.near:
             return False
         self._asked_to_stop = True
@@ -84,7 +87,8 @@ class EarlyEnd:
         return True
 
     def obey_signals(self) -> None:
-        """A first signal ends a run after the round under way; another one, or one before the first round, at once."""
+        """Handles received signals: the first ends the run after the current round; a second one, or one before the
+        first round, ends it at once."""
         while self._signals_seen < len(self._signals.received):
             number = self._signals.received[self._signals_seen]
             self._signals_seen += 1
@@ -96,7 +100,7 @@ class EarlyEnd:
                 self._stop()
 
     def tick(self, now: float) -> None:
-        """Tell the cause, and kill all children, once it is time."""
+        """Reports the cause and kills all children when their times have come."""
         if self._kill_at is None:
             return
         if now >= self._kill_at - GRACE_SECONDS + ECHO_SECONDS:
@@ -106,18 +110,18 @@ class EarlyEnd:
 
     @property
     def stops(self) -> bool:
-        """Whether somebody has asked for the end."""
+        """Whether a user or a signal has asked for the end of the run."""
         return self._asked_to_stop or self._signals_seen > 0
 
     def told(self, uid: int, record: Mapping[str, Any]) -> None:
-        """A record of a node: how long its round took, and whether it stands still."""
+        """Takes from a node's record how long its round took, and whether it is paused."""
         if record.get("kind") == "round":
             self._round_seconds[uid] = float(record.get("seconds") or 0.0)
         elif record.get("kind") == "control" and record.get("what") in ("paused", "resumed"):
             (self._standing.add if record["what"] == "paused" else self._standing.discard)(uid)
 
     def meet(self, now: float) -> None:
-        """Stop the nodes once all stand before the same round, or have had their time to."""
+        """Stops the nodes once all are paused before the same round, or the deadline for that has passed."""
         if self._meet_until is not None and (now >= self._meet_until or self._standing >= {*self._left()}):
             self._meet_until = None
             self._nodes.tell_all(StopRun())
@@ -134,7 +138,7 @@ class EarlyEnd:
             next(worker for worker in self._nodes.workers if left[0] in worker.uids).send(OrderRun("meet"))
 
     def _left(self) -> list[int]:
-        """Nodes of this machine that take part in the run."""
+        """Returns the nodes of this machine that take part in the run."""
         lost = self._ledger.lost.keys()
         return [uid for worker in self._nodes.workers if worker.alive for uid in worker.left if uid not in lost]
 

@@ -1,4 +1,4 @@
-"""The functions that children begin with. Imports nothing heavy: the supervisor imports this module too."""
+"""Entry points of child processes. Imports nothing heavy, because the supervisor imports this module too."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Let the kernel kill this process when its parent, the fork server, is gone; Linux only. parent: its process id,
-    where that may be 1."""
+    """Makes the kernel kill this process when its parent, the fork server, ends; Linux only. parent: the expected
+    parent's process id, if that may be 1."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1 if parent is None else os.getppid() != parent:
@@ -31,7 +31,8 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def surround(request: Request) -> None:
-    """Take over the folder and the environment that the caller has now: the fork server began with earlier ones."""
+    """Sets the current folder and environment variables to those that the caller has now. The fork server may have been
+    started with earlier ones."""
     if request.folder:
         os.chdir(request.folder)
     for name, value in request.variables.items():
@@ -42,18 +43,17 @@ def surround(request: Request) -> None:
 
 
 def protect(forked: bool = False) -> None:
-    """Ignore the signals of a terminal, which only the supervisor handles, and end with the fork server.
-
-    forked: whether this process is a fork of the caller instead, with whom it then ends.
+    """Ignores the signals of a terminal, which only the supervisor handles, and makes this process end with the fork
+    server, or with the caller if it is `forked` from that.
     """
     caller = multiprocessing.parent_process()
     die_with_parent(caller.pid if forked and caller is not None else None)
     if forked:
-        # Of the caller's threads none is in this process: an operation on OpenMP's pool would wait for them for ever
+        # A fork has none of the caller's threads: an operation on OpenMP's thread pool would wait for them forever
         import torch
 
         torch.set_num_threads(1)
-        # and its streams may be a notebook's, which a thread writes
+        # and the caller's output streams may be a notebook's, which need a thread to write
         sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
     gc.enable()
@@ -62,7 +62,7 @@ def protect(forked: bool = False) -> None:
 
 
 def redirect_output(path: Path) -> None:
-    """Send what this process and its libraries print to `path`."""
+    """Redirects what this process and its libraries print to the file `path`."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -70,16 +70,18 @@ def redirect_output(path: Path) -> None:
 
 
 def share_output(run_dir: str, uids: Sequence[int]) -> None:
-    """Let the folders of the further nodes of this process lead to what the first has of its output."""
+    """Links the output file of the process's first node into the folders of its other nodes."""
     for uid in uids[1:]:
-        with contextlib.suppress(FileExistsError):  # of a process that was started again
+        with contextlib.suppress(FileExistsError):  # a restarted process finds the links of the one before
             os.symlink(f"../{node_dir(run_dir, uids[0]).name}/stderr.txt", node_dir(run_dir, uid) / "stderr.txt")
 
 
 def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
-    """End the process with the exit code of `work`, without waiting for threads that a library left behind.
+    """Calls `work` and ends the process with the exit code that it returns, without waiting for threads that a library
+    left behind.
 
-    The supervisor gets the last message first, however long a terminal keeps it suspended, unless it is gone.
+    Before that it waits until the supervisor has read the last message, even while a terminal keeps the supervisor
+    suspended, or until the supervisor is gone.
     """
     code, channel = 8, Pipe(connection)
     try:
@@ -92,7 +94,7 @@ def leave(work: Callable[[Pipe], int], connection: Connection) -> None:
 
 
 def prepare(request: Request, connection: Connection) -> None:
-    """Target of the child that loads the experiment for the supervisor."""
+    """Is the entry point of the child that loads the experiment for the supervisor."""
     protect(request.forked)
     surround(request)
 
@@ -105,7 +107,7 @@ def prepare(request: Request, connection: Connection) -> None:
 
 
 def node(task: Task, connection: Connection) -> None:
-    """Target of a child that runs nodes."""
+    """Is the entry point of a child that runs nodes."""
     protect(task.request.forked)
     note_termination()
     surround(task.request)

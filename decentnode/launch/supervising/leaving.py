@@ -1,4 +1,4 @@
-"""Requests that single nodes leave a run in peace, between `decentnode leave` and whoever runs the nodes."""
+"""Requests that single nodes leave a run gracefully: from `decentnode leave` to the process that runs the nodes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from decentnode.launch.supervising.workers import Worker
 
 
 def ask(run: Path, uid: int, timeout_seconds: float) -> None:
-    """Ask that node `uid` of a run folder leaves after its round. Blocking until it agreed.
+    """Asks node `uid` of a run folder to leave after its current round. Blocking until the node has agreed.
 
-    Raises UsageError where nobody runs the run any more, and with the reason where the node stays; EnvironmentFault
-    where the folder cannot be written, or nobody answers within timeout_seconds.
+    Raises UsageError if the run is no longer in progress, and with the reason if the node refuses; EnvironmentFault if
+    the folder cannot be written, or there is no answer within timeout_seconds.
     """
     answer = request_files.ask(
         run, f"leave-{uid}", {}, f"node {uid}", lambda: supervisor_file.ended(run, node_dir(run, uid)), timeout_seconds
@@ -31,48 +31,49 @@ def ask(run: Path, uid: int, timeout_seconds: float) -> None:
 
 
 class Requests:
-    """Requests to leave in one run folder, for whoever runs its nodes."""
+    """Reads and answers the requests to leave in one run folder, for the process that runs its nodes."""
 
     def __init__(self, run: Path | None, uid: int | None = None) -> None:
-        """run: None where nothing is written, and nobody can ask. uid: requests to this node alone."""
+        """run: the run folder; None if nothing is written, and so no request can be made. uid: take only the requests
+        to this node."""
         self._files = request_files.Requests(run, "leave", "[0-9]{1,7}" if uid is None else str(uid))
 
     def taken(self, now: float) -> list[int]:
-        """Returns the uids that were asked for since the last call."""
+        """Returns the uids that were asked to leave since the last call."""
         return [int(key) for key, _ in self._files.taken(now)]
 
     def answer(self, uid: int, refusal: str) -> None:
-        """Say that the node leaves, or (refusal) why it stays."""
+        """Answers that the node leaves, or, with a non-empty `refusal`, why it stays."""
         self._files.answer(str(uid), {"refusal": refusal})
 
     def clear(self) -> None:
-        """The run is over: refuse what nobody takes any more."""
+        """Refuses the requests that are left when the run is over."""
         self._files.refuse_the_rest()
 
 
 class LeavingRun(Protocol):
-    """What `Leaving` needs of a machine's share of a run."""
+    """The part of a machine's run that `Leaving` uses."""
 
     @property
     def phase(self) -> str:
         """starting, joining or running."""
 
     def worker_of(self, uid: int) -> Worker | None:
-        """The process of a node; None where it has ended."""
+        """Returns the process of a node; None if it has ended."""
 
     def notice(self, text: str) -> None:
-        """Tell the user."""
+        """Shows `text` to the user."""
 
 
 class Leaving:
-    """Which nodes of this machine were asked to leave, and which have left."""
+    """Handles the requests to leave for the nodes of this machine."""
 
     def __init__(self, facts: Facts, run: Path | None) -> None:
         self._facts, self._requests = facts, Requests(run)
         self._asked: set[int] = set()
 
     def tick(self, now: float, run: LeavingRun) -> None:
-        """Pass on what was asked."""
+        """Passes new requests to the nodes, or refuses them."""
         for uid in self._requests.taken(now):
             refusal = self._refusal(uid, run)
             worker = run.worker_of(uid)
@@ -89,26 +90,26 @@ class Leaving:
         return "" if run.phase == "running" else "the run has not begun"
 
     def answered(self, answer: LeaveAnswer, run: LeavingRun) -> None:
-        """A node said whether it leaves."""
+        """Passes on a node's answer to a request to leave."""
         self._requests.answer(answer.uid, answer.refusal)
         if not answer.refusal:
             self._asked.add(answer.uid)
             run.notice(f"node {answer.uid} leaves after its round, on request")
 
     def ended(self, message: Finished | Failed) -> None:
-        """A node ended."""
+        """Forgets the request to a node that has ended."""
         self._asked.discard(message.uid)
 
     def close(self) -> None:
-        """Nobody is asked any more."""
+        """Refuses the requests that are left."""
         self._requests.clear()
 
 
 class Watch:
-    """Passes requests to the node that runs in this very process, in a thread of its own."""
+    """Passes requests to leave to the node that runs in this process, from its own thread."""
 
     def __init__(self, run: Path, uid: int, leave: Callable[[], str]) -> None:
-        """leave(): has the node leave after its round, or returns why it stays."""
+        """leave(): makes the node leave after its round and returns "", or returns why it stays."""
         self._requests, self._leave = Requests(run, uid), leave
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="leaving", daemon=True)
@@ -120,7 +121,7 @@ class Watch:
                 self._requests.answer(uid, self._leave())
 
     def close(self) -> None:
-        """End the thread. Blocking for a moment."""
+        """Ends the thread. Blocking for up to 2 * LOOK_SECONDS."""
         self._over.set()
         self._thread.join(2 * LOOK_SECONDS)
         self._requests.clear()

@@ -1,4 +1,4 @@
-"""The processes of this machine's nodes: with which tasks they start, where their nodes listen, what all are told."""
+"""Starts, restarts and ends the processes of this machine's nodes, and keeps their endpoints."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from decentnode.system import remove_temporaries
 
 
 class LocalNodes:
-    """Those of one run, from their start until they are reaped."""
+    """The processes of one run's nodes on this machine, from their start until they are reaped."""
 
     def __init__(self, request: Request, facts: Facts, directory: Path | None) -> None:
-        """directory: the run's; None where nothing is written."""
+        """directory: the run's folder; None if nothing is written."""
         self.workers: list[Worker] = []
         self.endpoints: dict[str, list[str]] = {}
-        """Where nodes listen that have said so, by uid in digits."""
+        """Endpoints [control, bulk] of the nodes that have reported them, by uid as a decimal string."""
         self.enter("starting")
         self._request, self._facts, self._directory = request, facts, directory
         self._sockets = SocketDir()
 
     def enter(self, phase: str) -> None:
-        """The nodes are in another phase: starting (fork, load), joining (connect) or running."""
+        """Enters another phase of the run: starting (fork, load), joining (connect) or running."""
         self.phase = phase
         self.phase_since = clock.now()
 
     def start(self, context: Context) -> None:
-        """Fork all. Returns before they are ready."""
+        """Forks the processes of all nodes. Returns before they are ready."""
         self._context = context
         self._run_id = entropy.word(8) if 0 in self._facts.local and not self._request.join else ""
         for uids in self._facts.processes:
@@ -39,38 +39,38 @@ class LocalNodes:
         self.enter("joining" if self._facts.in_process else "starting")
 
     def start_again(self, uids: list[int], began: float | None) -> Worker:
-        """Start nodes that have died once more, in one process, which asks the others to let it in; it is not among
-        `workers` yet. Returns at once. began: when the run began (`clock.now()`), for its faults."""
+        """Restarts nodes that have died, in one process, which asks the other nodes for readmission. Returns at once;
+        the process is not in `workers` yet. began: when the run began (`clock.now()`), for its faults."""
         return start_later(self._context, self._task(uids, True, began))
 
     def worker_of(self, uid: int) -> Worker | None:
-        """Returns the process of a node; None where it has ended."""
+        """Returns the process of a node; None if it has ended."""
         return next((each for each in self.workers if each.alive and uid in each.left), None)
 
     def replace(self, worker: Worker, by: Worker) -> None:
-        """All nodes of a process that is gone run in another one."""
+        """Replaces a process that has ended by the one that now runs its nodes."""
         self.workers[self.workers.index(worker)] = by
 
     def add_apart(self, uid: int, worker: Worker) -> None:
-        """A node of a process that goes on runs in one of its own."""
+        """Adds a process for node `uid` alone, which was in a process that continues without it."""
         for each in self.workers:
             each.uids = tuple(other for other in each.uids if other != uid)
         self.workers.append(worker)
 
     def tell_all(self, message: ChildMessage) -> None:
-        """Send a message to all processes that have not said that they are over."""
+        """Sends a message to all processes that still have unfinished nodes."""
         for worker in self.workers:
             if worker.alive and not worker.over:
                 worker.send(message)
 
     def reaped(self, *workers: Worker) -> None:
-        """Processes are gone: what they were about to write when they were killed is removed."""
+        """Removes the temporary files that ended processes left when they were killed during a write."""
         if self._directory is not None:
             pids = [pid for each in workers if each.exit_code and (pid := each.process.pid)]
             remove_temporaries(self._directory, pids)
 
     def close(self) -> None:
-        """Kill and reap every process, and remove the socket folder. Idempotent."""
+        """Kills and reaps every process, and removes the socket folder. Idempotent."""
         alive = [worker for worker in self.workers if worker.alive]
         end_all(alive)
         self.reaped(*alive)

@@ -1,4 +1,4 @@
-"""What every decision about a run on this machine takes into account: its command, its processes, their reports."""
+"""The parts of a run on this machine that all decisions of the supervisor share: command, processes, reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from decentnode.launch.supervising.strikes import Strikes
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a user that runs nodes."""
+    """A user's command that runs nodes."""
 
     request: Request
     observer: Observer
     signals: StopSignals
     started: float
-    """`clock.now()` of the command."""
+    """`clock.now()` at the start of the command."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Nodes of this machine that die while the others go on: told to the user, started again, let in by the others."""
+"""Handles nodes of this machine that die during a run: decides whether the run continues without them, reports them to
+the user, and restarts them, so that the other nodes can readmit them."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from decentnode.launch.supervising.local_run import LocalRun
 from decentnode.launch.supervising.workers import Worker
 
 TOLD_GENERATIONS = 64
-"""How many reported generations are remembered; nodes report one within seconds of each other."""
+"""How many reported generations are remembered, so that each is shown once. Nodes report a generation within seconds of
+each other."""
 FOR_ALL = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
-"""Exit codes of a node that end the run also where the others could go on: they would fail in the same way."""
+"""Exit codes of a node that end the whole run even if the others could continue: they would fail in the same way."""
 
 
 class Losses:
-    """Decides whether a node's death ends the run, and starts those again that the config has started again."""
+    """Decides whether a node's death ends the run, and restarts nodes as `node.restarts` says."""
 
     def __init__(self, run: LocalRun, end: EarlyEnd) -> None:
         self._run, self._end = run, end
@@ -36,39 +38,40 @@ class Losses:
         self._told_that_nobody_is_left = False
 
     def died(self, failed: Failed, told: bool = False) -> None:
-        """A node died: the others continue without it where the config allows it, else the run fails. told: whether the
-        observer has heard of it, with others of its process."""
+        """Handles a node's death: the others continue without it if the config allows it, else the run fails. told:
+        whether the observer was already notified of it together with other nodes of its process."""
         begun = any(worker.joined for worker in self._nodes.workers)
         may = self._run.facts.regroup and begun and not self._end.near
-        comes_back = failed.uid in self._ledger.lost  # what ends a node on its way back in ends nothing else
+        comes_back = failed.uid in self._ledger.lost  # a restarted node that fails before it rejoins ends nothing else
         if not may or (failed.exit_code in FOR_ALL and not comes_back):
             self._end.fail(failed)
             return
         self._nodes.tell_all(PeerFailure(failed.uid, failed.title))
-        if failed.exit_code == Interrupted.exit_code:  # the stop found it outside of the run
+        if failed.exit_code == Interrupted.exit_code:  # it was stopped before it had rejoined the run
             self._ledger.lost.setdefault(failed.uid, failed)
             return
         self._ledger.lost[failed.uid] = failed
         self._observer.lost(failed.uid)
         never_in = self._run.command.request.join and not self._ledger.members
-        alone = failed.exit_code == PeerLost.exit_code  # it missed the others: nobody knows whether these go on
+        alone = failed.exit_code == PeerLost.exit_code  # it lost the others: whether they continue is unknown
         if not told:
             self._observer.notice(failed.title if never_in or alone else f"{failed.title}: the others continue")
 
     def replace(self, worker: Worker) -> None:
-        """The process of a worker is gone: start another one for those of its nodes that are started again."""
+        """Replaces a process that has ended by a new one for those of its nodes that are restarted."""
         started = self._start_again(worker.uids)
         if started is not None:
             self._nodes.replace(worker, started)
 
     def start_apart(self, uid: int) -> None:
-        """Start a node again that failed alone, while the others of its process go on: in a process of its own."""
+        """Restarts a node in its own process, after it failed while the other nodes of its process continue."""
         started = self._start_again([uid])
         if started is not None:
             self._nodes.add_apart(uid, started)
 
     def restart_struck(self, uid: int) -> None:
-        """As `Processes.restart_struck`, however often it was started again before."""
+        """Restarts a node because a `restart` fault says so, however often it was restarted before (see
+        `Processes.restart_struck`)."""
         if uid not in self._ledger.lost or self._run_ends:
             return
         self._ledger.restarted(uid)
@@ -77,7 +80,8 @@ class Losses:
         self._nodes.add_apart(uid, self._nodes.start_again([uid], self._run.strikes.began))
 
     def _start_again(self, uids: Sequence[int]) -> Worker | None:
-        """Start those of `uids` again that the others go on without, as often as the config says, in one process."""
+        """Restarts, in one process, those of `uids` that are lost and have restarts left. Returns the process; None if
+        no node is restarted."""
         restarts, lost, most = self._ledger.restarts, self._ledger.lost, self._run.facts.restarts
         again = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < most]
         if self._run_ends:
@@ -104,22 +108,24 @@ class Losses:
         return bool(self._run.command.signals.received or self._ledger.finished)
 
     def _others_go_on_without(self, uid: int) -> bool:
-        """Whether a node of this machine told last of a generation without this one, and such a node is there."""
+        """Returns whether the last generation that local nodes reported is without node `uid`, and a local node other
+        than the lost ones still runs."""
         ledger, workers = self._ledger, self._nodes.workers
         present = {other for each in workers if each.alive for other in each.left} - ledger.lost.keys()
         return bool(present) and bool(ledger.members) and uid not in ledger.members
 
     @property
     def nobody_is_left(self) -> bool:
-        """Whether every node of the run has died, or left, and none of those that were started again is a member yet:
-        nobody has a model any more, nor could let another one in. Unknown, and False, where some may be elsewhere."""
+        """Whether every node of the run has died or left, and no restarted node is a member again: then no node has the
+        model any more, and none can readmit another. False if unknown, because nodes may run on other machines."""
         facts = self._run.facts
         elsewhere = facts.newcomers or self._run.command.request.join or len(facts.local) < facts.num_nodes
         gone = self._ledger.lost.keys() | self._ledger.left.keys()
         return facts.regroup and not elsewhere and gone.issuperset(facts.local)
 
     def generation(self, record: Mapping[str, Any]) -> None:
-        """A node entered a generation: the observer hears of it once, from whichever node says it first."""
+        """Handles the report that a node entered a generation. Only the first report of a generation is shown to the
+        observer."""
         name = (record.get("generation", 0), record.get("origin", ""))
         if name in self._told_generations:
             return

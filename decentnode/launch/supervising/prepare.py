@@ -1,4 +1,4 @@
-"""The child that loads the experiment for the supervisor: it sends the facts that nodes start with, then the header."""
+"""Loads the experiment for the supervisor in a child process, which sends it the `Facts`, then the `Header`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from decentnode.tensors import training_bytes
 from decentnode.words import size
 
 _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""Of places: the one in C takes milliseconds for thousands of nodes, the other one seconds."""
+"""YAML dumper for the mapping's places: for thousands of nodes, the one in C takes milliseconds, the other seconds."""
 
 
 def answer(request: Request, channel: Pipe) -> int:
-    """Load the experiment and send Facts and Header, or Failed. Returns the exit code; never raises."""
+    """Loads the experiment and sends Facts and Header, or Failed. Returns the exit code; never raises."""
     try:
         experiment = load_request(request)
         torch.set_num_threads(1)
@@ -55,7 +55,7 @@ def answer(request: Request, channel: Pipe) -> int:
 
 
 def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
-    """Returns a line about the checkpoints that the run goes on from."""
+    """Returns header lines about the checkpoints from which the run is resumed; empty for a new run."""
     if request.resume is None:
         return []
     found = resume.find(experiment, request.resume)
@@ -69,8 +69,8 @@ def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
 
 
 def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
-    """Returns a warning line where this machine may not reach another one by the mapping's addresses. Blocking while
-    names are looked up, for a few seconds at most."""
+    """Returns a warning line if this machine may be unable to reach another one at the mapping's addresses, else
+    nothing. Blocking while names are looked up, for a few seconds at most."""
     mapping = experiment.make_mapping()
     if mapping.num_machines < 2 or request.in_process:
         return []
@@ -79,8 +79,8 @@ def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
 
 
 def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> int:
-    """Returns the number of this machine. wanted: a number, "auto" (by scheduler, else by address), or None where there
-    is but one. Raises UsageError or MappingError, which say what to do."""
+    """Returns the number of this machine. wanted: a number, "auto" (found by the scheduler's variables, else by
+    address), or None if there is only one machine. Raises UsageError or MappingError, whose texts say what to do."""
     if wanted is None:
         if mapping.num_machines > 1:
             raise UsageError(
@@ -101,7 +101,8 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
 
 
 def _check_request(experiment: Experiment, request: Request, struck: bool) -> None:
-    """Raises UsageError for what an experiment cannot do. struck: its faults or newcomers are simulated."""
+    """Raises UsageError if the experiment does not support the request. struck: whether its faults or newcomers are
+    simulated."""
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, with which the run must have been "
                          "started")
@@ -111,8 +112,8 @@ def _check_request(experiment: Experiment, request: Request, struck: bool) -> No
 
 
 def _resumed_runs(experiment: Experiment, request: Request, num_machines: int) -> resume.Found | None:
-    """Returns the runs to go on from, if that is asked for. Raises CheckpointError where there are none; of several
-    machines another one may have them."""
+    """Returns the runs to resume from; None if none are requested, or if there are none here but other machines may
+    have them. Raises CheckpointError if there are none on the only machine."""
     if request.resume is None:
         return None
     found = resume.find(experiment, request.resume)
@@ -123,8 +124,8 @@ def _resumed_runs(experiment: Experiment, request: Request, num_machines: int) -
 
 
 def facts(experiment: Experiment, request: Request) -> Facts:
-    """Returns what the supervisor must know of the experiment. Raises UsageError, MappingError, EnvironmentFault where
-    it cannot run on this machine."""
+    """Returns what the supervisor needs to know about the experiment. Raises UsageError, MappingError, CheckpointError
+    or EnvironmentFault if it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
     machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
     struck = request.simulate and in_world(experiment)
@@ -185,8 +186,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
 
 
 def check_memory(experiment: Experiment, uids: Sequence[int]) -> None:
-    """Raises EnvironmentFault where this machine's memory cannot hold the models and gradients, the least that nodes
-    need, of those `uids` that are not on a GPU. Nothing is allocated."""
+    """Raises EnvironmentFault if this machine's memory is too small for the models and gradients, which are the least
+    that nodes need, of those `uids` that are not on a GPU. Allocates nothing."""
     each = training_bytes(module_without_values(experiment, experiment.open_data().spec))
     memory = psutil.virtual_memory().total
     if len(uids) * each <= memory:
@@ -201,11 +202,11 @@ def check_memory(experiment: Experiment, uids: Sequence[int]) -> None:
 
 
 def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns (path of each file to copy, by its name in the run directory; the path that the copied configs give for
-    each key).
+    """Returns (name in the run directory -> path of the file to copy there; config key -> path to write in the copied
+    configs).
 
-    Copied are the experiment's own files as they were written, graphs, weights, mappings and the model to start from,
-    which is as large as what each node leaves. Data is too large and keys are secret: they stay where they are.
+    Copied are the experiment's own files as they were written, graphs, weights, mappings and the initial model, which
+    is as large as the model that each node saves. Data is too large and keys are secret: they stay where they are.
     `run.dir` becomes the folder of the experiment's runs.
     """
     inputs: dict[str, str] = {}

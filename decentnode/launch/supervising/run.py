@@ -1,4 +1,5 @@
-"""A run on this machine: listens to its nodes, has what they say and how they end obeyed, and concludes the run."""
+"""Runs the supervisor's main loop: receives the messages of this machine's nodes, passes each to the part that handles
+it, and concludes the run."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Run:
     """The nodes of this machine, from their start until all are gone and the outcome is known."""
 
     def __init__(self, command: Command, facts: Facts, records: Records | None) -> None:
-        """records: None for a dry run, which writes nothing."""
+        """records: writes the run directory; None for a dry run, which writes nothing."""
         self.request = command.request
         self.facts = facts
         self.records = records
@@ -73,7 +74,7 @@ class Run:
     # -- starting ---------------------------------------------------------------------------------------------
 
     def start(self, context: Context) -> None:
-        """Fork the local nodes. Returns before they are ready."""
+        """Forks the local nodes and starts the trackers. Returns before they are ready."""
         beside = (Path(self.request.folder or ".") / self.request.config).absolute().parent
         self._trackers = Trackers(self.facts.trackers, self.directory, self.facts.machine, beside, self.observer.notice)
         self.nodes.start(context)
@@ -86,7 +87,8 @@ class Run:
     # -- the loop ---------------------------------------------------------------------------------------------
 
     def loop(self, poll: Callable[[], None]) -> None:
-        """Listen to the children until all are gone. Blocking; `poll` is called at least every TICK_SECONDS."""
+        """Handles the messages of the children until all have ended. Blocking; calls `poll` at least every
+        TICK_SECONDS."""
         while any(worker.alive for worker in self.nodes.workers):
             sources = {self.signals.fileno(): None}
             for worker in self.nodes.workers:
@@ -103,11 +105,12 @@ class Run:
                 self.signals.clear()
             self._early_end.obey_signals()
             self._early_end.meet(clock.now())
-            # Nodes that start wait for the addresses of the others from here, so that Ctrl-Z has to wait, too.
+            # Starting nodes wait for the other nodes' addresses from this process: Ctrl-Z is put off until they have
+            # them.
             if self.nodes.phase != "starting" and self.signals.suspend_if_asked(self.observer.suspending):
                 self.observer.resumed()
                 continue
-            # All that are gone are known before one is started again: with a fork server all nodes die at once.
+            # All ended processes are collected before one is restarted: if the fork server dies, all nodes die at once.
             for worker in [worker for worker in self.nodes.workers if self._listen(worker, ready)]:
                 self._losses.replace(worker)
             if self._early_end.near:
@@ -120,7 +123,7 @@ class Run:
             self.observer.tick()
 
     def _listen(self, worker: Worker, ready: Collection[Any]) -> bool:
-        """Obey what a process says. Returns whether it is gone since the last call."""
+        """Handles the messages of a process. Returns whether it has ended since the last call."""
         if not worker.alive:
             return False
         gone = worker.process.sentinel in ready
@@ -165,7 +168,7 @@ class Run:
             self._losses.start_apart(message.uid)
 
     def _on_progress(self, message: Progress) -> None:
-        """A record of a node's metrics.jsonl: some tell of more than figures."""
+        """Handles a record of a node's metrics.jsonl. Some kinds are events that the supervisor acts on."""
         self._deadlines.heard = clock.now()
         self.ledger.progress(message.uid, message.record)
         self.observer.progress(message.uid, message.record)
@@ -173,7 +176,7 @@ class Run:
         kind = message.record.get("kind")
         if kind == "generation":
             self._losses.generation(message.record)
-        elif kind == "control" and not self._early_end.stops:  # nobody ordered what serves the end
+        elif kind == "control" and not self._early_end.stops:  # else it is a pause that only prepares the stop
             self._controlling.told(message.record, self)
         elif kind == "apart":
             self.observer.notice(apart_notice(message.record))
@@ -185,7 +188,8 @@ class Run:
             self.observer.notice(told)
 
     def _on_bound(self, worker: Worker, message: Bound) -> None:
-        """A node listens: once all of this machine do, all hear where; one that is started again hears it at once."""
+        """Stores the endpoints of a node. Once those of all nodes of this machine are known, they are sent to all; a
+        restarted node gets them at once."""
         worker.bound.add(message.uid)
         self.nodes.endpoints[str(message.uid)] = [message.control, message.bulk]
         if self.nodes.phase == "running":
@@ -195,7 +199,7 @@ class Run:
             self.nodes.tell_all(Peers(self.nodes.endpoints))
 
     def _on_finished(self, worker: Worker, message: Finished) -> None:
-        """A node ended as it should: after its last round, after a stop, or because it was asked to leave."""
+        """Handles a node's regular end: after its last round, after a stop, or because it was asked to leave."""
         self._leaving.ended(message)
         worker.finished.add(message.uid)
         if self.records is not None:
@@ -209,11 +213,11 @@ class Run:
         self._deadlines.first_finish = self._deadlines.first_finish or clock.now()
         worker.leaving_since = clock.now() if worker.over else None
         if message.stopped:
-            # also where another machine was asked: a node that is on its way back into the run hears it here
+            # even if the stop was asked for on another machine: a node that is about to rejoin learns of it only here
             self.nodes.tell_all(StopRun())
 
     def _on_left(self, worker: Worker, message: Finished) -> None:
-        """A node left in peace: the others continue, and its end is not that of the run."""
+        """Handles the end of a node that left gracefully, without ending the run: the others continue."""
         self.ledger.left[message.uid] = message
         worker.leaving_since = clock.now() if worker.over else None
         rounds = message.figures.get("rounds", 0)
@@ -239,14 +243,15 @@ class Run:
             self._early_end.fail(Failed(uid, 8, f"node {uid} finished, then {worker.ending()}", ""))
 
     def _on_resumed(self, uid: int, record: Mapping[str, Any]) -> None:
-        """A node goes on from a checkpoint: the observer hears of the first, and of all that could not be used."""
+        """Handles the report that a node resumed from a checkpoint. The observer is shown the first one, and every
+        checkpoint that could not be used."""
         for problem in record.get("problems", []):
             self.observer.notice(f"node {uid}: {problem}")
         if self.ledger.resumed is None:
             self.ledger.resumed = record
             self.observer.notice(resumed_notice(record))
 
-    # -- what strikes, and requests of people, do to the run ----------------------------------------------------
+    # -- what injected faults and users' requests use (`Processes`, `ControlledRun`, `LeavingRun`) ----------------
 
     @property
     def phase(self) -> str:
@@ -278,20 +283,20 @@ class Run:
     # -- the end ----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Kill and reap every child, and remove the socket folder. Idempotent."""
+        """Kills and reaps every child, and removes the socket folder. Idempotent."""
         self.nodes.close()
         self._leaving.close()
         self._controlling.close()
 
     def conclude(self) -> Outcome:
-        """Write the summary and decide the exit code. To be called after `close`."""
+        """Writes the summary and returns the outcome with the exit code. To be called after `close`."""
         checked, not_due = None, self._strikes.not_due(clock.now())
         if not self._early_end.killed_by_user:
             if not_due and self.ledger.finished and self.directory is not None:
                 self.observer.notice(not_due)
             checked = check_run(self.directory, self.facts, self.ledger, self.observer)
         self._early_end.tell_cause()
-        if self.ledger.lost and not self.ledger.finished and not self.ledger.left:  # nobody was left to go on
+        if self.ledger.lost and not self.ledger.finished and not self.ledger.left:  # no node was left to continue
             lost = self.ledger.lost.values()
             self.ledger.failures += [failed for failed in lost if failed.exit_code != Interrupted.exit_code]
             self._early_end.tell_cause()
@@ -303,7 +308,7 @@ class Run:
             simulated = next((each.struck for each in self.ledger.finished.values() if each.struck), {})
             found |= {"struck": dict(self._strikes.counts) or simulated, "checked": checked}
         if self.directory is not None and found.get("members"):
-            with contextlib.suppress(OSError):  # the models are where the nodes wrote them
+            with contextlib.suppress(OSError):  # if it fails, the models stay where the nodes wrote them
                 take_merged(self.directory)
         if self.records is not None:
             whole = 0 in self.facts.local or any(finished.reports for finished in self.ledger.finished.values())

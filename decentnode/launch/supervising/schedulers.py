@@ -1,4 +1,5 @@
-"""The number of this machine as torchrun, Slurm or Kubernetes give it. It is a hint: uids follow from the mapping."""
+"""Finds the number of this machine in the environment variables of torchrun, Slurm or Kubernetes. It only selects the
+machine in the mapping; the uids of its nodes follow from the mapping."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from decentnode.errors import UsageError
 
 @dataclass(frozen=True)
 class Hint:
-    """The number of this machine by a scheduler's environment variables."""
+    """The number of this machine according to a scheduler's environment variables."""
 
     source: str
     machine: int
     machines: int | None
-    """How many machines there are; None where the scheduler does not say."""
+    """The number of machines; None if the scheduler does not say."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class _Scheduler:
     machine: str
     machines: str | None
     present: str
-    """A variable that shows that the process was started this way, not just that a shell has the others."""
+    """A variable that is set only in processes that the scheduler started, while a shell may have the others."""
 
 
 SCHEDULERS = (
@@ -33,13 +34,13 @@ SCHEDULERS = (
     _Scheduler("Slurm", "SLURM_NODEID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_ID"),
     _Scheduler("Kubernetes", "JOB_COMPLETION_INDEX", None, "JOB_COMPLETION_INDEX"),
 )
-"""In the order in which they are tried: torchrun inside a Slurm step knows more than the step. Kubernetes: indexed
-jobs."""
+"""In the order in which they are tried: torchrun inside a Slurm step comes first, because it knows more than the step.
+Kubernetes: indexed jobs only."""
 
 
 def detect(variables: Mapping[str, str]) -> Hint | None:
-    """Returns the hint of the first scheduler that started this process, or None. Raises UsageError for a value that is
-    no number."""
+    """Returns the hint of the first scheduler that started this process, or None. Raises UsageError for a value that
+    is not a number."""
     for each in SCHEDULERS:
         if each.present in variables and each.machine in variables:
             machines = _number(variables, each.machines) if each.machines and each.machines in variables else None
@@ -48,7 +49,8 @@ def detect(variables: Mapping[str, str]) -> Hint | None:
 
 
 def machine_of(hint: Hint, num_machines: int) -> int:
-    """Returns the machine that the hint names. Raises UsageError where the mapping has another number of machines."""
+    """Returns the machine number of the hint. Raises UsageError if it or the number of machines does not fit the
+    mapping."""
     if hint.machines is not None and hint.machines != num_machines:
         raise UsageError(
             f"{hint.source} started {hint.machines} machines, but the mapping has {num_machines}; start that many, or "

@@ -1,4 +1,4 @@
-"""The faults that strike whole processes, brought about by the supervisor: it outlives them."""
+"""Injects the faults of whole processes (kill, pause, restart). The supervisor does it, because it outlives them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ KINDS = ("kill", "pause", "restart")
 
 
 class Processes(Protocol):
-    """The processes that are struck."""
+    """The processes into which faults are injected."""
 
     def worker_of(self, uid: int) -> Worker | None:
-        """The one that runs a node; None where it has ended."""
+        """Returns the process that runs a node; None if it has ended."""
 
     def restart_struck(self, uid: int) -> None:
-        """Start a node again that has died."""
+        """Restarts a node that has died."""
 
 
 class Strikes:
-    """Of the nodes of one machine."""
+    """Injects the process faults of a plan into the nodes of one machine."""
 
     def __init__(
         self, plan: Sequence[Mapping[str, Any]], local: Sequence[int], directory: Path | None
     ) -> None:
-        """plan: resolved faults as plain data."""
+        """plan: the resolved faults as plain data. local: uids of this machine. directory: the run's; None if nothing
+        is written."""
         self._plan, self._directory = plan, directory
         self._due = [
             (float(each["at_seconds"]), index, uid)
@@ -44,25 +45,25 @@ class Strikes:
         ]  # fmt: skip
         heapq.heapify(self._due)
         self._paused: list[tuple[float, Worker]] = []
-        """Who is suspended, each once, and until when (`clock.now()`)."""
+        """Suspended processes, each once, with the time until which they are (`clock.now()`)."""
         self.began: float | None = None
         """When the run began (`clock.now()`); None before."""
         self.counts: Counter[str] = Counter()
-        """How many processes were struck, by the kind of fault."""
+        """Number of injected faults by kind."""
         self._over = False
 
     def begin(self, now: float) -> None:
-        """All nodes have joined."""
+        """Starts the clock of timed faults at `now`, because all nodes have joined."""
         self.began = now
 
     @property
     def next(self) -> float:
-        """When `tick` has something to do (`clock.now()`)."""
+        """When `tick` next has something to do (`clock.now()`); infinity if never."""
         due = math.inf if self.began is None or self._over or not self._due else self.began + self._due[0][0]
         return min((due, *(until for until, _ in self._paused)))
 
     def tick(self, now: float, processes: Processes) -> None:
-        """Do what is due."""
+        """Injects the faults that are due, and resumes processes whose pause is over."""
         over = [worker for until, worker in self._paused if until <= now]
         self._paused = [each for each in self._paused if each[0] > now]
         for worker in over:
@@ -72,7 +73,7 @@ class Strikes:
             self.strike(uid, index, processes)
 
     def not_due(self, now: float) -> str:
-        """Returns a sentence about the faults, of any kind, whose time has not come at `now`; "" where there are none,
+        """Returns a sentence about the timed faults, of any kind, that are not due yet at `now`; "" if there are none,
         or the run did not begin."""
         late = sorted(float(each.get("at_seconds", 0.0)) for each in self._plan)
         late = [] if self.began is None else [at for at in late if at > now - self.began]
@@ -82,13 +83,14 @@ class Strikes:
                f"{now - self.began:.1f} s, the first of them was due at {late[0]:g} s"  # fmt: skip
 
     def stop(self) -> None:
-        """The run ends: nobody is struck any more, and who is suspended goes on."""
+        """Ends the injection of faults, because the run ends, and resumes suspended processes."""
         self._over = True
         while self._paused:
             _signal(self._paused.pop()[1], signal.SIGCONT)
 
     def strike(self, uid: int, index: int, processes: Processes) -> None:
-        """Bring a fault of the plan about; nothing happens to a node that has ended, or once the run ends."""
+        """Injects fault `index` of the plan into node `uid`. Does nothing if the node has ended (for a restart: if it
+        runs), or once the run ends."""
         fault, worker = self._plan[index], processes.worker_of(uid)
         if self._over or (worker is None) != (fault["do"] == "restart"):
             return
@@ -103,7 +105,7 @@ class Strikes:
         note_strike(self._directory, uid, fault)
 
     def _pause(self, worker: Worker, until: float) -> None:
-        """Suspend a process; one that is suspended already stays so for the longer of both times."""
+        """Suspends a process until `until`; one that is already suspended, until the later of both times."""
         longest = max([until, *(before for before, each in self._paused if each is worker)])
         self._paused = [(longest, worker), *(each for each in self._paused if each[1] is not worker)]
         _signal(worker, signal.SIGSTOP)

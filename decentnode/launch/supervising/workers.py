@@ -1,4 +1,5 @@
-"""The children of the supervisor, nodes and the one that loads the experiment: started, listened to, killed, reaped."""
+"""Starts, listens to, kills and reaps the supervisor's child processes: those that run nodes, and the one that loads
+the experiment."""
 
 from __future__ import annotations
 
@@ -27,16 +28,16 @@ from decentnode.launch.supervising import entry
 logger = logging.getLogger(__name__)
 
 Context = ForkServerContext | ForkContext
-"""What starts processes: the fork server, or this process, whose children have its objects."""
+"""Starts processes: from the fork server, or as forks of this process, which then have its objects."""
 LOAD_SECONDS = 300.0
-"""Longest wait for the import of torch (from a cold network disk) and for the data."""
+"""Longest wait until torch is imported (from a cold network disk) and the experiment, with its data, is loaded."""
 REAP_SECONDS = 10.0
-"""Longest wait for a killed process; only a broken kernel or disk keeps one longer."""
+"""Longest wait for a killed process to end; only a broken kernel or disk keeps one longer."""
 
 
 @dataclass
 class Worker:
-    """One child and its state. `uids` is empty for the child that loads the experiment."""
+    """A child process and its state. `uids` is empty for the child that loads the experiment."""
 
     uids: tuple[int, ...]
     process: ForkServerProcess | ForkProcess
@@ -46,12 +47,12 @@ class Worker:
     finished: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
     leaving_since: float | None = None
-    """When its last message came; `clock.now()`."""
+    """When the last message of the process arrived; `clock.now()`. None before."""
     open: bool = True
-    """Whether its end of the pipe may still hold messages."""
+    """Whether more messages may arrive on the pipe."""
     exit_code: int | None = None
     struck: bool = False
-    """Whether a fault of the experiment killed it."""
+    """Whether an injected fault killed the process."""
 
     @property
     def alive(self) -> bool:
@@ -59,21 +60,23 @@ class Worker:
 
     @property
     def over(self) -> bool:
-        """Whether only the end of the process is still to come."""
+        """Whether all nodes of the process have finished or failed, so that only the process has still to end."""
         return (self.failed | self.finished).issuperset(self.uids)
 
     @property
     def left(self) -> list[int]:
-        """Its nodes that have neither finished nor failed, ascending."""
+        """The nodes of the process that have neither finished nor failed, ascending."""
         return sorted({*self.uids} - self.finished - self.failed)
 
     def send(self, message: ChildMessage) -> None:
-        """Send a message, or drop it where the child is gone: its own messages are still to be read."""
+        """Sends a message, or drops it if the child is gone. Not an error, as the child's own last messages are still
+        to be read."""
         with contextlib.suppress(OSError):
             self.channel.send(message)
 
     def messages(self) -> Iterator[ChildMessage]:
-        """Yields the messages that have arrived. Does not wait, apart from the rest of a message under way."""
+        """Yields the messages that have arrived. Does not wait, except for the rest of a message that has arrived in
+        part."""
         try:
             while self.open and self.channel.connection.poll():
                 yield self.channel.receive()
@@ -85,14 +88,14 @@ class Worker:
             self.process.kill()
 
     def reap(self, timeout_seconds: float = REAP_SECONDS) -> None:
-        """Wait until the process is gone; `exit_code` is known then. Blocking."""
+        """Waits until the process has ended, and sets `exit_code`. Blocking for at most timeout_seconds."""
         self.process.join(timeout_seconds)
         self.exit_code = self.process.exitcode if self.process.exitcode is not None else -signal.SIGKILL
         self.channel.close()
         self.open = False
 
     def ending(self) -> str:
-        """Returns how the process ended, in words."""
+        """Returns how the process ended, as the predicate of a sentence."""
         code = self.exit_code or 0
         if code >= 0:
             return f"ended with exit code {code} and no message"
@@ -109,8 +112,9 @@ def start_node(context: Context, task: Task) -> Worker:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Children run functions of this package only; importing the caller's main script again would cost time, and
-    start the run once more where the script has no `if __name__ == "__main__"`."""
+    """Hides the caller's main script while a process is started, so that the child does not import it again. Children
+    run functions of this package only; the import would cost time, and start another run if the script has no
+    `if __name__ == "__main__"`."""
     with _main_lock:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -121,15 +125,15 @@ def _without_main() -> Iterator[None]:
 
 
 _main_lock = threading.Lock()
-"""Of two threads that take the script away the later one would otherwise put back the empty one."""
+"""Without it, the later of two threads that hide the script would restore the empty module of the other."""
 
 
 def start_child(
     context: Context, target: Callable[..., None], work: Any, uids: tuple[int, ...] = (), daemon: bool = True
 ) -> Worker:
-    """Start a process that calls `target` with `work` and its end of a pipe. Blocking until the fork server answers.
+    """Starts a process that calls `target` with `work` and its end of a pipe. Blocking until the fork server answers.
 
-    daemon: False for one that starts processes of its own.
+    daemon: False for a process that starts processes itself.
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(work, theirs), daemon=daemon)
@@ -140,8 +144,8 @@ def start_child(
 
 
 def start_later(context: Context, task: Task) -> Worker:
-    """As `start_node`, but a fork server is not waited for: one that had died imports torch again for seconds, and
-    answers only then."""
+    """Starts a process for nodes like `start_node`, but without waiting for the fork server: one that had died is
+    started anew and answers only after it has imported torch, which takes seconds."""
     if not isinstance(context, ForkServerContext):
         return start_node(context, task)
     ours, theirs = context.Pipe()
@@ -150,15 +154,16 @@ def start_later(context: Context, task: Task) -> Worker:
 
 
 class LateProcess:
-    """A process that a thread starts, with what `Worker` uses of one. Where it cannot be started it has ended."""
+    """A process that is started in a thread, with the part of the process interface that `Worker` uses. A process that
+    cannot be started counts as ended."""
 
     def __init__(self, process: ForkServerProcess, theirs: connection.Connection) -> None:
-        """theirs: the child's end of its pipe, which is closed here once the child has it."""
+        """theirs: the child's end of the pipe, which is closed here once the child has it."""
         self._process, self._theirs = process, theirs
         self._lock = threading.Lock()
         self._started = self._killed = False
         self._begun, end = connection.Pipe(duplex=False)
-        """Readable once the process is started, or cannot be."""
+        """Becomes readable once the process is started, or could not be."""
         threading.Thread(target=self._start, args=(end,), name="start", daemon=True).start()
 
     def _start(self, end: connection.Connection) -> None:
@@ -178,8 +183,8 @@ class LateProcess:
 
     @property
     def sentinel(self) -> Any:
-        """What `multiprocessing.connection.wait` finds ready once the process has ended, or begun: this is then another
-        object."""
+        """An object for `multiprocessing.connection.wait`, ready once the process has started, and from then on another
+        object, ready once the process has ended."""
         return self._process.sentinel if self._started else self._begun
 
     @property
@@ -191,14 +196,14 @@ class LateProcess:
         return self._process.exitcode if self._started else None
 
     def kill(self) -> None:
-        """Kill the process; one that is not there yet is killed when it comes."""
+        """Kills the process; one that is not started yet is killed as soon as it is."""
         with self._lock:
             self._killed = True
             if self._started:
                 self._process.kill()
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the process, but of none that is not there yet."""
+        """Waits for the end of the process; returns at once if it is not started yet."""
         if self._started:
             self._process.join(timeout)
 
@@ -213,7 +218,7 @@ def late_nodes(workers: Sequence[Worker], phase: str) -> list[int]:
 
 
 def end_all(workers: list[Worker]) -> None:
-    """Kill and reap all children that live. Blocking for at most REAP_SECONDS in all."""
+    """Kills and reaps all children that are alive. Blocking for at most about REAP_SECONDS in all."""
     for worker in workers:
         worker.kill()
     deadline = clock.now() + REAP_SECONDS
@@ -223,7 +228,7 @@ def end_all(workers: list[Worker]) -> None:
 
 
 class LoadError(DecentnodeError):
-    """An error of the child that loads the experiment, with its message and exit code."""
+    """An error in the child that loads the experiment, with its message and exit code."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__(failed.text)
@@ -231,7 +236,7 @@ class LoadError(DecentnodeError):
 
 
 class LoadConfigError(ConfigError):
-    """A ConfigError of the child; its text lists all problems already."""
+    """A ConfigError in the child that loads the experiment; its text already lists all problems."""
 
     def __init__(self, failed: Failed) -> None:
         super().__init__([], "")
@@ -239,21 +244,21 @@ class LoadConfigError(ConfigError):
 
 
 class Loader:
-    """The child that loads the experiment, so that the supervisor never imports torch. `facts` waits for the first
-    message, `poll` takes the header when it has come."""
+    """The child that loads the experiment, so that the supervisor never imports torch. `facts` waits for its first
+    message, `poll` takes the header once it has arrived."""
 
     def __init__(self, context: Context, request: Request) -> None:
-        """Returns at once, also where the fork server still imports torch, which takes seconds and from a cold network
-        disk a minute: it answers only then, so that another thread waits for it."""
+        """Starts the child. Returns at once: a thread waits for the fork server, which answers only after it has
+        imported torch. That takes seconds, from a cold network disk a minute."""
         self.worker: Worker | None = None
         self._problem: Exception | None = None
         self._lock = threading.Lock()
         self._closed = False
-        if not isinstance(context, ForkServerContext):  # a fork copies the thread that makes it, alone, and waits not
+        if not isinstance(context, ForkServerContext):  # a plain fork needs no wait, and copies only the calling thread
             self.worker = start_child(context, entry.prepare, request, ())
             return
         self._begun, end = connection.Pipe(duplex=False)
-        """Readable once there is a worker or a problem."""
+        """Becomes readable once there is a worker or a problem."""
         self.started = threading.Thread(target=self._start, args=(context, request, end), name="start", daemon=True)
         self.started.start()
 
@@ -271,8 +276,9 @@ class Loader:
             end.close()
 
     def facts(self, observer: Observer, signals: StopSignals) -> Facts:
-        """Wait for the facts. Blocking. Raises LoadError or LoadConfigError with the child's error, NodeFailed when the
-        child died or was not started, EnvironmentFault after LOAD_SECONDS, Interrupted."""
+        """Waits for the facts and returns them. Blocking. Raises LoadError or LoadConfigError with the child's error,
+        NodeFailed if the child died or could not be started, EnvironmentFault after LOAD_SECONDS, Interrupted after a
+        signal."""
         started = clock.now()
         while True:
             worker = self.worker
@@ -303,7 +309,7 @@ class Loader:
                 observer.waiting(f"loading torch and the experiment ({elapsed:.0f} s)")
 
     def poll(self, tell: Callable[[Header], None]) -> None:
-        """Pass the header to `tell` if it has come, and reap the child once it has ended. Does not wait."""
+        """Passes the header to `tell` if it has arrived, and reaps the child once it has ended. Does not wait."""
         worker = self.worker
         for message in () if worker is None else worker.messages():
             if isinstance(message, Header):
@@ -312,7 +318,7 @@ class Loader:
             worker.reap()
 
     def close(self) -> None:
-        """End the child; one that is not there yet is ended when it comes. Idempotent."""
+        """Ends the child; one that is not started yet is ended as soon as it is. Idempotent."""
         with self._lock:
             self._closed = True
             if self.worker is not None:
