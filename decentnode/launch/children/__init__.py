@@ -1,1 +1,1 @@
-"""How child processes come to be, and the pipes and messages between them and the supervisor."""
+"""The fork server that starts child processes, and the pipes and messages between them and the supervisor."""

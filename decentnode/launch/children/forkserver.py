@@ -1,5 +1,5 @@
-"""The fork server: one process imports torch, and every node is forked from it (docs/explanation/architecture.rst,
-"Processes").
+"""Starts the fork server: one process imports torch, and every node is forked from it
+(docs/explanation/architecture.rst, "Processes").
 
 Measured on two cores for the quickstart's 16 nodes: 2.1 s from the command until all are connected, 36 MB per node.
 """
@@ -33,12 +33,12 @@ MALLOC = {
 multilayer perceptron with 25 M parameters, batch 8, on one core."""
 
 THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""No pool of threads may exist in the server before a fork; a node sets its own number with torch."""
+"""No thread pool may exist in the server before a fork; each node sets its own number of threads with torch."""
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables in a block; those that the user has set stay as they are."""
+    """Sets environment variables for the duration of a block; those that the user has set stay as they are."""
     added = [key for key in values if key not in os.environ]
     os.environ.update({key: values[key] for key in added})
     try:
@@ -49,26 +49,26 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _take_folder() -> None:
-    """Let the server's socket lie in a folder that is removed also when this process is killed: multiprocessing's
-    own (pymp-...) is removed by an orderly end alone. Nothing is done where the process has such a folder already.
+    """Puts the server's socket into a folder that is removed even if this process is killed; multiprocessing removes
+    its own folder (pymp-...) only at a regular exit. Does nothing if the process already has such a folder.
     """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None:
         folder = SocketDir()
         config["tempdir"] = folder.path
-        Finalize(None, folder.remove, exitpriority=-100)  # last, as multiprocessing does; not in forked processes
+        Finalize(None, folder.remove, exitpriority=-100)  # last, like multiprocessing's own; not in forked processes
 
 
 COMPILES = "DECENTNODE_PRELOAD_COMPILER"
-"""Set for a server that is to import torch's compiler, too."""
+"""Environment variable that makes the server import torch's compiler, too."""
 
 
 def may_compile(request: Request) -> bool:
-    """Whether nodes of the request may be compiled (`training.compile`), as its text looks: it is not loaded yet, and a
-    wrong answer costs the time or the memory of an import, and nothing else."""
+    """Returns whether the request's text looks as if nodes compile their models (`training.compile`). It is a guess,
+    because the experiment is not loaded yet; a wrong one only costs the time or the memory of an import."""
     text = repr([request.layers, request.overrides, {k: v for k, v in request.environ.items() if "COMPILE" in k}])
     path = request.config
-    for _ in range(8):  # what it extends
+    for _ in range(8):  # the file and the files that it extends
         try:
             with open(path, encoding="utf-8") as file:
                 found = file.read(1 << 20)
@@ -83,15 +83,15 @@ def may_compile(request: Request) -> bool:
 
 
 def start(request: Request | None = None) -> ForkServerContext:
-    """Start the server if it does not run yet. Returns at once; the server imports torch while the caller goes on.
+    """Starts the server if it does not run yet. Returns at once; the server imports torch while the caller continues.
 
-    The server ends when this process does, and takes its children along. request: what they are to run, where it is
+    The server ends when this process does, and so do its children. request: the experiment that they will run, if
     known.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     _take_folder()
-    resource_tracker.ensure_running()  # to start it unblocks signals
+    resource_tracker.ensure_running()  # before signals are blocked below, because starting it unblocks them
     compiles = {COMPILES: "1"} if request is not None and may_compile(request) else {}
     with _environment(MALLOC | THREADS | compiles), held():
         multiprocessing.forkserver.ensure_running()
@@ -101,10 +101,10 @@ def start(request: Request | None = None) -> ForkServerContext:
 
 
 _taken: dict[str, str] = {}
-"""The environment when the server was started."""
+"""The environment variables at the start of the server."""
 
 
 def changed_variables() -> dict[str, str | None]:
-    """Returns the environment variables that were changed since the server took them; None for one that is gone."""
+    """Returns the environment variables that changed since the server was started; None for one that was removed."""
     names = {*os.environ, *_taken} if _taken else set()
     return {name: os.environ.get(name) for name in sorted(names) if os.environ.get(name) != _taken.get(name)}

@@ -1,4 +1,4 @@
-"""The messages between the supervisor and its children: small JSON objects on a pipe, nothing pickled."""
+"""The messages between the supervisor and its children: small JSON objects on a pipe; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Request:
-    """The experiment to load. Every child loads it by itself, so that only text is sent."""
+    """Which experiment to load, and how to run it. Every child loads the experiment itself, so that only text is sent.
+    """
 
     config: str
-    """The experiment's file; "" where `layers` are all of it."""
+    """The experiment's file; "" if it consists of `layers` only."""
     overrides: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
     machine: int | str | None = None
-    """Number of this machine, "auto" to find it by its addresses, None when all nodes must be on one."""
+    """Number of this machine; "auto" to find it by scheduler or address; None if all nodes must be on one machine."""
     in_process: bool = False
     one_round: bool = False
-    """Whether the experiment, once it is found right as it is, is to do one round, however many it says."""
+    """Whether to run only one round, after the experiment was checked with all its rounds."""
     simulate: bool = False
-    """With `in_process`: whether the section `simulate` of the experiment says how the nodes are computed."""
+    """With `in_process`: whether the experiment's section `simulate` says how the nodes are computed."""
     join: bool = False
-    """Whether the run has begun already, and this machine's nodes ask to join it (node.missing: regroup)."""
+    """Whether the run has already begun, and this machine's nodes ask to join it (node.missing: regroup)."""
     resume: str | None = None
-    """The run to go on from: its folder, or "" for the latest of the experiment's name; None for a new run."""
+    """The run to resume: its folder, or "" for the latest run of the experiment's name; None for a new run."""
     layers: list[dict[str, Any]] = field(default_factory=list)
-    """Sections as plain data that are laid over the file, one after the other."""
+    """Sections as plain data that are merged over the file, one after the other."""
     forked: bool = False
-    """Whether children are forks of this process, and so have the objects that the experiment is made of."""
+    """Whether children are forks of this process, and so have the objects of which the experiment is made."""
     folder: str = ""
-    """The current directory of children; "" where they have it from the fork server."""
+    """The current directory for children; "" to keep the fork server's."""
     variables: dict[str, str | None] = field(default_factory=dict)
-    """Environment variables that were changed (None: removed) since the fork server took them."""
+    """Environment variables that changed (None: were removed) since the fork server was started."""
     found: dict[str, float] = field(default_factory=dict)
-    """Values that were searched for when the experiment was loaded before (experiment/derived.py)."""
+    """Results of searches in an earlier load of the experiment (experiment/derived.py), which need not be repeated."""
 
     @property
     def shown(self) -> str:
-        """What messages call the experiment: its file, if it is one."""
+        """The experiment's name in messages: its file, if it has one."""
         return self.config or "experiment"
 
 
@@ -64,25 +65,26 @@ class Facts:
     hosts: list[str]
     """Host of each machine."""
     threads: dict[str, int]
-    """uid -> threads, where the mapping says so."""
+    """uid -> number of threads."""
     processes: list[list[int]] = field(default_factory=list)
     """The uids of this machine by process."""
     found: dict[str, float] = field(default_factory=dict)
-    """As `Request.found`, for the nodes: one process of a machine searches, not each."""
+    """`Request.found` for the nodes: the search is done once per machine, not in each process."""
     regroup: bool = False
-    """Whether the others go on when a node dies."""
+    """Whether the others continue when a node dies."""
     own_rounds: bool = False
-    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
+    """Whether nodes make their rounds without waiting for each other, and the first one that has made all its rounds
+    ends the run."""
     sides: bool = False
-    """Whether all sides of a broken network go on."""
+    """Whether all sides of a network partition continue."""
     restarts: int = 0
-    """How many times a node that died is started again."""
+    """How many times a node that died is restarted."""
     task: dict[str, Any] = field(default_factory=dict)
-    """What the run's task measures: `TaskMetrics.plain`."""
+    """The metrics of the run's task: `TaskMetrics.plain`."""
     inputs: dict[str, str] = field(default_factory=dict)
     """Files that are copied into the run directory: name there -> path."""
     resume: list[str] | None = None
-    """Folders of runs in whose checkpoints nodes look for theirs; None for a new run."""
+    """Run folders in which nodes look for their checkpoints; None for a new run."""
     resume_runs: list[str] = field(default_factory=list)
     """Ids of these runs."""
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -96,10 +98,9 @@ class Facts:
     trackers: list[dict[str, Any]] = field(default_factory=list)
     """The sections of `run.trackers`."""
     finished: str = ""
-    """Of a run that is asked to go on and has nothing left to do: a sentence that says so."""
+    """A sentence that says that the run to resume has nothing left to do; "" if it has, or the run is new."""
     meets: bool = False
-    """Whether nodes come to stand before the same round when the run is stopped, so that the checkpoints of the stop
-    are of one moment."""
+    """Whether a stop pauses all nodes before the same round first, so that their last checkpoints are of one cut."""
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -116,12 +117,12 @@ class Header:
 
     lines: list[list[str]]
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules of the user's own that were imported so far: name -> path."""
+    """The user's own modules that have been imported so far: name -> path."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one child: one node, several of this machine, or all nodes of the run without a network."""
+    """The work of one child: one node, several nodes of this machine, or all nodes of a run without a network."""
 
     request: Request
     uids: list[int]
@@ -130,21 +131,21 @@ class Task:
     """None for a dry run, which writes nothing."""
     threads: int
     run_id: str
-    """The run's id in hex; "" where another machine draws it."""
+    """The run's id in hex; "" if another machine draws it."""
     in_process: bool
-    """Whether `uids` are all nodes of the run, which hand everything to each other."""
+    """Whether `uids` are all nodes of the run, which communicate within the process."""
     progress_seconds: float
     """Least time between two reports of rounds; evaluations are always reported."""
     socket_dir: str
     join: bool = False
-    """Whether the run has begun already."""
+    """Whether the run has already begun."""
     endpoints: dict[str, list[str]] = field(default_factory=dict)
-    """uid -> endpoints of the node before it was started again; empty the first time."""
+    """uid -> endpoints of the node before it was restarted; empty at its first start."""
     resume: list[str] | None = None
     """As `Facts.resume`."""
     resume_runs: list[str] = field(default_factory=list)
     began: float | None = None
-    """When the run began (`clock.now()`, of all processes of a machine); None where it begins with this process."""
+    """When the run began (`clock.now()`, which all processes of a machine share); None if this process begins it."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +159,14 @@ class Bound:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """The node is connected, and its run begins."""
+    """The node is connected, and begins its rounds."""
 
     uid: int
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Which engine computes the nodes of a simulated run, and why that one."""
+    """Which engine computes the nodes of a simulated run, and the reason for the choice."""
 
     name: str
     reason: str
@@ -173,8 +174,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class NodesAbsent:
-    """From uid 0 while nodes connect: the uids that have not yet, and why nodes were refused, by the uid they
-    claimed."""
+    """Report of uid 0 while nodes connect: the uids that have not connected yet, and why nodes were refused, by the uid
+    that they claimed."""
 
     uids: list[int]
     refusals: dict[str, str]
@@ -190,20 +191,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class Finished:
-    """The node has ended in order."""
+    """The node has ended regularly."""
 
     uid: int
     figures: dict[str, Any]
     stopped: bool
     """Whether the run was asked to stop before its last round."""
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """From the lowest uid: the closing figures of every node."""
+    """The closing figures of every node; only from the lowest uid."""
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules of the user's own that the node had imported in the end: name -> path."""
+    """The user's own modules that the node had imported by its end: name -> path."""
     left: bool = False
-    """Whether this node alone was asked to leave before its last round, and the others go on."""
+    """Whether only this node was asked to leave before its last round, and the others continue."""
     struck: dict[str, int] = field(default_factory=dict)
-    """In a simulated run: how many processes were struck, by the kind of fault; the same of all nodes."""
+    """Number of process faults injected in a simulated run, by kind; the same in the message of each node."""
 
 
 @dataclass(frozen=True)
@@ -219,20 +220,20 @@ class Failed:
     follower: bool = False
     """Whether the node failed only because another did."""
     gave_up: bool = False
-    """Whether it had waited in vain for a generation with enough of the others."""
+    """Whether the node timed out waiting for a generation with enough of the other nodes."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A node that failed has let go of its sockets and files, and its process goes on with others: the node may be
-    started again."""
+    """A node that failed has closed its sockets and files, while its process continues with other nodes. The node may
+    now be restarted."""
 
     uid: int
 
 
 @dataclass(frozen=True)
 class FaultDue:
-    """A node begins the round in which this fault of the plan strikes it, and asks to be struck."""
+    """A node begins the round in which this fault of the plan is due, and asks the supervisor to inject it."""
 
     uid: int
     index: int
@@ -240,44 +241,44 @@ class FaultDue:
 
 @dataclass(frozen=True)
 class Terminated:
-    """A node's process got SIGTERM, and asks to have the run stopped: all nodes before the same round, for their
-    checkpoints."""
+    """A node's process received SIGTERM, and asks the supervisor to stop the run: all nodes before the same round,
+    because of their checkpoints."""
 
     uid: int
 
 
 @dataclass(frozen=True)
 class Peers:
-    """uid -> (control, bulk) endpoints of the nodes on this machine."""
+    """The endpoints of the nodes on this machine: uid -> [control, bulk]."""
 
     endpoints: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class StopRun:
-    """Finish the round under way, then close."""
+    """The node is to finish its current round and then end."""
 
 
 @dataclass(frozen=True)
 class OrderRun:
-    """People order the whole run to pause, resume or evaluate: the receiver passes it on to all nodes
-    (wire/orders.py)."""
+    """A user's order to the whole run to pause, resume or evaluate, or the supervisor's to meet before a stop. The
+    receiving node passes it on to all nodes (wire/orders.py)."""
 
     action: str
 
 
 @dataclass(frozen=True)
 class LeaveRun:
-    """This node alone is to end after the round under way; the answer is a LeaveAnswer."""
+    """Only this node is to end after its current round; it answers with a LeaveAnswer."""
 
     uid: int
     others: list[int] = field(default_factory=list)
-    """Nodes of this machine that were asked before, and may not have left yet."""
+    """Nodes of this machine that were asked to leave earlier, and may not have left yet."""
 
 
 @dataclass(frozen=True)
 class LeaveAnswer:
-    """The node leaves after its round, or stays for this reason."""
+    """The node leaves after its round, or, with a non-empty `refusal`, stays for this reason."""
 
     uid: int
     refusal: str = ""

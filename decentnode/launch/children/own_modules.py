@@ -1,4 +1,4 @@
-"""Which of the modules that a process has imported are the user's own. Nothing here imports torch."""
+"""Finds the user's own modules among those that a process has imported. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from decentnode import version
 
 
 class _OwnModules:
-    """The user's own modules among those that this process has imported. What was looked at is not looked at again, not
-    even for its name: a process of a node is a fork, and writing to the reference counts of 3,000 modules that it
-    shares with others would copy the memory that they lie in."""
+    """Collects the user's own modules among those that this process has imported. A module that was examined once is
+    not touched again, not even for its name: a node's process is a fork, and changing the reference counts of 3,000
+    modules would copy the memory pages that it shares with other processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class _OwnModules:
         self._found: dict[str, str] = {}
 
     def files(self) -> dict[str, str]:
-        """Returns name -> real path."""
+        """Returns the user's own modules: name -> real path."""
         with self._lock:
             new = self._new()
             for name, module in reversed(new):
@@ -38,7 +38,7 @@ class _OwnModules:
             return {name: path for name, path in self._found.items() if name in sys.modules and os.path.isfile(path)}
 
     def _new(self) -> list[tuple[str, ModuleType]]:
-        """Returns what was imported since the last look, the latest first."""
+        """Returns the modules imported since the last call, the latest first."""
         while True:
             with contextlib.suppress(RuntimeError):  # another thread has imported a module meanwhile
                 latest = reversed(sys.modules.items())
@@ -49,17 +49,17 @@ _own_modules = _OwnModules()
 
 
 def local_modules() -> dict[str, str]:
-    """Returns name -> path of every imported Python file that is neither installed, nor Python's, nor decentnode's."""
+    """Returns every imported Python file that is neither installed, nor Python's, nor decentnode's: name -> path."""
     return _own_modules.files()
 
 
 def _own_file(path: str) -> str:
-    """Returns the real path of a file of the user's own; "" of others."""
-    if os.path.abspath(path).startswith(_elsewhere()):  # also links: Debian's sitecustomize.py is one to /etc
+    """Returns the real path of the file if it is the user's own, else ""."""
+    if os.path.abspath(path).startswith(_elsewhere()):  # before links are resolved: Debian's sitecustomize.py is a link
         return ""
     if os.path.islink(path):
         real = os.path.realpath(path)
-    else:  # of a folder once: of 3,000 files it took 200 ms
+    else:  # resolve each folder only once: resolving 3,000 files took 200 ms
         real = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
     folders = real.split(os.sep)
     installed = real.startswith(_elsewhere()) or "site-packages" in folders or "dist-packages" in folders
@@ -73,7 +73,7 @@ def _real_folder(path: str) -> str:
 
 @functools.cache
 def _elsewhere() -> tuple[str, ...]:
-    """Folders of files that are Python's, installed, or decentnode's."""
+    """Returns the folders of Python's, installed, and decentnode's own files."""
     folders = [*(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
                os.path.dirname(version.__file__)]  # fmt: skip
     return tuple({os.path.realpath(folder) + os.sep for folder in folders})

@@ -1,9 +1,9 @@
-"""The fork server's own part, which it imports first: it ignores the signals that the supervisor handles, as its end is
-that of all nodes, and removes what a killed supervisor left.
+"""Makes the fork server ignore the signals that the supervisor handles, because all nodes end with the server, and
+makes it remove, at its exit, files that a killed supervisor left. The server imports this module first.
 
-Every child holds the pipe by whose end the server learns that nobody needs it any more, so that the server is the last
-process of a run. A node could not do it: another node may still make a socket or a publish buffer, and what is made
-after its folder is gone bears a name that no later run looks for.
+Every child holds the pipe whose closing tells the server that it is no longer needed, so that the server is the last
+process of a run. A node could not clean up: another node may still create a socket or a publish buffer, and one that is
+created after its folder was removed has a name that no later run looks for.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from decentnode.launch.children.signals import ignore
 from decentnode.launch.children.sockets import base_folder, remove_stale
 
 WAIT_SECONDS = 5.0
-"""Longest wait for the supervisor and the children to be gone. What is left then is removed by the next run."""
+"""Longest wait for the supervisor and the children to end. Files that are left then are removed by the next run."""
 POLL_SECONDS = 0.01
 
 
 def clean_up(server: int, supervisor: int) -> None:
-    """Remove the folders of runs that are gone, once `supervisor` and all children of this process have ended. Blocking
-    for at most WAIT_SECONDS; does nothing in a process other than `server`."""
+    """Removes the folders of runs that have ended, once `supervisor` and all children of this process have ended.
+    Blocking for at most WAIT_SECONDS; does nothing in a process other than `server`."""
     deadline = clock.now() + WAIT_SECONDS
     while os.getpid() == server and clock.now() < deadline:
-        # The system gives a process its next parent after it has closed the files of the last: locks are free then.
+        # The system closes a dead process's files, which frees its locks, before it gives its children a new parent.
         if os.getppid() != supervisor and not _children():
             remove_stale(base_folder())
             return
@@ -33,7 +33,7 @@ def clean_up(server: int, supervisor: int) -> None:
 
 
 def _children() -> bool:
-    """Reap children that have ended. Returns whether others have not."""
+    """Reaps children that have ended. Returns whether some still run."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue

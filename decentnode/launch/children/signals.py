@@ -1,4 +1,5 @@
-"""Signals that a loop can wait for: a pipe becomes readable when one comes, and they are counted."""
+"""Signal handling of the supervisor and its children. `StopSignals` collects signals and makes a pipe readable, so that
+a loop can wait for them."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ SUSPENDING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 """The signals by which a terminal stops processes: on Ctrl-Z, and when a background process reads or writes."""
 
 OF_THE_SUPERVISOR = (*STOPPING, *SUSPENDING)
-"""What a terminal, a scheduler or `kill` may send to all processes of a run at once; the supervisor alone obeys."""
+"""Signals that a terminal, a scheduler or `kill` may send to all processes of a run at once; only the supervisor obeys
+them."""
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Signals of OF_THE_SUPERVISOR that come in this block are delivered after it, or to another thread. Processes that
-    this thread starts in it begin with these signals blocked: they are to call `ignore`, or `note_termination`."""
+    """Blocks the signals of OF_THE_SUPERVISOR in this thread during a block; they are delivered after it, or to another
+    thread. Processes that the thread starts in the block begin with these signals blocked and must call `ignore` or
+    `note_termination`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_SUPERVISOR)
     try:
         yield
@@ -29,8 +32,8 @@ def held() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Main thread: signals of OF_THE_SUPERVISOR do nothing from now on, those that came while they were blocked
-    included."""
+    """Ignores the signals of OF_THE_SUPERVISOR from now on, including those that arrived while they were blocked. Main
+    thread only."""
     for number in OF_THE_SUPERVISOR:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_SUPERVISOR)
@@ -40,13 +43,13 @@ _noted: list[int] = []
 
 
 def note_termination() -> None:
-    """Main thread of a process that cannot end in order yet: SIGTERM is kept until `on_termination`, or for
-    `StopSignals`."""
+    """Keeps a SIGTERM until `on_termination` is called or `StopSignals` is entered, in a process that cannot end
+    regularly yet. Main thread only."""
     signal.signal(signal.SIGTERM, lambda number, _: _noted.append(number))
 
 
 def on_termination(ask: Callable[[], object]) -> None:
-    """Main thread: SIGTERM calls `ask` from now on, at once where one was kept."""
+    """Calls `ask` on SIGTERM from now on, and at once if one was kept by `note_termination`. Main thread only."""
     signal.signal(signal.SIGTERM, lambda *_: ask())
     if _noted:
         _noted.clear()
@@ -54,20 +57,19 @@ def on_termination(ask: Callable[[], object]) -> None:
 
 
 class StopSignals:
-    """While entered, SIGINT, SIGTERM and SIGHUP only fill `received`, and SIGTSTP sets `suspend`.
-
-    Does nothing outside the main thread.
+    """Context manager in which SIGINT, SIGTERM and SIGHUP are only added to `received`, and SIGTSTP only sets
+    `suspend`. Does nothing outside the main thread.
     """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self.suspend = False
-        """Whether the terminal asked this process to suspend itself (Ctrl-Z), and it has not yet."""
+        """Whether the terminal asked this process to suspend itself (Ctrl-Z), and it has not done so yet."""
         self._before: dict[int, object] = {}
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """A file descriptor that is readable from a signal until `clear`."""
+        """Returns a file descriptor that is readable after a signal until `clear` is called."""
         return self._read
 
     def clear(self) -> None:
@@ -91,8 +93,8 @@ class StopSignals:
             os.write(self._write, b".")
 
     def suspend_if_asked(self, tell: Callable[[], None]) -> bool:
-        """Suspend this process if the terminal asked for it. Blocking until the shell lets it go on (`fg`, `bg`).
-        Returns whether it was suspended. tell: called before."""
+        """Suspends this process if the terminal asked for it. Blocking until the shell resumes it (`fg`, `bg`). Returns
+        whether it was suspended. tell: called before the suspension."""
         if not self.suspend:
             return False
         self.suspend = False

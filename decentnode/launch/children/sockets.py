@@ -1,10 +1,10 @@
-"""Private folders for Unix sockets, of a run and of the fork server, removed at the end. When the process that made
-them is killed, the fork server removes them as the last process of the run (server_end.py), or else the next run does.
+"""Makes private folders for Unix sockets, for a run and for the fork server, and removes them at the end. If a process
+is killed, the fork server removes its folder as the last process of the run (server_end.py), or else the next run does.
 
-With it go publish buffers in shared memory that bear its name (communication/shared_memory/publish_buffer.py): of nodes
-that were killed early. The folders lie where every user of the machine may make files, so that names, links and owners
-prove nothing: what is removed has a name that this file gives, is this user's own, and is reached without following a
-link.
+With a folder, publish buffers in shared memory that have its name are removed
+(communication/shared_memory/publish_buffer.py); nodes that were killed leave them. The folders are where every user of
+the machine may create files, so that no name, link or owner alone can be trusted: only files with a name given by this
+module that belong to this user are removed, and no link is followed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PREFIX = "decentnode-"
 LOCK, UNLOCKED = "lock", "lock.new"
 BUFFERS = Path("/dev/shm")
 MAX_PATH_BYTES = 80
-"""Longest path of the folder; that of a Unix socket may have 107 bytes."""
+"""Longest path of the folder; the path of a Unix socket may have 107 bytes."""
 UNFINISHED_SECONDS = 3600.0
-"""Age from which a folder without a lock counts as left behind by a run that was killed while it made it."""
+"""Age from which a folder without a lock counts as left by a run that was killed while it made the folder."""
 
-_RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp puts behind a prefix
+_RANDOM = re.compile(r"[a-z0-9_]{8}")  # what tempfile.mkdtemp appends to a prefix
 _BUFFER = re.compile(r"-\d+-[0-9a-f]+-\d+(-lent)?")  # generation and uid, as `path_of` of publish buffers names them
 
 
 def base_folder() -> Path:
-    """Returns the folder for temporary files, or /tmp where its path is too long for those of sockets. Raises
-    EnvironmentFault if nothing can be written to any folder for temporary files."""
+    """Returns the folder for temporary files, or /tmp if its path is too long for the paths of sockets. Raises
+    EnvironmentFault if no folder for temporary files is writable."""
     try:
         base = tempfile.gettempdir()
     except FileNotFoundError as error:  # its text names the folders that were tried
@@ -46,22 +46,22 @@ def base_folder() -> Path:
 
 
 class SocketDir:
-    """A private folder for Unix sockets. It counts as used while its lock is held; the system releases the lock however
-    the process ends."""
+    """A private folder for Unix sockets. It counts as in use while its lock is held; the system releases the lock when
+    the process ends in any way."""
 
     def __init__(self) -> None:
         base = base_folder()
         remove_stale(base)
         self.path = tempfile.mkdtemp(prefix=PREFIX, dir=base)
-        # The file is locked before it bears the name by which remove_stale looks for it: there is no moment at which
-        # another run that starts could take this one for gone.
+        # The file is locked before it gets the name by which remove_stale looks for it, so that a run that starts
+        # meanwhile can at no moment mistake this folder for a stale one.
         unlocked = Path(self.path, UNLOCKED)
         self._lock = os.open(unlocked, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         unlocked.rename(Path(self.path, LOCK))
 
     def remove(self) -> None:
-        """Remove the folder and the publish buffers that bear its name. Idempotent."""
+        """Removes the folder and the publish buffers with its name. Idempotent."""
         if self._lock >= 0:
             _remove(Path(self.path))
             os.close(self._lock)
@@ -79,7 +79,7 @@ def _remove(folder: Path) -> None:
 
 
 def remove_stale(base: Path) -> None:
-    """Remove this user's folders whose run is gone. Never raises."""
+    """Removes this user's folders whose run has ended. Never raises."""
     with contextlib.suppress(OSError):
         for folder in list(_own_folders(base)):
             with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ def remove_stale(base: Path) -> None:
 
 
 def _own_folders(base: Path) -> Iterator[Path]:
-    """Yields folders (not links) of this user whose names are as `SocketDir` makes them."""
+    """Yields this user's folders (not links) with names of the form that `SocketDir` gives them."""
     with os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and _RANDOM.fullmatch(entry.name[len(PREFIX) :]):
@@ -97,8 +97,8 @@ def _own_folders(base: Path) -> Iterator[Path]:
 
 
 def _remove_if_stale(folder: Path) -> None:
-    """Remove a folder whose run is gone. Raises OSError where the run lives, or the folder is not one of
-    `SocketDir`."""
+    """Removes a folder if its run has ended. Raises OSError if the run is alive, or if the folder is not one that
+    `SocketDir` makes."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(inside).st_uid != os.getuid():
@@ -113,7 +113,7 @@ def _remove_if_stale(folder: Path) -> None:
             found = os.fstat(lock)
             if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_nlink:  # else another run was quicker, and the name may be a third one's by now
+                if os.fstat(lock).st_nlink:  # else another run removed it first, and the name may be a new run's by now
                     _remove(folder)
         finally:
             os.close(lock)

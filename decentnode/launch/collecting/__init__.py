@@ -1,1 +1,1 @@
-"""What the machines of a run have of it, brought into one folder."""
+"""Copies the parts of a run that its machines have into one folder."""

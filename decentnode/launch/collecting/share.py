@@ -1,5 +1,5 @@
-"""A folder with what one machine keeps of a run, read without trust: no link in it is followed, only regular files are
-read."""
+"""Reads a folder with one machine's part of a run without trusting it: follows no link in it and reads only regular
+files."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 Parts = tuple[str, ...]
-"""A path below a folder."""
+"""The components of a path below a folder."""
 
 RECORDS = ("metrics.jsonl", "events.jsonl")
-"""Files of a node to which only is added: of two copies, one has to begin with the whole of the other."""
+"""Append-only files of a node: of two copies, one has to begin with the whole of the other."""
 STATUS = "status.json"
 UID, RUN_ID = re.compile(r"\d{3}|[1-9]\d{3,5}"), re.compile(r"[0-9a-f]{16}")
 MAX_DEPTH = 6
-"""How far below a folder the folders of runs are looked for, and a node's files below its own."""
+"""How many levels below a given folder run folders are searched, and a node's files below the node's folder."""
 MAX_STATUS_BYTES = 1 << 24
 
 
 class Share:
-    """A folder with what one machine keeps of a run, in which no link is followed. Holds a descriptor until `close`."""
+    """A folder with one machine's part of a run, in which no link is followed. Holds a file descriptor until `close`.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Opens the folder. Raises OSError if that fails."""
         self.path = path
         self.left_out: set[str] = set()
-        """What is neither a regular file nor a folder, or lies too deep."""
+        """Paths that are neither a regular file nor a folder, or are too deep."""
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -39,7 +40,7 @@ class Share:
 
     @contextlib.contextmanager
     def _folder(self, parts: Parts) -> Iterator[int]:
-        """Yields a descriptor. Raises OSError, as for a link on the way."""
+        """Yields a file descriptor of a folder below. Raises OSError, for example for a link in the path."""
         found = os.dup(self._root)
         try:
             for part in parts:
@@ -51,7 +52,7 @@ class Share:
             os.close(found)
 
     def names(self, *parts: str) -> list[str]:
-        """Returns what a folder holds, sorted; nothing where there is none."""
+        """Returns the sorted names in a folder; empty if there is no such folder."""
         try:
             with self._folder(parts) as folder:
                 return sorted(os.listdir(folder))
@@ -59,13 +60,13 @@ class Share:
             return []
 
     def files(self, *parts: str, depth: int = MAX_DEPTH) -> Iterator[Parts]:
-        """Yields the regular files below a folder."""
+        """Yields the regular files below a folder, at most `depth` levels deeper, and adds others to `left_out`."""
         for name in self.names(*parts):
             below = (*parts, name)
             try:
                 with self._folder(parts) as folder:
                     mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-            except OSError:  # it was there a moment ago
+            except OSError:  # removed since it was listed
                 continue
             if stat.S_ISREG(mode):
                 yield below
@@ -76,7 +77,7 @@ class Share:
 
     @contextlib.contextmanager
     def open(self, parts: Parts) -> Iterator[BinaryIO]:
-        """Yields a regular file. Raises OSError for anything else."""
+        """Yields a regular file, open for reading. Raises OSError for anything else."""
         with self._folder(parts[:-1]) as folder:
             number = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         with os.fdopen(number, "rb") as file:
@@ -93,12 +94,12 @@ class Share:
 
     @property
     def uids(self) -> list[int]:
-        """Of the nodes with a file in their folder."""
+        """The uids of nodes that have at least one file in their folder."""
         return [int(name) for name in self.names("nodes")
                 if UID.fullmatch(name) and next(self.files("nodes", name), None) is not None]  # fmt: skip
 
     def status(self, uid: int) -> dict[str, Any]:
-        """Returns what a node's status.json says; nothing where it cannot be read."""
+        """Returns the content of a node's status.json; empty if it cannot be read."""
         try:
             with self.open(("nodes", f"{uid:03d}", STATUS)) as file:
                 found = json.loads(file.read(MAX_STATUS_BYTES))
@@ -107,6 +108,6 @@ class Share:
         return found if isinstance(found, dict) else {}
 
     def runs(self) -> set[str]:
-        """Returns the ids that its nodes' status.json have of the run, on which all machines agreed at the start."""
+        """Returns the run ids in the nodes' status.json. All machines agree on a run's id at its start."""
         told = (self.status(uid).get("run") for uid in self.uids)
         return {each for each in told if isinstance(each, str) and RUN_ID.fullmatch(each)}

@@ -1,1 +1,1 @@
-"""The files of a run: its folder, what its nodes write there, and what people ask of it by files."""
+"""The files of a run: its folder, what nodes and supervisor write there, and users' requests to it."""

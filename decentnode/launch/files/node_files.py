@@ -1,4 +1,4 @@
-"""The files that a node writes: metrics.jsonl, events.jsonl and status.json while it runs, its model at the end."""
+"""Writes a node's files: metrics.jsonl, events.jsonl and status.json while it runs, its model at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Send = Callable[[ChildMessage], None]
 
 @contextlib.contextmanager
 def blamed_on(uid: int) -> Iterator[None]:
-    """What this block raises is said to be of node `uid`."""
+    """Sets the attribute `uid` of any exception raised in the block, so that its node is known."""
     try:
         yield
     except Exception as error:
@@ -43,11 +43,11 @@ def blamed_on(uid: int) -> Iterator[None]:
 
 
 class Reporter:
-    """Writes a node's records to metrics.jsonl and sends some of them to the supervisor. A supervisor that is gone does
-    not stop the training."""
+    """Writes a node's records to metrics.jsonl and sends some of them to the supervisor. Training continues if the
+    supervisor is gone."""
 
     def __init__(self, uid: int, path: Path | None, send: Send, progress_seconds: float) -> None:
-        """path: metrics.jsonl, or None to write nothing. Raises OSError when it cannot be opened."""
+        """path: metrics.jsonl, or None to write nothing. Raises OSError if it cannot be opened."""
         self.uid = uid
         self._writer = MetricsWriter(path) if path is not None else None
         self._send = send
@@ -56,8 +56,8 @@ class Reporter:
         self._unsent: dict[str, Any] | None = None
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write one record. Sent are all but rounds that follow the last one sent by less than `progress_seconds`; such
-        a round is sent late, before a record of another kind."""
+        """Writes one record, and sends it, unless it is a round less than `progress_seconds` after the last record
+        sent. The last such round is sent before the next record of another kind."""
         if self._writer is not None:
             self._writer.write(record)
         now = clock.now()
@@ -72,8 +72,8 @@ class Reporter:
         self._unsent = None
 
     def take_over(self, path: Path, round: int) -> None:
-        """Write, and do not send, the records that another run's metrics.jsonl has of the rounds below `round`. Without
-        such a file nothing happens."""
+        """Copies the records of rounds below `round` from another run's metrics.jsonl, without sending them. Does
+        nothing if there is no such file."""
         if self._writer is None:
             return
         with contextlib.suppress(OSError):
@@ -88,17 +88,17 @@ class Reporter:
 
 
 class NodeRecords:
-    """events.jsonl and status.json of the nodes of one process, from before they join until they end. In a run without
-    a folder nothing is written."""
+    """Writes events.jsonl and status.json, and traces, of the nodes of one process, from before they join until they
+    end. Writes nothing in a run without a folder."""
 
     def __init__(
         self, nodes: Sequence[Node], run_dir: str | None, record: bool | Literal["auto"] = False,
         run: RunConfig | None = None,
     ) -> None:
-        """run: what is traced and profiled; nothing when None.
+        """run: says what is traced and profiled; None for nothing.
 
-        record: whether events.jsonl also has what the nodes do with models; auto: of those in the host's memory.
-        Raises OSError when a file cannot be opened."""
+        record: whether events.jsonl also records what the nodes do with models; auto: see `_is_recorded`. Raises
+        OSError if a file cannot be opened."""
         self._events: dict[int, EventLog] = {}
         self._ends: dict[int, str] = {}
         self._traces: dict[int, NodeTrace] = {}
@@ -120,12 +120,12 @@ class NodeRecords:
             self._status.start()
 
     def joined(self, uid: int) -> None:
-        """This node has joined the run."""
+        """Records that a node has joined the run."""
         if uid in self._events:
             self._events[uid]("joined")
 
     def over(self, node: Node, stopped: bool) -> None:
-        """This node's last round is over, or the last before a stop, or before it left."""
+        """Records that a node has ended regularly: after its last round, after a stop, or because it left."""
         end = self._ends[node.uid] = "left" if node.left else "stopped" if stopped else "finished"
         if node.uid in self._events:
             course = node.communication.fault_course
@@ -134,14 +134,15 @@ class NodeRecords:
             self._events[node.uid]("left_run" if node.left else end, None, f"{node.round} rounds")
 
     def failed(self, uid: int, error: BaseException, *, alone: bool = False) -> None:
-        """Node `uid` raised: it failed, and, unless it did so alone, the others of this process lost it."""
+        """Records that node `uid` failed with `error` and, unless it failed `alone`, that the other nodes of the
+        process lost it."""
         for each, log in self._events.items():
             if each not in self._ends and (each == uid or not alone):
                 self._ends[each] = "failed"
                 _log_failure(log, error if each == uid else PeerLost(f"node {uid} failed: {error}", [uid]))
 
     def close(self) -> None:
-        """Write what is left. Blocking for 5 s at most; idempotent."""
+        """Writes what is left and closes the files. Blocking for at most 5 s; idempotent."""
         status, self._status = self._status, None
         if status is not None:
             status.close(self._ends)
@@ -152,15 +153,17 @@ class NodeRecords:
 
 
 def recorded(experiment: Experiment) -> bool | Literal["auto"]:
-    """Returns what `run.record` comes to: with faults a run is recorded, as it is checked when it is over."""
+    """Returns `run.record`, with "auto" resolved to True for a run with faults, because its records are checked at the
+    end."""
     found = experiment.run.record
     return True if found == "auto" and experiment.faults else found
 
 
 def _is_recorded(node: Node) -> bool:
-    """With `run.record: auto`. Where every node has to take part, a run leaves nothing to chance, and is repeated by
-    its config alone. A record costs .15 ms of CPU per round with four neighbors and a small model: a tenth of
-    quickstart's rounds, a hundredth or less where local steps take longer; of payloads on a GPU also a copy."""
+    """Returns whether a node is recorded with `run.record: auto`: only if nodes may be missing, and the model is in the
+    host's memory. Where every node has to take part, a run is deterministic and can be repeated from its config alone.
+    A record costs .15 ms of CPU time per round with four neighbors and a small model: a tenth of quickstart's rounds, a
+    hundredth or less where local steps take longer; payloads on a GPU would also have to be copied."""
     return node.config.missing != "fail" and node.training.model.parameters.device.type == "cpu"
 
 
@@ -172,35 +175,36 @@ def _log_failure(log: EventLog, error: BaseException) -> None:
 
 
 def save(module: nn.Module, path: Path, without: Collection[str] = ()) -> None:
-    """Write a module's state_dict as safetensors, atomically. without: names that are left out. Raises EnvironmentFault
-    when the disk refuses."""
+    """Writes a module's state_dict as safetensors, atomically. without: names to leave out. Raises EnvironmentFault if
+    the disk refuses."""
     save_tensors({name: value for name, value in module.state_dict().items() if name not in without}, path)
 
 
 def save_tensors(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors as safetensors, atomically. Raises EnvironmentFault when the disk refuses."""
+    """Writes tensors as safetensors, atomically. Raises EnvironmentFault if the disk refuses."""
     tensors = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()}
     try:
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
-    except Exception as error:  # safetensors wraps the system's errors in its own
+    except Exception as error:  # safetensors wraps OSErrors in its own exceptions
         raise EnvironmentFault(f"cannot write the model {path}: {error}") from error
 
 
 def load_merged(model: FlatModel, merged: Tensor) -> None:
-    """Copy `merged` [P + B] (parameters, then float buffers) into the model."""
+    """Copies `merged` [P + B] (parameters, then float buffers) into the model."""
     model.parameters.copy_(merged[: model.num_parameters])
     model.buffers.copy_(merged[model.num_parameters :])
 
 
 def model_path(run_dir: Path, uid: int) -> Path:
-    """Returns where a node's model is kept."""
+    """Returns the path of a node's saved model."""
     return run_dir / "models" / f"{uid:03d}.safetensors"
 
 
 def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
-    """Write merged.safetensors, and what follows from adapters, of a module that holds the merged model. folder: the
-    run's models/, as a rule. kept: names of parameters that are not shared."""
+    """Writes merged.safetensors for a module that holds the merged model, and for one with adapters also
+    adapters.safetensors and folded.safetensors. folder: usually the run's models/. kept: names of parameters that are
+    not shared, and so left out."""
     folder.mkdir(parents=True, exist_ok=True)
     save(module, folder / "merged.safetensors", without=kept)
     if adapter_names(module):
@@ -211,12 +215,13 @@ def save_merged(module: nn.Module, folder: Path, kept: Collection[str]) -> None:
 
 
 def save_node(node: Node, run_dir: Path) -> None:
-    """Write models/<uid>.safetensors, and on the lowest uid models/merged.safetensors, which has no parameters that the
-    nodes kept to themselves; of a model with adapters also adapters.safetensors, what of the merged model was trained,
-    and folded.safetensors, the merged model with the adapters added to its weights. In models/ema/ likewise the moving
-    averages, where there are any, without what follows from adapters. What dumps count is written, too.
+    """Writes models/<uid>.safetensors, and on the node with the lowest uid models/merged.safetensors, without the
+    parameters that the nodes did not share. A model with adapters also gets adapters.safetensors, the trained part of
+    the merged model, and folded.safetensors, the merged model with the adapters added to its weights. Moving averages,
+    if there are any, are written to models/ema/ likewise, but without the two files for adapters. Closes the node's
+    dumps.
 
-    The node's model may be overwritten by another one: it must not be used afterwards.
+    The node's model may be overwritten by another one and must not be used afterwards.
     """
     if node.rounds.dumps is not None:
         node.rounds.dumps.close()

@@ -1,4 +1,5 @@
-"""What `decentnode status` reads of a node: what it does, for whom it waits, what its edges have carried."""
+"""Writes a node's status.json for `decentnode status`: what the node does, for which nodes it waits, and the traffic on
+its edges."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from decentnode.node.node import Node
 from decentnode.system import write_atomic
 
 STATUS_SECONDS, MAX_STATUS_SECONDS = 1.0, 30.0
-"""Shortest and longest time between two writings of status.json."""
+"""Shortest and longest time between two writes of status.json."""
 STATUS_SHARE = 0.01
-"""What of a core the writing may take: of a process with hundreds of nodes it would take a tenth."""
+"""Share of a core that the writing may take; unlimited, it would be a tenth for a process with hundreds of nodes."""
 
 
 class StatusWriter(threading.Thread):
-    """Writes the status.json of nodes once per second until `close`, rarer where that takes more than STATUS_SHARE, in
-    a thread of its own: the training thread is neither asked nor waits, so that a node that hangs is seen to hang, with
-    the nodes that it waits for. A node that was started again counts on from what its processes before had written."""
+    """Writes the status.json of nodes once per second until `close`, less often if that takes more than STATUS_SHARE of
+    a core. It runs in its own thread, without any help of the training thread, so that the status also shows a node
+    that hangs, and the nodes that it waits for. The counts of a restarted node continue those of its earlier processes.
+    """
 
     def __init__(self, nodes: Mapping[Path, Node]) -> None:
-        """nodes: of this process, by their file."""
+        """nodes: path of status.json -> node, for the nodes of this process."""
         super().__init__(name="status", daemon=True)
         self._nodes = dict(nodes)
         self._over = threading.Event()
@@ -55,8 +57,8 @@ class StatusWriter(threading.Thread):
                     write_atomic(path, encode(found).decode())
 
     def close(self, ends: Mapping[int, str]) -> None:
-        """Write once more, with what each node's end was (finished, stopped, left, failed), by uid, and end the thread.
-        Blocking for 5 s at most."""
+        """Writes a last time, with how each node ended (uid -> finished, stopped, left or failed), and ends the thread.
+        Blocking for at most 5 s."""
         self._ends = dict(ends)
         self._over.set()
         if self.is_alive():
@@ -64,12 +66,12 @@ class StatusWriter(threading.Thread):
 
 
 def pause_after(seconds: float) -> float:
-    """Returns how long to wait after a writing that took so much of a core."""
+    """Returns how long to wait after a write that took this much CPU time."""
     return min(max(STATUS_SECONDS, seconds / STATUS_SHARE), MAX_STATUS_SECONDS)
 
 
 def written(path: Path) -> dict[str, Any]:
-    """Returns a node's status as it was written last; nothing where there is none that can be read."""
+    """Returns the last status that was written to `path`; empty if there is none that can be read."""
     try:
         found = json.loads(path.read_text())
         return found if isinstance(found, dict) and found.keys() >= {"edges", "faults"} else {}
@@ -78,7 +80,7 @@ def written(path: Path) -> dict[str, Any]:
 
 
 def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sums of numbers that have the same keys, at any depth."""
+    """Returns the nested sums of two nested mappings of numbers, key by key."""
     found = dict(before)
     for key, value in now.items():
         nested = isinstance(value, Mapping)
@@ -87,13 +89,14 @@ def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
-    """Returns the state of a node as plain numbers and texts. Any thread may call it."""
+    """Returns the state of a node as plain numbers and strings. Any thread may call it. doing: what the node does, if
+    not what it says itself."""
     communication = node.communication
     waiting = communication.waiting
     whom, since = waiting if waiting is not None else ((), 0.0)
     run = communication.run_id
     return {
-        **({"run": run.hex()} if any(run) else {}),  # once it is agreed on, by which the machines of a run are told
+        **({"run": run.hex()} if any(run) else {}),  # once agreed on; identifies the run across machines
         "uid": node.uid, "pid": os.getpid(), "time": clock.wall(), "round": node.round, "rounds": node.config.rounds,
         "doing": doing or node.doing, "waiting_for": list(whom),
         "waiting_seconds": round(clock.now() - since, 1) if whom else 0.0,

@@ -1,4 +1,4 @@
-"""What a run ran on: machine, versions, code, and the user's own modules, kept so that the run can be repeated.
+"""Records the machine, versions and code of a run, and copies the user's own modules, so that the run can be repeated.
 
 Nothing here imports torch.
 """
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `facts`, then the machine and the versions."""
+    """Returns `facts` together with a description of the machine and the versions."""
     memory = _lines("/proc/meminfo", "MemTotal")
     return {
         **facts,
@@ -70,7 +70,7 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_hash() -> str:
-    """Returns the SHA-256 of decentnode's own code on the disk, as hex."""
+    """Returns the SHA-256 of decentnode's installed source files, as hex."""
     root = Path(__file__).parents[1]
     found = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c")):
@@ -79,12 +79,12 @@ def source_hash() -> str:
 
 
 def usable_cores() -> int:
-    """Returns how many cores this process may run on."""
+    """Returns the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pip_freeze() -> str:
-    """Returns every installed distribution as a line name==version, sorted."""
+    """Returns a sorted line name==version for every installed distribution."""
     found = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
     return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
 
@@ -101,13 +101,13 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def _untracked(root: Path, folders: list[str]) -> str:
-    """Returns up to 200 files that git neither tracks nor ignores, in the form of `git status --short`."""
+    """Returns up to 200 files that git neither tracks nor ignores, formatted as by `git status --short`."""
     names = _git(root, "ls-files", "--others", "--exclude-standard", "--full-name", "--", *folders) or ""
     return "".join(f"?? {name}\n" for name in names.splitlines()[:200])
 
 
 def git_state(folders: list[Path]) -> tuple[str, str]:
-    """Returns (commit and state, diff) of the repositories that hold `folders`; empty where there are none."""
+    """Returns (commit and state, diff) of the git repositories that contain `folders`; empty strings without any."""
     states, diffs = [], []
     names = dict.fromkeys(name.strip() for folder in folders if (name := _git(folder, "rev-parse", "--show-toplevel")))
     for root in map(Path, names):
@@ -123,7 +123,7 @@ def git_state(folders: list[Path]) -> tuple[str, str]:
 
 
 def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
-    """Write env.json, pip-freeze.txt, git.txt and git.diff. Raises OSError when the disk refuses."""
+    """Writes env.json, pip-freeze.txt, git.txt and git.diff. Raises OSError if the disk refuses."""
     write_atomic(run_dir / "env.json", json.dumps(describe(facts), indent=2) + "\n")
     write_atomic(run_dir / "pip-freeze.txt", pip_freeze())
     state, diff = git_state([Path(__file__).parent, config_dir])
@@ -133,7 +133,7 @@ def write(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> None:
 
 
 def begin_writing(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> threading.Thread:
-    """Have a thread write what `write` does, for a node in the foreground; a disk that refuses is in the log."""
+    """Calls `write` in a thread, for a node in the foreground. Errors of the disk go to the log. Returns the thread."""
 
     def attempt() -> None:
         try:
@@ -147,8 +147,8 @@ def begin_writing(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> 
 
 
 def keep_modules(modules: Mapping[str, str], run_dir: Path) -> dict[str, dict[str, str]]:
-    """Copy modules (name -> path) to run_dir/code, in the folders that their names say. Returns file and SHA-256 by
-    name. Raises OSError."""
+    """Copies modules (name -> path) to run_dir/code, in folders according to their dotted names. Returns name -> file
+    and SHA-256 of the copy. Raises OSError."""
     kept = {}
     for name, path in sorted(modules.items()):
         folder = run_dir.joinpath(CODE, *name.split("."))

@@ -1,6 +1,7 @@
-"""What people ask of whoever runs a run, and the answers: files KIND-KEY.request and KIND-KEY.answer in its folder.
+"""Passes users' requests to the process that runs a run, and its answers, as the files KIND-KEY.request and
+KIND-KEY.answer in the run's folder.
 
-Whoever may write into the folder may ask, and nobody else: the process that answers has no port for it.
+Everybody who may write into the folder may ask, and nobody else: the process that answers has no port for it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from decentnode.errors import EnvironmentFault, UsageError
 from decentnode.system import write_atomic
 
 LOOK_SECONDS = 0.25
-"""How often the folder is looked into."""
+"""Time between two looks for requests."""
 POLL_SECONDS = 0.05
-"""How often whoever asked looks for the answer."""
+"""Time between two looks for the answer."""
 MAX_BYTES = 4096
 MOST_AT_ONCE = 16
-"""Requests that are taken in one look."""
+"""The most requests that are taken at a time."""
 
 Content = dict[str, Any]
 
@@ -30,11 +31,11 @@ Content = dict[str, Any]
 def ask(
     run: Path, name: str, content: Mapping[str, Any], whom: str, over: Callable[[], str], timeout_seconds: float
 ) -> Content:
-    """Ask something. Blocking until the answer is there, which is returned. No file is left.
+    """Writes a request, waits for the answer and returns it. Blocking. Leaves no file.
 
-    name: KIND-KEY. whom: who is asked, in words. over(): why nobody answers, "" as long as somebody may.
-    Raises UsageError with what over() says; EnvironmentFault where the folder cannot be written, or nobody answers in
-    time.
+    name: KIND-KEY. whom: who is asked, in words. over(): returns why no process can answer, "" if one may.
+    Raises UsageError with the text of over(); EnvironmentFault if the folder cannot be written, or there is no answer
+    within timeout_seconds.
     """
     request, answer = run / f"{name}.request", run / f"{name}.answer"
     deadline = clock.now() + timeout_seconds
@@ -58,7 +59,7 @@ def ask(
 
 
 def _read(path: Path) -> Content | None:
-    """What a file says; None where it is not there, or says nothing that makes sense."""
+    """Returns the JSON object in a file; None if there is no file, or no valid object in it."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(MAX_BYTES))
@@ -68,16 +69,17 @@ def _read(path: Path) -> Content | None:
 
 
 class Requests:
-    """Those of one kind in one run folder, for the process that answers them."""
+    """Reads and answers the requests of one kind in one run folder."""
 
     def __init__(self, run: Path | None, kind: str, key: str) -> None:
-        """run: None where nothing is written, and nobody can ask. key: a regular expression of the keys to take."""
+        """run: the run folder; None if nothing is written, and so no request can be made. key: a regular expression for
+        the keys to take."""
         self._run, self._kind, self._next = run, kind, 0.0
         self._name = re.compile(rf"{kind}-({key})\.request")
 
     def taken(self, now: float) -> list[tuple[str, Content]]:
-        """Returns key and content of what was asked since the last call, by key; looks every LOOK_SECONDS at most. What
-        makes no sense is taken as empty."""
+        """Returns (key, content) of the requests since the last call, sorted by file name, and removes their files.
+        Looks at most every LOOK_SECONDS. Invalid content is returned as empty."""
         if self._run is None or now < self._next:
             return []
         self._next = now + LOOK_SECONDS
@@ -91,13 +93,13 @@ class Requests:
         return found
 
     def answer(self, key: str, content: Mapping[str, Any]) -> None:
-        """Answer whoever asked. A disk that refuses costs the answer alone."""
+        """Writes the answer to a request. If the disk refuses, only the answer is lost."""
         if self._run is not None:
             with contextlib.suppress(OSError):
                 write_atomic(self._run / f"{self._kind}-{key}.answer", json.dumps(content) + "\n")
 
     def refuse_the_rest(self) -> None:
-        """Refuse what was asked and nobody takes any more, now that the run is over."""
+        """Refuses all requests that are left, because the run is over."""
         while asked := self.taken(self._next):
             for key, _ in asked:
                 self.answer(key, {"refusal": "the run is over"})

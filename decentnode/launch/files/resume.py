@@ -1,4 +1,4 @@
-"""Runs that go on from checkpoints: where these are, whether they fit the experiment, and how nodes get them."""
+"""Resumes runs from checkpoints: finds them, checks that they fit the experiment, and attaches them to nodes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from decentnode.node.schedules.dumps import Dumps
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoints that a run is resumed from, as far as this machine has them."""
+    """The checkpoints on this machine from which a run is resumed."""
 
     run: Path
     """The folder of the run."""
     folders: tuple[Path, ...]
-    """Its folder, and those beside it that have checkpoints of the same runs, such as another machine's share."""
+    """The run's folder, and sibling folders with checkpoints of the same runs, such as another machine's part."""
     runs: tuple[str, ...]
-    """Ids of these runs."""
+    """Ids of the runs to which the checkpoints belong."""
     newest: Manifest
 
 
 def find(experiment: Experiment, wanted: str) -> Found | None:
-    """Returns where the checkpoints are; None where this machine has none.
+    """Finds the checkpoints of a run. Returns None if this machine has none.
 
     wanted: the folder of a run or its experiment's name; "" for the latest run of this name that has checkpoints.
-    Raises UsageError for a run that is not there, and for checkpoints of an experiment that computes something else.
+    Raises UsageError if there is no such run, or if its checkpoints are of an experiment that computes something else.
     """
     if wanted:
         folder = run_dir.resolve(wanted, experiment.run_dir)
@@ -66,7 +66,7 @@ def find(experiment: Experiment, wanted: str) -> Found | None:
 
 
 def _manifests(run: Path) -> Iterator[Manifest]:
-    """Yields a whole manifest of every cut that a run's folder has."""
+    """Yields one valid manifest for each cut in a run's folder."""
     for place in sorted((run / FOLDER).glob("*-*")):
         for path in sorted(place.glob("[0-9]*.json")):
             try:
@@ -77,8 +77,8 @@ def _manifests(run: Path) -> Iterator[Manifest]:
 
 
 def finished(found: Found, experiment: Experiment) -> str:
-    """Returns, of a run that has done as many rounds as are wanted now and has written its results, a sentence that
-    says so; "" for others."""
+    """Returns a sentence that says so if the run has already done the requested number of rounds, or ended early for
+    good, and has written its results; else ""."""
     try:
         summary = summaries.read(found.run / "summary.json")
     except (OSError, ValueError):
@@ -97,8 +97,8 @@ def finished(found: Found, experiment: Experiment) -> str:
 
 
 def _done_by_all(found: Found, num_nodes: int) -> int | None:
-    """Returns how many rounds were over at the newest cut that all of its members in the mapping have, on the furthest
-    of them; None without such a cut."""
+    """Returns how many rounds the most advanced node had done at the newest cut of which all members in the mapping
+    have a checkpoint; None without such a cut."""
     folders = [folder / FOLDER for folder in found.folders]
     whole = [{each.cut: each.round for each in store.scan(folders, uid, found.runs)[0]} for uid in range(num_nodes)]
     complete = [cut for cut in set().union(*whole)
@@ -110,8 +110,8 @@ def _done_by_all(found: Found, num_nodes: int) -> int | None:
 
 
 def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -> None:
-    """Let a node make checkpoints and dumps in the folder of its run, and go on from the checkpoints that the task
-    names."""
+    """Sets up a node to write checkpoints and dumps to its run's folder, and to resume from the checkpoints that the
+    task names."""
     dump = getattr(experiment.sharing, "dump", None)
     if task.run_dir is not None and dump is not None and dump.by(node.uid):
         folder = run_dir.node_dir(task.run_dir, node.uid) / "dumps"
@@ -127,6 +127,6 @@ def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -
             before = run_dir.node_dir(manifest.path.parents[2], node.uid)
             reporter.take_over(before / "metrics.jsonl", round)
 
-    # As a file gives it back, for the comparison with the next run's.
+    # Through JSON, as it will be read from the file, so that it compares equal with the next run's.
     plain = json.loads(json.dumps(identity(experiment)))
     node.checkpoints = Checkpoints(node, Path(task.run_dir) / FOLDER, plain, resume, resumed)

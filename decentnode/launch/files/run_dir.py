@@ -1,5 +1,5 @@
-"""The run directory runs/<name>/<time>-<id>/: made, found again, and written by the supervisor (docs/howto/repeat.rst,
-"The folder of a run")."""
+"""Creates, finds and writes the run directory runs/<name>/<time>-<id>/ for the supervisor (docs/howto/repeat.rst, "The
+folder of a run")."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from decentnode.metrics.run_folder import point as point
 from decentnode.system import write_atomic
 
 ENVIRONMENT_SECONDS = 30.0
-"""Longest wait for versions and git's state at the end of a run."""
+"""Longest wait, at the end of a run, for the thread that writes versions and git's state."""
 
 APART = "apart-"
-"""A folder in models/ of this name and its uid is where the node of the lowest uid in its generation keeps the merged
-model, as long as another generation may have one, too."""
+"""Prefix, followed by a uid, of folders in models/. While another generation may have a merged model, too, the node
+with the lowest uid of a generation writes the merged model to such a folder."""
 
 
 def write_inputs(path: Path, facts: Facts, command: str) -> None:
-    """Write configs, graph, mapping, command and copied files. Raises EnvironmentFault when the disk refuses."""
+    """Writes configs, graph, mapping, command and copied files. Raises EnvironmentFault if the disk refuses."""
     files = {
         "config.yaml": facts.config_text,
         "config.resolved.yaml": facts.resolved_text,
@@ -55,14 +55,15 @@ def write_inputs(path: Path, facts: Facts, command: str) -> None:
 
 
 def resolve(path: str | Path, runs: Path | None = None) -> Path:
-    """Returns the run directory that a user names: the directory itself, its parent (its latest run), or "latest".
+    """Returns the run directory that a user names by the directory itself, by its parent (whose latest run it is), or
+    by "latest".
 
-    Raises UsageError when there is none.
+    Raises UsageError if there is none.
     """
     given = Path(path)
     runs = runs or Path("runs")
     candidates = [given, given / "latest", runs / given / "latest", runs / given]
-    for folder in (given, runs / given):  # of one machine among several, which is not the first
+    for folder in (given, runs / given):  # on a machine other than the first, the link has the machine's number
         found = list(folder.glob("latest-machine*"))
         candidates += found if len(found) == 1 else []
     if str(path) == "latest":
@@ -84,8 +85,8 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
 
 
 def refuse_script(run: Path) -> None:
-    """Raises UsageError for the run of a script (`decentnode.parallel.train`): its config is the script's own, and no
-    experiment."""
+    """Raises UsageError for the run of a script (`decentnode.parallel.train`), because its config is the script's own
+    and not an experiment."""
     try:
         told = json.loads((run / "task.json").read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -98,8 +99,8 @@ def refuse_script(run: Path) -> None:
 
 
 def home_of(run: Path) -> Path | None:
-    """Returns the parent folder of a run that is not in the folder of its experiment, such as one that was copied
-    alone. None for others: their config says where new runs go (`run.dir` is two folders up)."""
+    """Returns the parent folder of a run that is not in its experiment's folder, such as a copy. Returns None for other
+    runs: their config says where new runs go (`run.dir` is two folders up)."""
     try:
         name = yaml.safe_load((run / "config.resolved.yaml").read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
@@ -108,10 +109,10 @@ def home_of(run: Path) -> Path | None:
 
 
 def resolve_all(what: str | Path, runs: Path) -> list[Path]:
-    """Returns the run directories that a user names: the directory itself, all runs of an experiment's folder or of its
-    name in `runs`, or those of the points of its sweep, oldest first, or the "latest" of all.
+    """Returns the run directories that a user names, oldest first: the directory itself; all runs in an experiment's
+    folder, given by path or by its name in `runs`; the runs of all points of a sweep; or the "latest" of all runs.
 
-    Raises UsageError when there are none.
+    Raises UsageError if there are none.
     """
     if str(what) != "latest":
         for folder in (Path(what), runs / what):
@@ -125,11 +126,11 @@ def resolve_all(what: str | Path, runs: Path) -> list[Path]:
 
 
 class Records:
-    """Writes what the supervisor knows into the run directory: inputs, environment, summary. Once the run has begun, a
-    disk that refuses becomes a notice and does not stop it."""
+    """Writes the supervisor's files to the run directory: inputs, environment, summary. After the run has begun, errors
+    of the disk are added to `notices` and do not stop the run."""
 
     def __init__(self, facts: Facts, config: str, command: str) -> None:
-        """Make the run directory. Raises EnvironmentFault."""
+        """Creates the run directory with its inputs. Raises EnvironmentFault if the disk refuses."""
         def fill(path: Path) -> None:
             write_inputs(path, facts, command)
             supervisor_file.write(path)
@@ -142,7 +143,7 @@ class Records:
         self._modules: dict[str, dict[str, str]] = {}
 
     def keep_modules(self, modules: Mapping[str, str]) -> None:
-        """Copy those of the user's own modules (name -> path) that are not copied yet, so that the run can be
+        """Copies those of the user's own modules (name -> path) that are not copied yet, so that the run can be
         repeated."""
         try:
             new = {name: path for name, path in modules.items() if name not in self._modules}
@@ -151,7 +152,7 @@ class Records:
             self.notices.append(f"the run's own modules could not be kept: {error.strerror}")
 
     def start(self) -> None:
-        """Begin to write the environment, in a thread: versions and git's state take up to a second. Idempotent."""
+        """Starts a thread that writes the environment; versions and git's state take up to a second. Idempotent."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_environment, daemon=True)
             self._thread.start()
@@ -164,7 +165,7 @@ class Records:
             self.notices.append(f"the environment could not be written: {error.strerror}")
 
     def _write_modules(self) -> None:
-        """Add the modules to env.json, which is written before all of them are known."""
+        """Adds the user's modules to env.json, which is written before all of them are known."""
         path = self.directory / "env.json"
         if self._modules and path.exists():
             with contextlib.suppress(OSError, ValueError):
@@ -172,8 +173,9 @@ class Records:
                 write_atomic(path, json.dumps(found, indent=2) + "\n")
 
     def finish(self, summary: dict[str, Any], whole: bool) -> bool:
-        """Write the environment to its end, and summary.json where `summary` is of the `whole` run. Blocking for at
-        most ENVIRONMENT_SECONDS. Returns False where summary.json could not be written."""
+        """Waits until the environment is written, and writes summary.json if `summary` is of the `whole` run, not only
+        of this machine's nodes. Blocking for at most ENVIRONMENT_SECONDS. Returns False if summary.json could not be
+        written."""
         self.start()
         assert self._thread is not None
         self._thread.join(ENVIRONMENT_SECONDS)
@@ -190,8 +192,8 @@ class Records:
 
 
 def has_checkpoint(run: Path, num_nodes: int) -> bool:
-    """Returns whether a run's folder has a checkpoint of one moment from all its members that are in the mapping, as
-    far as the names of the files say. Those of one machine's share have not."""
+    """Returns whether a run's folder has a cut with checkpoints of all its members that are in the mapping, judging by
+    the names of the files. The folder of one machine among several has none."""
     for place in (run / "checkpoints").glob("[0-9]*-*"):
         found = {path.stem: path for path in sorted(place.glob("[0-9]*.json"))}
         try:
@@ -204,7 +206,7 @@ def has_checkpoint(run: Path, num_nodes: int) -> bool:
 
 
 def take_merged(run_dir: Path) -> None:
-    """Where no merged model is in models/: let it be that of the lowest node which kept one in a folder beside. Raises
+    """Moves the merged model of the first APART folder to models/, unless there is a merged model already. Raises
     OSError."""
     models = run_dir / "models"
     beside = sorted(models.glob(f"{APART}*"))

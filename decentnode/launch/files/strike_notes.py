@@ -1,5 +1,5 @@
-"""Faults of whole processes in events.jsonl, written by whoever strikes: the process that is struck cannot. Imports no
-torch."""
+"""Records process faults (kill, pause, restart) in events.jsonl. The process that injects a fault writes it, because
+the process that it hits cannot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def note_strike(directory: Path | None, uid: int, fault: Mapping[str, Any]) -> None:
-    """Write a fault to the events of a node. directory: the run's; None where nothing is written."""
+    """Appends a fault to the events.jsonl of node `uid`. directory: the run's; None if nothing is written."""
     if directory is None:
         return
     try:

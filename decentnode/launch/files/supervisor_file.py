@@ -1,7 +1,7 @@
-"""supervisor.json in a run directory: the process that runs the run, for as long as it does.
+"""Writes and reads supervisor.json in a run directory, which names the process that supervises the run.
 
-The supervisor removes the file at its end, however the run went: a file whose process is gone tells that the supervisor
-was killed. A process number alone proves nothing, because the system gives it to another process later.
+The supervisor removes the file when it ends, with any exit code: a file whose process is gone means that the supervisor
+was killed. A process number alone proves nothing, because the system later gives it to another process.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ FILE = "supervisor.json"
 
 @dataclass(frozen=True)
 class Supervisor:
-    """A process, and what tells it from another one of its number."""
+    """A supervisor process, identified beyond its process number."""
 
     pid: int
     began: str
-    """When the process began, in the system's clock ticks since the machine did; "" where the system does not tell."""
+    """When the process began, in the system's clock ticks since boot; "" if the system does not say."""
     host: str
     boot: str
-    """Identity of the machine's last start; "" where the system does not tell."""
+    """Identity of the machine's last boot; "" if the system does not say."""
 
     @property
     def gone(self) -> bool:
-        """Whether the process is known to have ended. Of one on another machine nothing is known."""
+        """Whether the process is known to have ended; False for a process on another machine."""
         if self.host != socket.gethostname():
             return False
         return self.boot != _boot() or not _runs(self.pid) or self.began != process_began(self.pid)
 
 
 def write(run: Path) -> None:
-    """Note that this process runs the run. A disk that refuses costs the word of `died` alone."""
+    """Writes the file for this process. If the disk refuses, only `died` cannot tell later."""
     own = Supervisor(os.getpid(), process_began(os.getpid()), socket.gethostname(), _boot())
     with contextlib.suppress(OSError):
         write_atomic(run / FILE, json.dumps(asdict(own)) + "\n")
 
 
 def remove(run: Path) -> None:
-    """Note that the supervisor ends."""
+    """Removes the file, because the supervisor ends. Never raises."""
     with contextlib.suppress(OSError):
         (run / FILE).unlink(missing_ok=True)
 
 
 def died(run: Path) -> str:
-    """Returns a sentence when the run's supervisor was killed before it could end the run, else ""."""
+    """Returns a sentence if the run's supervisor was killed before it could end the run, else ""."""
     found = _of(run)
     if found is None or not found.gone:
         return ""
@@ -59,8 +59,8 @@ def died(run: Path) -> str:
 
 
 def ended(run: Path, node: Path) -> str:
-    """Returns a sentence when nothing runs a node of a run any more, else "". node: its folder, which has the file
-    where the node has no supervisor but itself."""
+    """Returns a sentence if no process runs a node of a run any more, else "". node: the node's folder, which has the
+    file if the node runs without a supervisor."""
     there = [folder for folder in (node, run) if (folder / FILE).exists()]
     return died(there[0]) if there else "the run is over"
 

@@ -1,1 +1,1 @@
-"""Runs whose nodes are all in one process: stepped, or computed together."""
+"""Runs all nodes in one process: stepped in turn, or computed together in a simulation."""

@@ -1,1 +1,2 @@
-"""What a run tells whoever watches it, and what remains of it: exit code, first failure, summary."""
+"""Reports a run to its user and to trackers while it is in progress, and its outcome: exit code, first failure,
+summary. """
