@@ -1,7 +1,7 @@
-"""Brings the shares of a run, which each of its machines has in a folder of its own, into one folder.
+"""Merges the parts of a run, which each of its machines has in its own folder (a `Share`), into one folder.
 
-What the other folders hold is not trusted: no link in them is followed, only regular files are read, and names are
-those that a run gives its files. Nothing here imports torch unless there are checkpoints.
+The other folders are not trusted: no link in them is followed, only regular files are read, and only files with names
+that a run uses are copied. Nothing here imports torch unless there are checkpoints.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from decentnode.metrics.run_folder import node_dir
 
 OF_ALL = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more in ((), ("ema",))
                                for name in ("merged", "adapters", "folded")))  # fmt: skip
-"""Files of the whole run, which one of its machines writes."""
+"""Files about the whole run, which only one of its machines writes."""
 CUT = re.compile(r"\d{8,12}-[0-9a-f]{12}")
 BLOCK = 1 << 20
 MAX_DIGITS = 7
-"""Of the number of a machine."""
+"""Longest number of a machine that is accepted."""
 
 
 @dataclass
 class Taken:
-    """What was copied out of one folder."""
+    """What was copied from one folder."""
 
     folder: Path
     uids: list[int] = field(default_factory=list)
     """Nodes of which something was copied."""
     size: int = 0
-    """Bytes."""
+    """Bytes copied."""
     whole: list[str] = field(default_factory=list)
-    """Files of the whole run."""
+    """Copied files about the whole run."""
     machines: list[int] = field(default_factory=list)
-    """Machines of which something was copied that says what they ran on."""
+    """Machines whose environment files (versions, git state) were copied."""
 
 
 @dataclass
 class Collected:
-    """What `collect` did, and what a run's folder has now."""
+    """What `collect` copied, and what the run's folder still lacks."""
 
     run: Path
     taken: list[Taken]
-    """Of every folder of the run that was found, also where nothing was new."""
+    """One entry for every folder of the run that was found, even if nothing in it was new."""
     missing: dict[int, list[int]]
-    """By machine, the nodes of the mapping of which there is nothing."""
+    """machine -> nodes in the mapping that have no files in the run's folder."""
     left_out: list[str]
-    """Reasons for what was not copied."""
+    """Files that were not copied, each with the reason."""
 
 
 def collect(run: Path, others: Sequence[Path]) -> Collected:
-    """Copies the records, models and checkpoints of the nodes that other folders of the same run have into `run`.
+    """Copies the nodes' records, models and checkpoints from other folders of the same run into `run`.
 
-    others: folders of the run that were copied from other machines, or folders below which there are such; those of
-    other runs below a folder are passed over. What is there is kept, but for what a run that went on has added to.
-    Before anything is copied, all records are compared. A node's folder appears at once; a command that was cut short
-    may be repeated. Blocking while files are read and copied.
+    others: folders of the run that were copied from other machines, or folders that contain such; folders of other runs
+    below them are skipped. Existing files are kept, except those that the run has extended or replaced since. All
+    records are compared before anything is copied. A node's folder appears atomically, and a command that was
+    interrupted can be repeated. Blocking while files are read and copied.
 
-    Raises UsageError for a folder that is of another run, or of which nothing tells the run, and for other records of
-    a node than those that are there; EnvironmentFault where the disk refuses.
+    Raises UsageError for a folder of another run, for one that does not say its run, and for records of a node that
+    contradict existing ones; EnvironmentFault if the disk refuses.
     """
     run = run.resolve()
     with contextlib.ExitStack() as stack:
@@ -94,7 +94,7 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
         return Collected(run, taken, _missing(_mapping(run), own.uids), [*left_out, *copy.problems])
 
 
-# -- what is of the run -------------------------------------------------------------------------------------------
+# -- finding the folders of the run -------------------------------------------------------------------------------
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> Share:
@@ -107,8 +107,8 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Share:
 
 
 def _run_of(share: Share, into: Path | None = None) -> str:
-    """Returns the id of a folder's run. Raises UsageError where its nodes tell none, or several. into: the folder that
-    it is to be brought into."""
+    """Returns the id of a folder's run. Raises UsageError if its nodes have none, or several. into: the folder to copy
+    into, for the text of the error."""
     found = share.runs()
     if len(found) == 1:
         return found.pop()
@@ -121,7 +121,7 @@ def _run_of(share: Share, into: Path | None = None) -> str:
 
 
 def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) -> list[Share]:
-    """Returns the folders of the run that a user names by one of them, or by a folder above. Raises UsageError."""
+    """Returns the folders of the run that are `given` itself or below it. Raises UsageError if there are none."""
     top = given.resolve()
     if top == run:
         return []
@@ -149,7 +149,7 @@ def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) ->
 
 
 def _with_nodes(top: Path) -> Iterator[Path]:
-    """Yields the folders below `top` that have a folder `nodes`. Raises UsageError where there is no folder."""
+    """Yields the folders below `top` that contain a folder `nodes`. Raises UsageError if `top` is not a folder."""
     if not top.is_dir():
         raise UsageError(f"there is no folder {top}")
     for folder, below, _ in os.walk(top):
@@ -162,7 +162,7 @@ def _with_nodes(top: Path) -> Iterator[Path]:
 
 
 def _mapping(run: Path) -> dict[int, int]:
-    """Returns uid -> machine of the run's mapping; nothing where it cannot be read."""
+    """Returns uid -> machine of the run's mapping; empty if it cannot be read."""
     try:
         places = yaml.safe_load((run / "mapping.yaml").read_text(encoding="utf-8"))
         return {int(place["uid"]): int(place["machine"]) for place in places}
@@ -171,7 +171,7 @@ def _mapping(run: Path) -> dict[int, int]:
 
 
 def _missing(machine_of: Mapping[int, int], there: Sequence[int]) -> dict[int, list[int]]:
-    """Returns by machine the nodes of the run's mapping that are not there."""
+    """Returns machine -> nodes of the run's mapping that are not in `there`."""
     found: dict[int, list[int]] = {}
     for uid, machine in machine_of.items():
         if uid not in there:
@@ -179,26 +179,26 @@ def _missing(machine_of: Mapping[int, int], there: Sequence[int]) -> dict[int, l
     return found
 
 
-# -- what is new --------------------------------------------------------------------------------------------------
+# -- comparing files ----------------------------------------------------------------------------------------------
 
 
 def _order(own: BinaryIO, other: BinaryIO) -> int | None:
-    """Returns 0 for files with the same bytes, 1 where the other one goes on after the end of the own, -1 where it ends
-    earlier; None where their bytes differ."""
+    """Compares two files: returns 0 for the same bytes, 1 if `other` continues after the end of `own`, -1 if it ends
+    earlier, None if their common bytes differ."""
     sizes = [os.fstat(file.fileno()).st_size for file in (own, other)]
     left = min(sizes)
     while left:
         mine, theirs = (file.read(min(BLOCK, left)) for file in (own, other))
         if mine != theirs:
             return None
-        if not mine:  # both were cut short meanwhile
+        if not mine:  # both files were truncated meanwhile
             break
         left -= len(mine)
     return (sizes[1] > sizes[0]) - (sizes[1] < sizes[0])
 
 
 def _compared(own: Share, other: Share, parts: Parts) -> int | None:
-    """As `_order`; 1 where there is no own file, and -1 where the other one is gone."""
+    """Compares the files at `parts` in two folders as `_order` does; 1 if `own` lacks the file, -1 if `other` does."""
     if not other.has(parts):
         return -1
     if not own.has(parts):
@@ -212,13 +212,13 @@ def _models(uid: int) -> list[Parts]:
 
 
 def _time(share: Share, uid: int) -> float:
-    """Returns when a node's status was written."""
+    """Returns when a node's status.json was written; 0 if unknown."""
     found = share.status(uid).get("time")
     return float(found) if isinstance(found, int | float) else 0.0
 
 
 def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
-    """Raises UsageError, with a line each, for nodes of which two folders have different records or models."""
+    """Raises UsageError, with a line per file, if two folders have contradicting records or models of a node."""
     lines = []
     known = [own]
     for share in shares:
@@ -248,7 +248,8 @@ def _conflicts(one: Share, other: Share, uid: int) -> Iterator[Parts]:
 
 @contextlib.contextmanager
 def _temporary(run: Path) -> Iterator[Path]:
-    """Yields a folder in the run's, from which files are moved to where they belong. Raises EnvironmentFault."""
+    """Yields a temporary folder inside the run's folder, from which files are moved to their places. Raises
+    EnvironmentFault if it cannot be created."""
     place = run / f".collect-{os.getpid()}-{entropy.word(3)}"
     try:
         place.mkdir()
@@ -261,20 +262,20 @@ def _temporary(run: Path) -> Iterator[Path]:
 
 
 class _Copy:
-    """Copies what is new in shares into a run's folder."""
+    """Copies new files from shares into a run's folder."""
 
     def __init__(self, run: Path, own: Share, place: Path) -> None:
-        """place: an empty folder on the same disk."""
+        """place: an empty temporary folder on the same disk."""
         self._run, self._own, self._place = run, own, place
         self._machine_of = _mapping(run)
         self.problems: list[str] = []
 
     def take(self, share: Share, run_id: str) -> Taken:
-        """Copy what a share has. Raises OSError."""
+        """Copies the new files of one share. Raises OSError."""
         taken = Taken(share.path)
         self._machines(share, taken)
         for uid in share.uids:
-            # The node's own folder last: as long as it is not there, the node counts as missing.
+            # The node's own folder is copied last: without it the node counts as missing, so a repeat completes it.
             newer = _time(share, uid) > _time(self._own, uid)
             size = sum(self._file(share, parts) for parts in _models(uid) if self._is_new(share, parts, newer))
             size += self._checkpoints(share, uid, run_id, newer)
@@ -289,7 +290,8 @@ class _Copy:
         return taken
 
     def _machines(self, share: Share, taken: Taken) -> None:
-        """Copy what says on what a share's machine ran, and others whose shares were brought into it."""
+        """Copies the environment files of a share's machine, and of machines whose shares were merged into it before.
+        """
         uids = share.uids
         number = _number_in(share)
         if number is None and uids:
@@ -312,35 +314,36 @@ class _Copy:
 
     @functools.cached_property
     def _own_number(self) -> int | None:
-        """The machine whose files the run's folder had at first: what they say, as `collect` brings other nodes."""
+        """The machine that the run's folder is from. It is read from env.json, because `collect` adds nodes of other
+        machines to the folder."""
         return _number_in(self._own)
 
     def _number(self, uid: int) -> int | None:
-        """The machine of a node; each newcomer has one of its own. None where no mapping tells it."""
+        """Returns the machine of a node; each newcomer has its own. None if the mapping cannot be read."""
         if not self._machine_of:
             return None
         beyond = uid - max(self._machine_of)
         return self._machine_of.get(uid, max(self._machine_of.values()) + beyond)
 
     def _is_new(self, share: Share, parts: Parts, newer: bool) -> bool:
-        """Returns whether a file is to be copied that is replaced where the node's share is newer."""
+        """Returns whether to copy a file of the kind that is replaced if the share's state of the node is newer."""
         if not share.has(parts):
             return False
         return not self._own.has(parts) or (newer and _compared(self._own, share, parts) != 0)
 
     def _records(self, share: Share, uid: int, newer: bool) -> int:
-        """Copy a node's folder, or what is new in it. Returns the bytes."""
+        """Copies a node's folder, or what is new in it. Returns the number of bytes."""
         name = f"{uid:03d}"
         files = [parts for parts in share.files("nodes", name)
                  if not parts[-1].startswith(".") and parts[-1] != supervisor_file.FILE]  # fmt: skip
         new = [parts for parts in files
                if (_compared(self._own, share, parts) == 1 if parts[2:] in [(each,) for each in RECORDS]
                    else self._is_new(share, parts, newer))]  # fmt: skip
-        new.sort(key=lambda parts: parts[-1] == STATUS)  # last: it says how new the rest is
+        new.sort(key=lambda parts: parts[-1] == STATUS)  # status.json last: its time says how new the other files are
         folder = node_dir(self._run, uid)
         if new:
             with contextlib.suppress(OSError):
-                folder.rmdir()  # where it is empty
+                folder.rmdir()  # succeeds only if the folder is empty; it then appears with all its files at once
         if folder.exists():
             return sum(self._file(share, parts) for parts in new)
         size = 0
@@ -353,7 +356,7 @@ class _Copy:
         return size
 
     def _checkpoints(self, share: Share, uid: int, run_id: str, newer: bool) -> int:
-        """Copy a node's checkpoints that are whole and of this run. Returns the bytes."""
+        """Copies a node's valid checkpoints of this run. Returns the number of bytes."""
         size = 0
         for cut in share.names("checkpoints"):
             parts: Parts = ("checkpoints", cut, f"{uid:03d}.json")
@@ -382,12 +385,12 @@ class _Copy:
             return 0
         target = self._run.joinpath(*parts[:-1])
         target.mkdir(parents=True, exist_ok=True)
-        for each in (tensors, parts):  # the manifest last, as a checkpoint is whole with it
+        for each in (tensors, parts):  # the manifest last: it marks a complete checkpoint
             os.replace(there / each[-1], target / each[-1])
         return size
 
     def _file(self, share: Share, parts: Parts, place: Parts | None = None) -> int:
-        """Copy one file to its place, or to another one, which has the old one or the new. Returns its bytes."""
+        """Copies one file to the same path in the run's folder, or to `place`, atomically. Returns its bytes."""
         target = self._run.joinpath(*(place or parts))
         target.parent.mkdir(parents=True, exist_ok=True)
         size = self._to(share, parts, self._place / "file")
@@ -395,7 +398,7 @@ class _Copy:
         return size
 
     def _to(self, share: Share, parts: Parts, target: Path) -> int:
-        """Copy as many bytes as a file has now. Returns how many."""
+        """Copies as many bytes as a file has now, as it may still grow. Returns how many."""
         with share.open(parts) as source, open(target, "wb") as file:
             left = size = os.fstat(source.fileno()).st_size
             while left and (block := source.read(min(BLOCK, left))):
@@ -405,7 +408,7 @@ class _Copy:
 
 
 def _number_in(share: Share) -> int | None:
-    """The machine that a share's own files say they are of; None where they do not."""
+    """Returns the number of a share's machine from its env.json; None if there is no valid one."""
     try:
         with share.open(("env.json",)) as file:
             number = json.loads(file.read(MAX_STATUS_BYTES))["machine"]

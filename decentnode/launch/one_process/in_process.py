@@ -1,4 +1,4 @@
-"""All nodes of a run in one process, stepped in uid order: dry runs and `communication: inproc`."""
+"""Runs all nodes in one process, stepped in uid order: for dry runs, `communication: inproc` and simulations."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def run_in_process(
     ready: Callable[[list[Node]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
     own_rounds: OwnRounds | None = None,
 ) -> list[Node]:
-    """Make all nodes and step them to their end. Blocking; raises what a node raises.
+    """Builds all nodes, steps them to their end and returns them. Blocking; raises what a node raises, with the node's
+    `uid` as an attribute.
 
     record: called with uid and record. ready: called with the nodes before the first step. tick: called after every
-    step of a node. own_rounds: says whose turn it is; when not given, nodes are stepped in turn.
+    step of a node. own_rounds: chooses the nodes to step next; without it, nodes are stepped in turn.
     """
     nodes = build_in_process(experiment, record, own_rounds)
     ready(nodes)
@@ -67,7 +68,7 @@ def run_in_process(
 
 
 class NodesFiles:
-    """What the nodes of a task leave when one process steps them all: their reports, records and models."""
+    """Writes the files of all nodes of a task that one process steps: metrics, events, checkpoints and models."""
 
     def __init__(self, task: Task, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
         self._task, self._experiment, self._send = task, experiment, send
@@ -76,15 +77,15 @@ class NodesFiles:
         self._struck: list[NodeFaults] = []
 
     def open(self) -> None:
-        """Before there are nodes: metrics.jsonl of each, where the task has a run directory."""
+        """Opens the metrics.jsonl of each node, before the nodes are built."""
         task = self._task
         for uid in task.uids:
             path = node_dir(task.run_dir, uid) / "metrics.jsonl" if task.run_dir else None
             self.reporters[uid] = Reporter(uid, path, self._send, task.progress_seconds)
 
     def begin(self, nodes: list[Node], ready: Callable[[Sequence[Stoppable]], None]) -> None:
-        """Before their first step: open the records, go on from checkpoints, and let faults begin. ready: called as
-        soon as the nodes can be asked to stop."""
+        """Opens the other records, attaches checkpoints to resume from, and activates faults, before the first step.
+        ready: called as soon as the nodes can be asked to stop."""
         task, experiment = self._task, self._experiment
         self._records = NodeRecords(nodes, task.run_dir, recorded(experiment) is True, experiment.run)
         ready(nodes)
@@ -100,7 +101,7 @@ class NodesFiles:
             self._send(NodeJoined(node.uid))
 
     def finish(self, node: Node, virtual: VirtualTime | OwnRounds | None) -> None:
-        """After its last step: write the last checkpoint and the model, and report the closing figures."""
+        """Writes a node's last checkpoint and its model, and reports its closing figures, after its last step."""
         assert self._records is not None
         if node.checkpoints is not None:
             node.checkpoints.close(node.communication.config.timeout_seconds)
@@ -114,7 +115,7 @@ class NodesFiles:
         self._send(Finished(node.uid, {**node.figures(), **ended}, stopped, modules=local_modules()))
 
     def failed(self, error: BaseException) -> None:
-        """The nodes end with this error."""
+        """Records that the nodes ended with this error."""
         if self._records is not None:
             self._records.failed(getattr(error, "uid", self._task.uids[0]), error)
 
@@ -131,8 +132,8 @@ def run_nodes(
     task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
     ready: Callable[[Sequence[Stoppable]], None] = lambda _: None, tick: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run all nodes of a task to their end, write what they leave, and report them through `send`. Returns the exit
-    code. Blocking; raises what a node raises, whose `uid` is then an attribute of the error."""
+    """Runs all nodes of a task to their end, saves their results and reports them through `send`. Returns the exit
+    code. Blocking; raises what a node raises, with the node's `uid` as an attribute of the error."""
     logs.set_level(experiment.run.log_level)
     take_cudnn(experiment.training)
     if task.request.simulate and in_world(experiment):
@@ -166,7 +167,8 @@ def run_nodes(
 
 
 def _virtual_time(experiment: Experiment) -> VirtualTime | OwnRounds | None:
-    """Of a simulation in a described world, else None. Raises UsageError for a schedule that it cannot be told of."""
+    """Returns the virtual time of a simulation that describes computers or links, else None. Raises UsageError for a
+    schedule without virtual time."""
     if not is_described(experiment):
         return None
     if SCHEDULES[experiment.node.schedule].asynchronous:
@@ -176,7 +178,7 @@ def _virtual_time(experiment: Experiment) -> VirtualTime | OwnRounds | None:
 
 
 def run_task(task: Task, channel: Pipe) -> int:
-    """Run the child that holds all nodes. Returns the exit code; never raises."""
+    """Runs all nodes of a task in a child process. Returns the exit code. Blocking; never raises."""
     try:
         set_up(task, task.uids[0])
         channel.keep_for(len(task.uids))

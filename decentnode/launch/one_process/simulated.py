@@ -1,4 +1,5 @@
-"""What a run whose nodes are computed together leaves: the files and messages of a run with a process per node."""
+"""Runs nodes that a batched engine computes together, with the files and messages of a run with one process per node.
+"""
 
 from __future__ import annotations
 
@@ -27,29 +28,30 @@ from decentnode.wire.orders import Action
 logger = logging.getLogger(__name__)
 
 WRITE_SECONDS = 1.0
-"""Least time between two writings of all nodes' files."""
+"""Least time between two writes of all nodes' files."""
 WRITE_SHARE = 0.01
-"""The part of the time that the files of one kind, and what is told of a round, may take before they become rarer."""
+"""Share of the time that writing each kind of file, and reporting rounds, may take before it is done less often."""
 KEPT_RECORDS = 1 << 17
-"""Records of rounds, one per node and round, that wait to be written: at some 400 bytes each, and as much for their
-text."""
+"""The most records of rounds (one per node and round) that wait to be written. Each takes about 400 bytes, and as much
+again for its text."""
 
 
 class Stoppable(Protocol):
-    """Nodes, or what computes all of them."""
+    """A node, or an engine that computes all nodes, that can be stopped and take orders."""
 
     def ask_stop(self) -> None:
-        """Ask for an end after the round under way. Any thread may call it."""
+        """Asks for an end after the current round. Any thread may call it."""
 
     def order(self, action: Action) -> None:
-        """Have all nodes pause, go on or evaluate before the same round. Any thread may call it."""
+        """Makes all nodes pause, resume or evaluate before the same round. Any thread may call it."""
 
 
 class _Pace:
-    """When something is due that may take WRITE_SHARE of the time. A context manager around the doing."""
+    """Paces an action so that it takes at most WRITE_SHARE of the time. The action runs inside of this context manager,
+    which measures it."""
 
     def __init__(self, first: float = WRITE_SECONDS, seconds: float = WRITE_SECONDS) -> None:
-        """first: seconds until the first doing. seconds: the least from one doing to the next."""
+        """first: seconds until the first action. seconds: the least time between two actions."""
         self._seconds = seconds
         self._next = clock.now() + first
 
@@ -66,18 +68,18 @@ class _Pace:
 
 
 class Files(Sink):
-    """Gathers the records of all nodes and writes them to each node's files now and then; a process that is killed
-    loses those of its last seconds."""
+    """Collects the records of all nodes and writes them to each node's files periodically. A process that is killed
+    loses the records of its last seconds."""
 
     def __init__(
         self, engine: Batched, task: Task, send: Callable[[ChildMessage], None], tick: Callable[[], None],
         virtual: VirtualTime | None = None,
     ) -> None:
-        """tick: called after every round. virtual: the run's virtual time, where it has one."""
+        """tick: called after every round. virtual: the run's virtual time, if it has one."""
         self._engine, self.task, self.send, self._tick, self._virtual = engine, task, send, tick, virtual
         self._rounds: list[RoundOfAll] = []
         self._untold: RoundOfAll | None = None
-        """The last round, where nobody was told of it."""
+        """The last round, if it has not been reported yet."""
         self._lines: dict[int, list[bytes]] = {uid: [] for uid in task.uids}
         self._told, self._records, self._states = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
 
@@ -87,7 +89,7 @@ class Files(Sink):
         if self._told.is_due:
             self._tell()
         if self._records.is_due or len(self._rounds) * len(self._lines) >= KEPT_RECORDS:
-            self._format()  # not timed: it grows with the rounds since, and would make writing rarer and rarer
+            self._format()  # not timed: it grows with the number of rounds, and would delay the next write ever more
             with self._records:
                 self._write_records()
         if self._states.is_due:
@@ -95,7 +97,7 @@ class Files(Sink):
                 self._write_states("local steps")
 
     def take_record(self, uid: int, record: dict[str, Any]) -> None:
-        self._tell()  # what is said of an evaluation has the loss and the bytes of its round beside it
+        self._tell()  # an evaluation is shown together with the loss and the bytes of its round
         self._format()
         if self._virtual is not None:
             record = self._virtual.told(uid, record)
@@ -106,11 +108,12 @@ class Files(Sink):
             self.event(uid, "loss_overflowed", f"after round {record['round']}: {told}")
 
     def ended(self, uid: int, rounds: int) -> dict[str, float]:
-        """Returns when the node had ended its rounds, as a closing figure; nothing in a run without virtual time."""
+        """Returns, as a closing figure, the virtual time at which the node ended; empty in a run without virtual time.
+        """
         return {} if self._virtual is None else {VIRTUAL: self._virtual.ended(uid, rounds)}
 
     def _tell(self) -> None:
-        """Tell of the last round, if nobody did."""
+        """Reports the last round to the supervisor, unless it was reported before."""
         found, self._untold = self._untold, None
         if found is None:
             return
@@ -125,13 +128,14 @@ class Files(Sink):
         self._tick()
 
     def _format(self) -> None:
-        """Make lines of the rounds so far."""
+        """Formats the rounds so far as lines for each node's file."""
         rounds, self._rounds = self._rounds, []
         for lines, text in zip(self._lines.values(), lines_of(rounds, self._virtual), strict=False):
             lines.append(text)
 
     def flush(self, doing: str) -> None:
-        """Write the records so far and what every node does now. Blocking. Raises OSError but on a full disk."""
+        """Writes the records so far, and the status of every node with `doing`. Blocking. Raises OSError, except for a
+        full disk."""
         self._format()
         self._write_records()
         self._write_states(doing)
@@ -158,7 +162,7 @@ class Files(Sink):
         }  # fmt: skip
 
     def event(self, uid: int, kind: str, detail: str = "", peer: int | None = None) -> None:
-        """Append to a node's events.jsonl."""
+        """Appends an event to a node's events.jsonl."""
         if self.task.run_dir:
             log = EventLog(node_dir(self.task.run_dir, uid) / "events.jsonl", uid)
             log(kind, peer, detail)
@@ -166,8 +170,8 @@ class Files(Sink):
 
 
 def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppable]], None]) -> int:
-    """Run all nodes to their end, write what they leave, and report them. Returns the exit code. Blocking; raises what
-    a node raises, whose `uid` is then an attribute of the error."""
+    """Runs all nodes to their end, saves their results and reports them. Returns the exit code. Blocking; raises what a
+    node raises, with the node's `uid` as an attribute of the error."""
     task, send = files.task, files.send
     ready([engine])
     for uid in task.uids:
@@ -198,7 +202,7 @@ def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppab
 
 
 def save_models(engine: Batched, run_dir: Path) -> None:
-    """Write the models of all nodes and the merged one, as nodes with processes do."""
+    """Writes the models of all nodes and the merged one, as nodes in their own processes do."""
     population = engine.population
     fragments = population.shared[0].fragments
     shared = fragments[-1].stop if fragments else population.num_parameters

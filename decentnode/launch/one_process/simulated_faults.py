@@ -1,6 +1,6 @@
-"""A simulated run that faults strike, or to which newcomers come: its nodes are whole processes of a world on virtual
-time (simulate/world/), with the files and messages of a run on machines. What they recorded is checked, and replayed,
-as that of such a run is."""
+"""Runs a simulation with injected faults or newcomers. Its nodes are simulated processes in a world on virtual time
+(simulate/world/), with the files and messages of a run on real machines; their records can be checked and replayed in
+the same way."""
 
 from __future__ import annotations
 
@@ -38,22 +38,23 @@ from decentnode.wire.orders import Action
 logger = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.01
-"""Of a local step, in virtual seconds, where `simulate.compute` does not say. Not measured: a run repeats to the bit.
-"""
+"""Virtual seconds of a local step if `simulate.compute` does not say. A constant, not a measurement, so that a run is
+repeatable bit for bit."""
 LINK = Link(latency_seconds=0.001, jitter_seconds=0.0)
 RESTART_SECONDS = 1.0
-"""Virtual seconds until a process that was killed is started again, as `node.restarts` says."""
+"""Virtual seconds until a killed process is restarted, if `node.restarts` allows it."""
 LONGEST_SECONDS = 1e8
-"""Virtual seconds that no run takes."""
+"""Limit of virtual seconds, longer than any run."""
 
 
 def in_world(experiment: Experiment) -> bool:
-    """Whether a simulated run of this experiment needs whole nodes."""
+    """Returns whether a simulated run of this experiment needs the world of simulated processes."""
     return bool(experiment.faults or experiment.simulate.newcomers)
 
 
 def refused(experiment: Experiment, resumes: bool) -> str:
-    """Returns why these faults and newcomers cannot be simulated; "" where they can."""
+    """Returns why the experiment's faults and newcomers cannot be simulated; "" if they can. resumes: whether the run
+    is to be resumed from checkpoints."""
     for fault in experiment.faults:
         if isinstance(fault, FullDisk | ClockJump):
             return f"a simulated run has no disk and no wall clock for {fault.do} to strike; use a run with processes"
@@ -66,7 +67,7 @@ def refused(experiment: Experiment, resumes: bool) -> str:
 
 
 class StruckWorld(World):
-    """Starts processes of the mapping that are killed again, as a supervisor does."""
+    """A world that restarts killed processes of nodes in the mapping, as a supervisor does."""
 
     restarts: int = 0
     """`node.restarts`."""
@@ -75,11 +76,11 @@ class StruckWorld(World):
         """parts: of `World`."""
         super().__init__(*parts)
         self.struck: Counter[str] = Counter()
-        """How many processes were struck, by the kind of fault."""
+        """Number of injected process faults by kind."""
         self.asking = ""
-        """The host of the newcomer that asked last to be admitted."""
+        """The host of the newcomer that asked last for admission."""
         self.given_up: set[str] = set()
-        """Hosts of newcomers that ask no more."""
+        """Hosts of newcomers that no longer ask for admission."""
 
     def admit(self, ask: int, at: str) -> None:
         self.asking = at
@@ -104,13 +105,13 @@ class StruckWorld(World):
 
 
 class StruckRun:
-    """All nodes of a task that faults strike, and newcomers to it, until the last one ends."""
+    """Runs all nodes of a task with injected faults, and its newcomers, until the last one ends."""
 
     def __init__(
         self, task: Task, experiment: Experiment, send: Callable[[ChildMessage], None], tick: Callable[[], None]
     ) -> None:
-        """tick: called after everything that happens to a node. Raises UsageError where the faults or newcomers
-        cannot be simulated."""
+        """tick: called after every event of a node. Raises UsageError if the faults or newcomers cannot be simulated.
+        """
         if why := refused(experiment, task.resume is not None):
             raise UsageError(why)
         self._task, self._experiment, self._send, self._tick = task, experiment, send, tick
@@ -121,7 +122,7 @@ class StruckRun:
         self._compute = make_compute(experiment, experiment.simulate.compute or usual)
         self._coming = {f"10.0.{index // 256}.{index % 256}": each
                         for index, each in enumerate(experiment.simulate.newcomers)}  # fmt: skip
-        """Newcomers by their hosts, which nobody connects to."""
+        """Newcomers by their hosts, which are only labels."""
         self._came: dict[str, Process] = {}
         self.world = self._make_world()
         for at, each in self._coming.items():
@@ -150,7 +151,7 @@ class StruckRun:
         return build(self._experiment_of(uid), uid, make_communication, record, device="cpu")
 
     def _experiment_of(self, uid: int) -> Experiment:
-        """As the process of this node has it, which is being made."""
+        """Returns the experiment for a node that is being built; a newcomer's has its place in the run."""
         mapping = self._experiment.make_mapping()
         if uid < mapping.num_nodes:
             return self._experiment
@@ -166,11 +167,11 @@ class StruckRun:
         return float(np.median(seconds)) if self.world.processes[uid].node.training.num_samples else 0.0
 
     def _comes(self, at: str) -> None:
-        """A newcomer asks a member that lives to be admitted."""
+        """Lets a newcomer ask a living member for admission."""
         self.world.admit(next((uid for uid, each in self.world.processes.items() if each.alive), 0), at)
 
     def _leaves(self, at: str) -> None:
-        """A newcomer is asked to leave, or comes no more."""
+        """Asks a newcomer to leave; one that was not admitted yet gives up."""
         self.world.given_up.add(at)
         process = self._came.get(at)
         if process is not None and process.alive:
@@ -182,11 +183,12 @@ class StruckRun:
         self._stop_asked = True
 
     def order(self, action: Action) -> None:
-        """As `Stoppable.order`: says that nothing comes of it. Virtual time does not wait for somebody at a console."""
+        """As `Stoppable.order`: only warns that the order is not supported, because virtual time cannot wait for a
+        user."""
         logger.warning("%s: a simulated run with faults or newcomers only accepts the order to stop", action)
 
     def _began(self, process: Process) -> None:
-        """A process begins, in place of the one of its node that died."""
+        """Opens the records of a process that begins, also of a restarted one."""
         uid, task, node = process.uid, self._task, process.node
         if process.granted is not None:
             self._came[self.world.asking] = process
@@ -211,8 +213,8 @@ class StruckRun:
             process.shell.settle()
 
     def run(self) -> int:
-        """Run to the end, and write and tell what every node leaves. Returns the exit code. Blocking; raises what ends
-        the run, with the `uid` of the node that raised it."""
+        """Runs all nodes to the end, and saves and reports their results. Returns the exit code. Blocking; raises the
+        error that ends the run, with the `uid` of its node as an attribute."""
         try:
             over = self.world.run(LONGEST_SECONDS)
             assert over, "the simulated run does not end"
@@ -237,7 +239,7 @@ class StruckRun:
                 reporter.close()
 
     def _tell_absent(self) -> None:
-        """Says which newcomers never came, and why."""
+        """Warns about newcomers that were never admitted, with the reason."""
         now, most = f"{self.world.heap.now:.4g}", self._experiment.node.newcomers
         for index, (at, each) in enumerate(self._coming.items()):
             if at in self._came:
@@ -252,7 +254,8 @@ class StruckRun:
             logger.warning("simulate.newcomers[%d] never came: %s (%s)", index, why, numbers)
 
     def _raise_first(self, ends: Sequence[Process]) -> None:
-        """Raises what the first node raised that did not merely lose another one."""
+        """Raises the error of the first failed node, preferring nodes that did not merely lose another one. Does
+        nothing if none failed."""
         failed = [each for each in ends if each.error is not None]
         for process in sorted(failed, key=lambda each: isinstance(each.error, PeerLost)):
             assert process.error is not None
@@ -260,7 +263,8 @@ class StruckRun:
             raise process.error
 
     def _end(self, process: Process, reports: dict[str, dict[str, Any]]) -> None:
-        """reports: closing figures of newcomers, which no supervisor hears of by themselves."""
+        """Saves and reports the results of a node in the mapping. reports: closing figures of newcomers, which do not
+        report to the supervisor themselves."""
         uid, node = process.uid, process.node
         if process.dead:
             title = f"node {uid} was killed, as `faults` says"
@@ -272,7 +276,8 @@ class StruckRun:
             self._send(Finished(uid, figures, not node.over, reports, local_modules(), struck=struck))
 
     def _end_newcomer(self, process: Process) -> dict[str, Any] | None:
-        """Returns its closing figures; None where it died, failed, or left before the others."""
+        """Saves a newcomer's results. Returns its closing figures; None if it died, failed, or left before the others.
+        """
         if process.dead:
             return None
         if process.error is not None:
@@ -282,7 +287,7 @@ class StruckRun:
         return None if process.node.left else figures
 
     def _close(self, node: Node) -> dict[str, Any]:
-        """Write what a node leaves that came to its end. Returns its closing figures."""
+        """Saves the results of a node that ended regularly. Returns its closing figures."""
         if node.checkpoints is not None:
             node.checkpoints.close(node.communication.config.timeout_seconds)
         self._records[node.uid].over(node, not node.over)
@@ -293,15 +298,15 @@ class StruckRun:
 
 
 def _nobody(_message: ChildMessage) -> None:
-    """Hears what no supervisor hears."""
+    """Discards a message."""
 
 
 def run_struck(
     task: Task, experiment: Experiment, send: Callable[[ChildMessage], None],
     ready: Callable[[Sequence[Stoppable]], None], tick: Callable[[], None],
 ) -> int:
-    """Run all nodes of a simulated task with faults or newcomers, as `in_process.run_nodes` does without. Returns the
-    exit code."""
+    """Runs all nodes of a simulated task with faults or newcomers; `in_process.run_nodes` does it without either.
+    Returns the exit code. Blocking."""
     run = StruckRun(task, experiment, send, tick)
     why = {"faults strike": experiment.faults, "newcomers join": experiment.simulate.newcomers}
     what = " and ".join(each for each, there in why.items() if there)

@@ -1,4 +1,5 @@
-"""The records of rounds whose nodes were computed together, as the lines that a node writes of each of its own."""
+"""Formats the records of rounds whose nodes were computed together as the lines of metrics.jsonl that single nodes
+write."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from decentnode.simulate.virtual import VirtualTime
 
 
 def lines_of(rounds: Sequence[RoundOfAll], virtual: VirtualTime | None = None) -> Iterator[bytes]:
-    """Yields per node, ascending, its records of these rounds: a line of JSON each."""
+    """Yields for each node, ascending, its records of these rounds, one line of JSON per round."""
     pieces: list[str | Sequence[str]] = []
     for number, found in enumerate(rounds):
         pieces += [("}\n" if number else "") + _head(found), *_own(found, virtual), found.edges]
@@ -22,10 +23,10 @@ def lines_of(rounds: Sequence[RoundOfAll], virtual: VirtualTime | None = None) -
 
 
 def _joined(pieces: Sequence[str | Sequence[str]], count: int) -> Iterator[bytes]:
-    """Yields per node the pieces behind each other. A piece is a text, or a text per node.
+    """Yields for each of `count` nodes the concatenated pieces. A piece is one string for all nodes, or one per node.
 
-    Neighboring texts that all nodes have in common are joined once: with small models, an encoder that looks at every
-    key of every node takes as long as the round.
+    Neighboring strings that all nodes share are joined only once: with small models, a JSON encoder that visits every
+    key of every node takes as long as the round itself.
     """
     shared: list[str] = [""]
     own: list[Sequence[str]] = []
@@ -43,7 +44,7 @@ def _joined(pieces: Sequence[str | Sequence[str]], count: int) -> Iterator[bytes
 
 
 def _head(found: RoundOfAll) -> str:
-    """Returns how the records of a round begin."""
+    """Returns the beginning of a round's records, which all nodes share."""
     text = json.dumps({
         "kind": "round", "round": found.round, "time": found.time, "seconds": found.seconds,
         "train_seconds": found.train_seconds, "send_seconds": 0.0, "wait_seconds": 0.0,
@@ -53,8 +54,8 @@ def _head(found: RoundOfAll) -> str:
 
 
 def _own(found: RoundOfAll, virtual: VirtualTime | None) -> list[str | Sequence[str]]:
-    """Returns what follows in the records of a round, up to the edges. Nine digits of a loss are more than its float32
-    parts have; all seventeen take twice as long as the rest of a line."""
+    """Returns the pieces of a round's records from the loss to the edges. Losses have nine digits, more than their
+    float32 parts; writing all seventeen takes twice as long as the rest of a line."""
     local = found.local
     return [
         [f"{loss:.9g}" for loss in local.losses.tolist()],
@@ -67,13 +68,13 @@ def _own(found: RoundOfAll, virtual: VirtualTime | None) -> list[str | Sequence[
 
 
 def _texts(values: np.ndarray) -> str | list[str]:
-    """Returns the texts of integers [N]: one where all are the same."""
+    """Returns integers [N] as strings, one per node; a single string if all are equal."""
     given = values.tolist()
     return str(given[0]) if given.count(given[0]) == len(given) else [*map(str, given)]
 
 
 def _reports(found: RoundOfAll, virtual: VirtualTime | None) -> list[Sequence[str]]:
-    """Returns what training reports beside, and the virtual time; empty where there is neither."""
+    """Returns a piece with training's additional reports and the virtual time; empty if there is neither."""
     count, reports = len(found.edges), found.local.reports
     if virtual is not None:
         ends = [{"virtual_seconds": virtual.finished(found.round + 1, uid)} for uid in range(count)]

@@ -1,4 +1,4 @@
-"""After a run with faults: what its nodes recorded is checked. Imports no torch."""
+"""Checks the records of a run's nodes after a run with faults. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NOTHING = "no node recorded any mixed payload"
 def check_run(
     run_dir: Path | None, facts: Facts, ledger: Ledger, observer: Observer
 ) -> dict[str, Any] | None:
-    """Returns what `check` finds, and tells the observer; a payload that was not what it must be is a failure of the
-    run. None where nothing was to be recorded, or nobody came to an end. Blocking."""
+    """Calls `check`, reports its result to the observer and returns it. A violation is added to the ledger as a failure
+    of the run. Returns None if nothing was to be recorded, or no node finished. Blocking."""
     if not facts.checked or run_dir is None or not ledger.finished:
         return None
     found = check(run_dir, facts)
@@ -38,10 +38,10 @@ def check_run(
 
 
 def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
-    """Returns what summary.json says of it, as `checked`: how many payloads were mixed as their sources sent them, and
-    how many generations of members there were, and under `unseen` how many payloads of each newcomer were mixed whose
-    records are elsewhere; or under `violation` the first record that contradicts another; or under `unchecked` why
-    nothing can be said. Blocking: a million records take some seconds."""
+    """Checks the nodes' records against each other. Returns the entry `checked` of summary.json: `payloads`, how many
+    payloads were mixed as their sources sent them, `generations`, and `unseen`, how many mixed payloads came from each
+    newcomer whose records are on another machine; or `violation`, the first record that contradicts another; or
+    `unchecked`, why the check is impossible. Blocking: a million records take some seconds."""
     if len(facts.machines) > 1:
         return {"unchecked": "the records are on several machines: use decentnode collect to copy them into one "
                              "folder, then decentnode replay --check"}  # fmt: skip
@@ -63,7 +63,7 @@ def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
 
 
 def told(checked: dict[str, Any]) -> str:
-    """Returns what `check` found, in a sentence."""
+    """Returns the result of `check` as a sentence."""
     if "violation" in checked:
         return f"a payload or a generation is wrong: {checked['violation']}"
     if "unchecked" in checked:

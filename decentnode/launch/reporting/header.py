@@ -1,4 +1,4 @@
-"""What the console says of an experiment before it starts: (label, text) lines, warnings among them."""
+"""Makes the header that the console shows before an experiment starts: (label, text) lines, including warnings."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from decentnode.version import __version__
 from decentnode.words import size
 
 LEAST_SECONDS = 1.0
-"""Least time-out at which no healthy node was missed at a load of 19 on two cores; at .5 s some were."""
+"""Shortest time-out at which no healthy node was missed at a load of 19 on two cores; with .5 s some were."""
 LOOKED_AT = 64
-"""How many exchanges are searched for the first one in which node 0 has neighbors."""
+"""How many exchanges are searched for the first one in which node 0 sends a message."""
 
 
 def header(experiment: Experiment, local: Sequence[int], connected: bool = True) -> list[list[str]]:
-    """Returns (label, text) lines that describe the experiment. Makes one model, without values, and divides the
-    data, as every node does. local: the nodes of this machine. connected: whether they connect, as those of a
-    simulation do not."""
+    """Returns (label, text) lines that describe the experiment. Builds one model, without values, and partitions the
+    data as every node does. local: the nodes of this machine. connected: whether the nodes use a network; False in a
+    simulation."""
     graph = experiment.make_graph()
     data = experiment.open_data()
     module = module_without_values(experiment, data.spec)
@@ -64,12 +64,13 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
 
 
 def _owned(data: OpenedData, readable: int) -> str:
-    """Whose the files are, where nodes have private ones."""
+    """Returns the beginning of the line about data if nodes have private files, else ""."""
     return f"private files of each node, those of {readable} on this machine, " if data.private else ""
 
 
 def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
-    """"4,160 shared in 2 fragments, 650 kept"; nothing where the model is exchanged as a whole."""
+    """Returns a line such as "4,160 shared in 2 fragments, 650 local to each node"; none if the whole model is
+    exchanged."""
     if experiment.parameters is None:
         return []
     layout = layout_of(experiment.parameters, named(module), experiment.make_graph().num_nodes)
@@ -79,7 +80,7 @@ def _parameters(experiment: Experiment, module: nn.Module) -> list[list[str]]:
 
 
 def by_default(experiment: Experiment) -> str:
-    """Returns the learning rate where nobody wrote one; empty where somebody did."""
+    """Returns a text about the default learning rate if the experiment does not set one, else ""."""
     config = getattr(experiment.training, "optimizer", None)
     if not isinstance(config, OptimizerConfig) or (rate := default_lr(config)) is None:
         return ""
@@ -87,13 +88,13 @@ def by_default(experiment: Experiment) -> str:
 
 
 def _rule(experiment: Experiment) -> str:
-    """"topk with int8"."""
+    """Returns the names of the sharing rule and its codec, such as "topk with int8"."""
     codec = getattr(experiment.sharing, "compression", None)
     return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
 
 
 def _traffic(found: TrafficEstimate, experiment: Experiment) -> str:
-    if experiment.node.schedule == "ad_psgd":  # whatever the degree
+    if experiment.node.schedule == "ad_psgd":  # independent of the degree
         return f"{size(found.message)} per message, usually at most 2 per node per round (an offer and an answer)"
     most = "" if found.exact else "at most "
     when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
@@ -101,7 +102,7 @@ def _traffic(found: TrafficEstimate, experiment: Experiment) -> str:
 
 
 def exposure(experiment: Experiment) -> str:
-    """Returns a warning where nodes listen on an open interface without security; empty where they do not."""
+    """Returns a warning if nodes listen on a non-loopback interface without security, else ""."""
     config, mapping = experiment.communication, experiment.make_mapping()
     if not config.networked or config.key_folder is not None:
         return ""
@@ -117,8 +118,8 @@ def exposure(experiment: Experiment) -> str:
 
 
 def short_timeout(experiment: Experiment) -> str:
-    """Returns a warning where nodes go on without a neighbor after so short a time that a busy machine makes healthy
-    ones miss each other; empty where they do not."""
+    """Returns a warning if nodes continue without a neighbor after such a short time-out that healthy nodes on a busy
+    machine miss each other, else ""."""
     config = experiment.communication
     if experiment.node.missing != "return_weight" or config.name == "inproc" or config.timeout_seconds >= LEAST_SECONDS:
         return ""
@@ -142,7 +143,7 @@ def _versions(experiment: Experiment, local: Sequence[int]) -> str:
 
 
 def _devices(found: Sequence[torch.device]) -> Iterator[str]:
-    """"2 GPUs NVIDIA H200", "CPU"."""
+    """Yields the kinds of devices in words, such as "2 GPUs NVIDIA H200" and "CPU"."""
     names = Counter(torch.cuda.get_device_name(device) for device in {*found} if device.type == "cuda")
     for name, count in sorted(names.items()):
         yield f"{count} GPUs {name}" if count > 1 else f"GPU {name}"
@@ -156,7 +157,7 @@ def _degrees(neighbors: list[int]) -> str:
 
 
 def _gap(experiment: Experiment) -> str:
-    """The spectral gap of the graph; empty above 256 nodes, where it would take long."""
+    """Returns a text about the graph's spectral gap; "" above 256 nodes, where computing it takes long."""
     graph = experiment.make_graph()
     if not 1 < graph.num_nodes <= 256:
         return ""
@@ -166,13 +167,14 @@ def _gap(experiment: Experiment) -> str:
 
 
 def _section(config: object) -> str:
-    """"dirichlet alpha 0.5" for a section."""
+    """Returns a section's name and values in one line, such as "dirichlet alpha 0.5"."""
     values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
     return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
 
 
 def other_code(experiment: Experiment) -> list[list[str]]:
-    """Returns a warning line where the experiment repeats a run that was made with other code of decentnode."""
+    """Returns a warning line if the experiment repeats a run that was made with another version of decentnode's code.
+    """
     try:
         then = json.loads((experiment.base_dir / "env.json").read_text())["source"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -187,19 +189,19 @@ class TrafficEstimate:
     """Bytes of payloads, without headers and acknowledgements."""
 
     message: int
-    """Bytes of one payload, of the largest fragment where there are several."""
+    """Bytes of one payload; that of the largest fragment if there are several."""
     sent: float
-    """Bytes that a node sends in a round that has an exchange, mean over the nodes; of fragments mean over the rounds,
-    too."""
+    """Bytes that a node sends in a round with an exchange, as the mean over the nodes, and with fragments also over the
+    rounds."""
     exact: bool
-    """Whether all payloads have this size; otherwise it is the largest."""
+    """Whether all payloads have these sizes; otherwise they are upper bounds."""
     first: int
     """The round of the first exchange."""
 
 
 def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstimate:
-    """Returns the traffic of the experiment's rule and codec, from the schemas of the rule and the neighbors that it
-    plans; float buffers included. Raises what making the rule raises."""
+    """Returns the traffic of the experiment's sharing rule and codec, estimated from the rule's schemas and the
+    neighbors that it plans; includes float buffers. Raises what building the rule raises."""
     shared = shared_model(experiment, module)
     rules, model, graph = shared.make_rules(), shared.model, experiment.make_graph()
     fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
@@ -217,8 +219,8 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
 def _of_fragment(
     fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int
 ) -> TrafficEstimate:
-    """The traffic of one fragment whose payloads have this schema; where it is exchanged in every k-th round, the k-th
-    part of an exchange's."""
+    """Returns the traffic of one fragment whose payloads have this schema. For a fragment that is exchanged every k-th
+    round, `sent` is the k-th part of an exchange's bytes."""
     message = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
 
     def messages(uid: int, turn: int) -> int:

@@ -1,4 +1,5 @@
-"""What the supervisor tells whoever watches a run (the console, a test, nobody), and the words for a long wait."""
+"""The interface by which the supervisor reports a run to the console, the API or a test, and the sentences for its
+events."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
     from decentnode.launch.reporting.outcome import Outcome
 
 MOST_PROBLEMS = 5
-"""Different reasons why checkpoints could not be written that are told while the run goes on."""
+"""How many different reasons for failed checkpoints are reported during a run."""
 
 
 class Observer:
-    """Is told what happens in a run. Every method does nothing: override those of interest. All are called in the
+    """Receives the events of a run. Every method does nothing: override those of interest. All are called in the
     supervisor's thread and must not block."""
 
     def facts(self, facts: Facts, run_dir: Path | None) -> None:
@@ -27,55 +28,56 @@ class Observer:
         """(label, text) lines that describe the experiment."""
 
     def waiting(self, text: str) -> None:
-        """The run waits for longer than a moment; `text` says for whom. Repeated while it lasts."""
+        """The run has waited for some seconds; `text` says for which nodes. Repeated while the wait lasts."""
 
     def joined(self, seconds: float) -> None:
         """All nodes of the run are connected, `seconds` after the command."""
 
     def asks_to_join(self, seconds: float) -> None:
-        """Instead of `joined`: this machine's nodes ask a run that has begun to let them in."""
+        """Called instead of `joined` when this machine's nodes ask a run that has already begun for admission."""
         self.joined(seconds)
 
     def progress(self, uid: int, record: dict[str, Any]) -> None:
-        """A record of a node's metrics.jsonl came: every evaluation, and now and then a round."""
+        """A record of a node's metrics.jsonl arrived: every evaluation, but only some of the rounds."""
 
     def notice(self, text: str) -> None:
         """`text` is something that the user should know and that does not stop the run."""
 
     def lost(self, uid: int) -> None:
-        """The others go on without this node; it takes part again once a generation has it."""
+        """The others continue without this node. It takes part again once it is a member of a new generation."""
 
     def restarted(self, uid: int) -> None:
-        """A new process of this node was started: its records count bytes from 0."""
+        """A new process of this node was started, whose records count bytes from 0."""
 
     def failed(self, failure: Failed, log: Path | None) -> None:
-        """The run fails, because of `failure`; `log` is the folder of the node's logs."""
+        """The run fails because of `failure`; `log` is the folder of the node's logs."""
 
     def stopping(self, signal_name: str) -> None:
-        """A first signal came: the nodes finish their round and write their results."""
+        """A first signal was received: the nodes finish their round and write their results."""
 
     def suspending(self) -> None:
-        """The terminal stops this process (Ctrl-Z); the nodes go on."""
+        """The terminal suspends this process (Ctrl-Z); the nodes continue."""
 
     def resumed(self) -> None:
-        """This process goes on after `suspending`."""
+        """This process continues after `suspending`."""
 
     def ended(self, outcome: Outcome) -> None:
-        """A run that a program has started is over, in whichever way; `outcome` says how."""
+        """A run that was started from a program is over; `outcome` says how it ended. Not called for commands."""
 
     def tick(self) -> None:
-        """Called at least four times per second: time to redraw."""
+        """Called at least four times per second, for example to redraw."""
 
 
 def engine_notice(engine: Engine) -> str:
-    """Returns how a simulated run computes its nodes, in words."""
+    """Returns a sentence about the engine that computes the nodes of a simulated run."""
     return f"simulated, {engine.name}: {engine.reason}"
 
 
 def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbsent | None, waited: float) -> str:
-    """Returns whom a start that takes long is waiting for, in words.
+    """Returns, in words, for which nodes or machines a slow start is waiting.
 
-    late: local nodes that `phase` waits for. absent: what uid 0 last said, if it is here. waited: seconds.
+    late: local nodes for which `phase` waits. absent: the last report of uid 0, if it is on this machine. waited:
+    seconds.
     """
     if phase == "starting":
         return f"node {names(late)} to load data and model ({waited:.0f} s)"
@@ -108,10 +110,10 @@ def resumed_notice(record: Mapping[str, Any]) -> str:
 
 
 def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> str:
-    """Returns the sentence for a record of kind "checkpoint" of one that lacks something; "" for others.
+    """Returns the sentence for a record of kind "checkpoint" about a failed or incomplete checkpoint; "" for others.
 
-    told: the problems that were told before, to which this one is added. One that nodes share is told once, and not
-    again with every checkpoint: the closing lines count them by node.
+    told: the problems reported before, to which this one is added. A problem that several nodes or checkpoints have is
+    reported only once: the closing lines count problems by node.
     """
     lacking = ", ".join(record.get("left_out", ()))
     problem = str(record.get("problem", lacking))
@@ -149,7 +151,7 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     more = sum(uid >= num_nodes for uid in members)
     count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
     alone = len(members) == 1
-    round, own = record.get("round", 0), record.get("own_rounds")  # that of who tells is nobody else's
+    round, own = record.get("round", 0), record.get("own_rounds")  # with own rounds it is only the reporting node's
     what = f"{'continues' if alone else 'continue'}{'' if own else f' from round {round}'}"
     if record.get("stopping"):
         what = f"{'ends' if alone else 'end'} the run{'' if own else f' after round {round}'}"

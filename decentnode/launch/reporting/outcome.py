@@ -1,4 +1,4 @@
-"""The outcome of a run: exit code, first failure, summary."""
+"""Collects what nodes report and makes the outcome of a run from it: exit code, first failure, summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from decentnode.metrics.figures import PURPOSES, TaskMetrics, packed_counts, unp
 
 Figures = dict[str, Any]
 BYTES = tuple(f"bytes_{purpose}" for purpose in PURPOSES)
-"""Keys of figures that count from the start of a node's process."""
+"""Keys of figures that count from the start of a node's process, and so restart at 0 with it."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +27,20 @@ class Outcome:
     exit_code: int
     run_dir: Path | None
     summary: dict[str, Any]
-    """The figures of summary.json; on machines other than 0 those of the local nodes."""
+    """The contents of summary.json; on machines other than 0 it covers only the local nodes."""
     failure: Failed | None = None
     followers: tuple[int, ...] = ()
     """Nodes that failed or were stopped only because of `failure`."""
     silent: tuple[int, ...] = ()
-    """Those of them that did not end and had to be killed: a node that hangs is among them when all others timed
-    out."""
+    """Those of the followers that did not end and had to be killed. When all others timed out, a node that hangs is
+    among them."""
     error: BaseException | None = None
-    """The exception of a node in this very process; None where nodes have processes of their own."""
+    """The exception of a node, if nodes ran in this process; None if they had their own processes."""
 
 
 def finished_before(facts: Facts, notice: Callable[[str], None]) -> Outcome | None:
-    """Returns the outcome of a run that is to go on and has nothing left to do, and tells `notice` so; None of others.
-    """
+    """Returns the outcome of a run to resume that has nothing left to do, and passes a sentence about it to `notice`.
+    Returns None for other runs."""
     if not facts.finished or not facts.resume:
         return None
     notice(facts.finished)
@@ -49,63 +49,63 @@ def finished_before(facts: Facts, notice: Callable[[str], None]) -> Outcome | No
 
 
 def first_cause(failures: list[Failed]) -> Failed | None:
-    """Returns the failure to report: the first that does not follow from another node's."""
+    """Returns the failure to report: the first that was not caused by another node's, else the first; None if none."""
     return next((failed for failed in failures if not failed.follower), failures[0] if failures else None)
 
 
 @dataclass
 class Ledger:
-    """What the local nodes have reported so far.
+    """The reports of the local nodes so far, and what follows from them.
 
-    Not all records of rounds reach the supervisor, because nodes send one now and then; their files have them all.
+    Nodes send only some of their records of rounds to the supervisor; their files have all.
     """
 
     directory: Path | None = None
-    """The run directory, whose metrics.jsonl files have what did not reach the supervisor; None: there are none."""
+    """The run directory, whose metrics.jsonl files have the records that were not sent; None if nothing is written."""
     own_rounds: bool = False
-    """Whether nodes wait for no round of each other, and the first that has made all ends the run."""
+    """As `Facts.own_rounds`."""
     latest: dict[int, Figures] = field(default_factory=dict)
-    """Last known figures by uid, from evaluations and rounds: the only ones of a node that dies."""
+    """uid -> last known figures, from evaluations and rounds; a node that dies has no others."""
     finished: dict[int, Finished] = field(default_factory=dict)
     failures: list[Failed] = field(default_factory=list)
     lost: dict[int, Failed] = field(default_factory=dict)
-    """Local nodes that the others went on without."""
+    """Local nodes that died while the others continued."""
     left: dict[int, Finished] = field(default_factory=dict)
-    """Local nodes that left in peace, because they were asked to."""
+    """Local nodes that left gracefully, because they were asked to."""
     restarts: dict[int, int] = field(default_factory=dict)
-    """How often each node was started again."""
+    """How often each node was restarted."""
     resumed: Mapping[str, Any] | None = None
-    """The record of kind "resumed" of the first node that had one."""
+    """The record of kind "resumed" of the first node that sent one."""
     checkpoint_problems: set[str] = field(default_factory=set)
-    """Why checkpoints could not be written, as far as the user was told while the run went on."""
+    """Reasons for failed checkpoints that were reported to the user during the run."""
     engine: Engine | None = None
-    """Of a simulated run."""
+    """The engine of a simulated run."""
     _members: dict[int, list[int]] = field(default_factory=dict)
-    """uid -> members of the last generation that this node took part in, the latest report last."""
+    """uid -> members of the last generation in which this node took part; the node that reported last is last."""
     _generations: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    """number -> first round and members of every generation that was told of, as the first node told it."""
+    """number -> (first round, members) of every reported generation, as the first node reported it."""
     _gone: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    """uid -> from which round the others went on without this node, and whether it left in peace; as local nodes tell,
-    of all machines' nodes that are not back."""
+    """uid -> (round from which the others continued without this node, whether it left gracefully), for nodes on all
+    machines that are not back, as local nodes reported it."""
     _earlier: Counter[str] = field(default_factory=Counter)
-    """Bytes by figure that earlier processes of restarted nodes had sent."""
+    """figure -> bytes that earlier processes of restarted nodes had sent."""
     _before: dict[int, tuple[int, Figures]] = field(default_factory=dict)
-    """Of restarted nodes: how many records earlier processes left in metrics.jsonl, and the figures until then."""
+    """uid of a restarted node -> (number of records of earlier processes in metrics.jsonl, figures until then)."""
 
     def done(self, local: Collection[int]) -> bool:
-        """Returns whether all nodes of this machine ended as they should, or the others went on without them."""
+        """Returns whether every node of this machine ended regularly, or was lost while the others continued."""
         gone = {*self.finished, *self.lost, *self.left}
         return bool(self.finished or self.left) and gone.issuperset(local) and not self.stopped
 
     def followers(self, local: Iterable[int], cause: Failed | None) -> tuple[int, ...]:
-        """Returns the local nodes that ended because of `cause`, which was another node's failure."""
+        """Returns the local nodes that ended only because of `cause`, another node's failure."""
         if cause is None:
             return ()
         together = {each.uid for each in self.failures if each.title == cause.title}
         return tuple(uid for uid in local if uid not in {*together, *self.finished, *self.left})
 
     def restarted(self, uid: int) -> None:
-        """Note that a node is started again: its new process counts bytes from 0."""
+        """Notes that a node is restarted, and keeps its bytes so far, because its new process counts from 0."""
         records = self._catch_up(uid)
         self.restarts[uid] = self.restarts.get(uid, 0) + 1
         known = self.latest.get(uid, {})
@@ -113,13 +113,13 @@ class Ledger:
         self._before[uid] = records, dict(known)
 
     def catch_up(self) -> None:
-        """Take from their files the last figures of nodes that have not reported closing ones."""
+        """Reads the last figures of nodes that have not reported closing ones from their files."""
         for uid in self.latest.keys() - self.finished.keys() - self.left.keys():
             self._catch_up(uid)
 
     def _catch_up(self, uid: int) -> int:
-        """Replace the figures of a node by those of its metrics.jsonl, unless these are older, as on a full disk.
-        Returns how many records the file has."""
+        """Replaces a node's figures by those of its metrics.jsonl, unless these are older (after a full disk). Returns
+        the number of records in the file."""
         count, (known_records, before) = 0, self._before.get(uid, (0, {"uid": uid, "rounds": 0}))
         found = dict(before)
         with contextlib.suppress(OSError):
@@ -135,8 +135,8 @@ class Ledger:
         return count
 
     def bytes_beside(self) -> Counter[str]:
-        """Returns last known bytes that are in no node's closing figures: of earlier processes, and of nodes that
-        left."""
+        """Returns the last known bytes that no node's closing figures include: those of earlier processes, and of nodes
+        that are not among `figures`."""
         told, found = self.figures(), Counter(self._earlier)
         for uid, figures in (self.latest | {uid: each.figures for uid, each in self.left.items()}).items():
             if uid not in told:
@@ -145,9 +145,9 @@ class Ledger:
 
     @property
     def members(self) -> list[int]:
-        """The nodes that took part to the end, as far as is known; empty where there was only one generation.
+        """The nodes that are known to have taken part to the end; empty if there was only one generation.
 
-        After a stop nodes that lost each other close in generations of their own: the figures of all of them count.
+        After a stop, nodes that lost each other end in separate generations; all of these count.
         """
         if not self._members:
             return []
@@ -156,10 +156,10 @@ class Ledger:
         return sorted({*self.finished}.union(*(self._members.get(uid, ()) for uid in self.finished)))
 
     def progress(self, uid: int, record: Mapping[str, Any]) -> None:
-        """Keep the figures of a record, for nodes that report no closing figures."""
+        """Keeps the figures of a record, for nodes that will not report closing figures, and changes of membership."""
         known = self.latest.get(uid, {})
         if record.get("kind") == "round" and record.get("data_bytes_sent", 0) < known.get("bytes_data", 0):
-            # A new process of which nobody told, as in a simulated world: it counts from 0.
+            # A new process of the node, which counts from 0; in a simulated world no restart is reported.
             self._earlier.update({key: known[key] for key in BYTES if key in known})
         _add(self.latest.setdefault(uid, {"uid": uid, "rounds": 0}), record)
         if record.get("kind") == "generation":
@@ -174,7 +174,7 @@ class Ledger:
                 self._gone[gone] = int(record.get("round", 0)), peace
 
     def figures(self) -> dict[int, Figures]:
-        """Returns by uid the closing figures of every node that has reported them, else the last known ones."""
+        """Returns uid -> closing figures of every node; the last known ones if it has not reported closing figures."""
         found = self.latest | {uid: each.figures for uid, each in self.left.items()}
         for uid, finished in self.finished.items():
             found[uid] = finished.figures
@@ -185,8 +185,8 @@ class Ledger:
         return found
 
     def newcomers(self, num_nodes: int) -> dict[int, list[list[int | None]]]:
-        """Returns by uid, of the nodes that are in no mapping, the stays of each: the round from which it was a member,
-        and the one from which the others went on without it; None where it was one to the end."""
+        """Returns uid -> stays of each newcomer. A stay is [the round from which it was a member, the round from which
+        the others continued without it, or None if it was a member to the end]."""
         found: dict[int, list[list[int | None]]] = {}
         for _, (round, members) in sorted(self._generations.items()):
             for uid, stays in found.items():
@@ -199,18 +199,19 @@ class Ledger:
         return dict(sorted(found.items()))
 
     def samples(self) -> dict[str, list[dict[str, Any]]]:
-        """Returns by uid, of all nodes that are known here, what they trained on in each generation; empty where the
-        samples of absent nodes are lost."""
+        """Returns uid -> what the node trained on in each generation, for all nodes known here; empty if the data of
+        absent nodes is not redistributed."""
         known = {**self.latest, **self.figures()}
         dealt = {uid: merged(self._before.get(uid, (0, {}))[1].get("dealt"), each["dealt"])
                  for uid, each in sorted(known.items()) if "dealt" in each}  # fmt: skip
         return {str(uid): epochs(text) for uid, text in dealt.items()}
 
     def outside(self, local: Collection[int], sides: bool = False) -> set[int]:
-        """Returns local nodes that the others went on without: lost ones, and, before a stop, those that are not
-        members of the last generation. After a stop, such a node may still close with what it has. Nodes that go on
-        apart, in a generation that shares no node with the last one, are with others, or alone, as they are to be.
-        sides: whether they may (node.on_partition: both): those that are in no new generation may agree on one yet."""
+        """Returns the local nodes without which the others continued: lost ones, and, before a stop, those that are not
+        members of the last generation. After a stop, only lost ones, because other nodes may still end with what they
+        have. Nodes in a generation that is disjoint from the last one are not counted: they continue separately.
+        sides: whether all sides of a partition continue (node.on_partition: both); then also only lost ones, because
+        the others may still agree on a generation."""
         if self.stopped or sides:
             return {*self.lost}
         last = {*(self.members or local)}
@@ -219,15 +220,15 @@ class Ledger:
 
     @property
     def apart(self) -> list[list[int]]:
-        """The members of the generations in which nodes ended that share no node, the one with the lowest uid first;
-        empty where all ended together."""
+        """The members of the disjoint generations in which nodes ended, sorted by lowest uid; empty if all nodes ended
+        in the same generation."""
         found = sorted({tuple(sorted(self._members[uid])) for uid in self.finished if uid in self._members})
         uids = [uid for members in found for uid in members]
         return [list(members) for members in found] if len(found) > 1 and len(uids) == len({*uids}) else []
 
     def gone_elsewhere(self, facts: Facts) -> tuple[dict[int, str], dict[int, int]]:
-        """Returns of nodes of other machines, without newcomers: (uid -> what became of those that were lost; uid ->
-        the round from which the others went on without those that left in peace)."""
+        """Returns, for nodes in the mapping on other machines: (uid -> a sentence about a lost node; uid -> the round
+        from which the others continued without a node that left gracefully)."""
         lost, left = {}, {}
         told = {int(uid) for each in self.finished.values() for uid in each.reports}
         last = max((int(each.figures.get("rounds", 0) or 0) for each in self.finished.values()), default=facts.rounds)
@@ -236,20 +237,20 @@ class Ledger:
                 continue
             if not peace:
                 lost[uid] = f"node {uid}: the others continued without it from round {round}"
-            elif round < last:  # else it said goodbye as it had finished
+            elif round < last:  # else it left because it had finished
                 left[uid] = round
         return lost, left
 
     @property
     def stopped(self) -> bool:
-        """Whether a node ended before its last round because somebody asked the run to stop; not where another one had
-        made all of its rounds, which ended the run for nodes that have rounds of their own."""
+        """Whether a node ended before its last round because the run was asked to stop. With own rounds, nodes also end
+        early after the first one has made all its rounds; the run was then stopped only if all nodes were."""
         stopped = [finished.stopped for finished in self.finished.values()]
         return bool(stopped) and (all(stopped) if self.own_rounds else any(stopped))
 
 
 def _add(known: Figures, record: Mapping[str, Any]) -> None:
-    """Bring a node's figures up to a record of its metrics.jsonl, in place."""
+    """Updates a node's figures, in place, with a record of its metrics.jsonl."""
     if record.get("kind") == "round":
         known["rounds"] = record.get("round", -1) + 1
         known |= {f"bytes_{purpose}": record.get(f"{purpose}_bytes_sent", 0) for purpose in PURPOSES}
@@ -268,7 +269,7 @@ def _add(known: Figures, record: Mapping[str, Any]) -> None:
 
 
 def _best(figures: Mapping[int, Figures]) -> dict[str, Any]:
-    """Returns the best evaluation of nodes that evaluate together, as the lowest with figures of it tells."""
+    """Returns the best evaluation of nodes that evaluate together, from the lowest uid that reported one."""
     told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
     return {} if not told else {"best": {
         "figure": told["best_figure"], "value": told["best_value"], "round": told["best_round"],
@@ -277,7 +278,7 @@ def _best(figures: Mapping[int, Figures]) -> dict[str, Any]:
 
 
 def _end(figures: Mapping[int, Figures], status: str) -> dict[str, Any]:
-    """Returns why the run ended, and its best evaluation where it had one."""
+    """Returns why the run ended, and its best evaluation if there is one."""
     told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
     early = bool(told.get("stopped_early")) and status == "finished"
     ended = {"finished": "early_stop" if early else "rounds", "interrupted": "stop", "failed": "failure"}[status]
@@ -286,10 +287,10 @@ def _end(figures: Mapping[int, Figures], status: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds since the command."""
+    """Seconds from the start of the command."""
 
     start: float | None
-    """Until all nodes were connected; None where they never were."""
+    """Until all nodes were connected; None if they never were."""
     wall: float
     """Until the end of the run."""
 
@@ -297,7 +298,7 @@ class Durations:
 def summary(
     facts: Facts, ledger: Ledger, exit_code: int, run_dir: Path | None, durations: Durations
 ) -> dict[str, Any]:
-    """Returns the contents of summary.json. Of nodes without closing figures it has what their files tell."""
+    """Returns the contents of summary.json. The figures of nodes without closing figures are read from their files."""
     ledger.catch_up()
     failure = first_cause(ledger.failures)
     status = "finished" if exit_code == 0 else "failed" if failure is not None else "interrupted"
@@ -338,8 +339,8 @@ def summary(
 
 
 def _members(facts: Facts, ledger: Ledger) -> dict[str, Any]:
-    """Returns which nodes were members in the end, which were lost and which left before it; empty where all nodes of
-    the mapping were there throughout."""
+    """Returns which nodes were members at the end, which were lost and which left before; empty if all nodes of the
+    mapping took part throughout."""
     lost, left = ledger.gone_elsewhere(facts)
     found: dict[str, Any] = {"elsewhere": sorted({*lost, *left})} if lost or left else {}
     lost |= {uid: failed.title for uid, failed in ledger.lost.items()}

@@ -1,7 +1,8 @@
-"""The processes that trackers run in: started with the run, listened to, and waited for a moment at its end.
+"""Runs each tracker in its own process: starts it with the run, passes on its messages, and waits a while for it at the
+end.
 
-A tracker's library may raise, hang, print, start processes or end its own: none of that reaches the run. What it is to
-be told lies in the nodes' files, so that nothing waits for it in memory.
+A tracker's library may raise, hang, print, start processes or end its own: none of that affects the run. The tracker
+reads its data from the nodes' files, so that nothing is queued for it in memory.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from typing import Any
 from decentnode import clock
 
 CLOSE_SECONDS = 30.0
-"""How long trackers may take, once the run is over, to write what is left."""
+"""How long trackers may take after the end of the run to send the rest of the data."""
 TICK_SECONDS = 0.5
-"""Least time between two looks at the trackers."""
+"""Least time between two checks of the trackers."""
 MOST_SAID = 20
-"""Lines of one tracker that are passed on; later ones are in its log."""
+"""How many lines of one tracker are shown to the user; later ones are not."""
 MOST_BYTES = 1 << 16
-"""That are read of a tracker at once."""
+"""How many bytes are read from a tracker at a time."""
 
 
 class _Tracker:
     """One tracker's process."""
 
     def __init__(self, section: dict[str, Any], run: Path, machine: int, beside: Path) -> None:
-        """Raises OSError."""
+        """Starts the process. Raises OSError."""
         self.name = str(section["name"])
         self.log = run / "trackers" / f"{self.name.replace(':', '.')}.log"
         self.ended = False
         self.failed = False
-        """Whether it has said itself why it ended."""
+        """Whether the user was already told why the tracker ended."""
         self._said = 0
         self._text = b""
         self.log.parent.mkdir(exist_ok=True)
@@ -49,7 +50,7 @@ class _Tracker:
                     [sys.executable, "-m", "decentnode.trackers.process", str(run), json.dumps(section),
                      "--machine", str(machine), "--status", str(status), "--beside", str(beside)],
                     stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(status,),
-                    start_new_session=True,  # Ctrl-C in a terminal is for the run, which then tells the tracker
+                    start_new_session=True,  # Ctrl-C goes only to the run, which then ends the tracker regularly
                 )  # fmt: skip
         except OSError:
             os.close(self._status)
@@ -58,7 +59,7 @@ class _Tracker:
             os.close(status)
 
     def listen(self) -> Iterator[str]:
-        """Yields what there is to tell the user. Does not wait."""
+        """Yields messages for the user that the tracker has sent. Does not wait."""
         if self.ended:
             return
         gone = self.process.poll() is not None
@@ -86,27 +87,28 @@ class _Tracker:
             yield f"tracker {self.name}: {line[2:]}" if line.startswith("= ") else f"tracker {self.name} {line}"
 
     def let_go(self) -> None:
-        """Tell it that the run is over."""
+        """Tells the tracker that the run is over, by closing its standard input."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Kill it with all processes that it has started, and reap it."""
+        """Kills the tracker with all processes of its session, and reaps it."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 class Trackers:
-    """All trackers of a run on this machine. Not for several threads; no method raises."""
+    """All trackers of a run on this machine. Not thread-safe; no method raises."""
 
     def __init__(
         self, sections: Sequence[dict[str, Any]], run: Path | None, machine: int, beside: Path,
         notice: Callable[[str], None],
     ) -> None:
-        """Start their processes. run: None for a dry run, which is told to nobody. beside: the folder of the
-        experiment's file, where modules of the user's own may lie."""
+        """Starts the trackers' processes. run: the run folder; None for a dry run, which is not tracked. beside: the
+        folder of the experiment's file, from which the user's own modules can be imported. notice: shows a text to the
+        user."""
         self._notice = notice
         self._trackers: list[_Tracker] = []
         self._ticked = clock.now()
@@ -118,7 +120,7 @@ class Trackers:
                 notice(f"tracker {section['name']} could not be started: {error.strerror}")
 
     def tick(self) -> None:
-        """Pass on what trackers say. Does not wait; to be called often."""
+        """Passes on messages of trackers. Does not wait; to be called often."""
         if self._trackers and clock.now() - self._ticked >= TICK_SECONDS:
             self._ticked = clock.now()
             self._listen()
@@ -129,8 +131,8 @@ class Trackers:
                 self._notice(text)
 
     def close(self, impatient: Callable[[], bool]) -> None:
-        """Let them write what is left, and end them. Blocking for at most CLOSE_SECONDS, and not once `impatient` says
-        so; who has not ended by then is killed and named. Idempotent."""
+        """Lets trackers send the rest of the data and end. Blocking for at most CLOSE_SECONDS, and only until
+        `impatient` returns True; a tracker that has not ended by then is killed and reported. Idempotent."""
         for each in self._trackers:
             each.let_go()
         until = clock.now() + CLOSE_SECONDS
