@@ -1,4 +1,5 @@
-"""Decentralized training from Python: run an experiment, from a file or from objects, and look at what it left."""
+"""The Python interface of decentnode: run experiments and sweeps, from a file or from objects, and read their results.
+"""
 
 from decentnode.api.experiment import Experiment, run
 from decentnode.api.results import Run, open_run
@@ -6,6 +7,6 @@ from decentnode.api.stopped import RunInterrupted
 from decentnode.api.sweeps import Sweep, sweep
 
 for _public in (Experiment, Run, RunInterrupted, Sweep):
-    _public.__module__ = "decentnode"  # as tracebacks and the reference name them
+    _public.__module__ = "decentnode"  # so that tracebacks and the reference show the public name
 
 __all__ = ["Experiment", "Run", "RunInterrupted", "Sweep", "open_run", "run", "sweep"]

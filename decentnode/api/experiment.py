@@ -1,4 +1,4 @@
-"""An experiment as a program has it: a file or plain data, sections laid over it, and objects."""
+"""`Experiment`, which a program makes from a file, plain data or objects, and `run`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
 
-if TYPE_CHECKING:  # what imports torch is imported where it is needed: not where the nodes have processes of their own
+if TYPE_CHECKING:  # modules that import torch are imported only when needed, which is never if nodes have own processes
     from decentnode.experiment import Experiment as Tree
 
     Config: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Tree | None
 
 
 class Experiment:
-    """What a YAML file describes: from such a file, from plain data, or from objects.
+    """An experiment as a YAML file describes it, made from such a file, from plain data, or from objects.
 
-    Experiments do not change; `run` takes sections that are laid over this one's for that run.
+    Experiments are immutable; sections that are passed to `run` are merged over the experiment's for that run only.
     """
 
     def __init__(self, config: Config = None, **sections: Any) -> None:
-        """As `from_config`."""
+        """Makes the experiment as `from_config` does."""
         kept = Sections()
         self._layers: list[dict[str, Any]] = []
         self._config, self._environ = "", environ()
@@ -58,19 +58,20 @@ class Experiment:
     def from_config(
         cls, config: Config = None, **sections: Any
     ) -> Experiment:
-        """The experiment of a YAML file, of a run (its folder), of a dict with the same sections, or of one that
-        `decentnode.experiment.load` made; without any the quickstart.
+        """Returns the experiment of a YAML file, of a run (given by its folder), of a dict with the same sections, or
+        of an experiment that `decentnode.experiment.load` returned; without `config`, the quickstart.
 
-        sections: laid over it, merged key by key; another `name` replaces the section. Classes may stand where a name
-        does (`sharing=MyRule`, `sharing={"name": MyRule, "keep": 0.2}`, `functools.partial(MyRule, keep=0.2)`), and
-        a module or a function that makes one as `model`. Paths in them are relative to the current directory. Raises
-        UsageError at what is neither plain data nor a component; all else is checked by `check` and `run`.
+        sections: merged over it key by key; a section with another `name` is replaced as a whole. A class may be given
+        instead of a name (`sharing=MyRule`, `sharing={"name": MyRule, "keep": 0.2}`,
+        `functools.partial(MyRule, keep=0.2)`), and as `model` a module or a function that makes one. Paths in sections
+        are relative to the current directory. Raises UsageError for values that are neither plain data nor components;
+        everything else is checked by `check` and `run`.
         """
         return cls(config, **sections)
 
     @classmethod
     def from_yaml(cls, text: str, **sections: Any) -> Experiment:
-        """As `from_config`, of the text of a YAML file. Raises ConfigError."""
+        """Returns the experiment of a YAML text; otherwise like `from_config`. Raises ConfigError for invalid YAML."""
         from decentnode.config.yaml_source import parse
 
         found = parse(text, "YAML").plain()
@@ -84,16 +85,16 @@ class Experiment:
         partition: Any = None, optimizer: Any = "sgd", loss: Any = None, batch_size: int = 16,
         local_steps: int | None = None, rounds: int | None = None, **sections: Any,
     ) -> Experiment:
-        """An experiment of plain objects. Its class is that of `from_config`.
+        """Returns an experiment made of Python objects.
 
-        model: a module, of which every node gets a copy; a class or a function that makes one; a section.
+        model: a module, of which every node gets a copy; a class or a function that makes one; or a section.
         train, test: map-style Datasets, (inputs, targets) as arrays or tensors, or iterables of batches; without `test`
-        a tenth of `train` is set aside. A Dataset class, or a section, stands for both.
-        graph: a networkx graph, one of ours, or a name, a class or a section, which take `nodes`.
-        partition: how the training samples are dealt, such as {"name": "dirichlet", "alpha": 0.5}; equally when
-        not given.
+        a tenth of `train` is held out for testing. A Dataset class, or a section, as `train` provides both.
+        graph: a networkx graph, a graph of decentnode, or a name, a class or a section, which take `nodes`.
+        partition: how the training samples are divided among the nodes, such as {"name": "dirichlet", "alpha": 0.5};
+        default: equally.
         optimizer: a class of torch.optim, `functools.partial` of one, a function of parameters, or a section.
-        loss: a module or a function of outputs and targets that gives their mean; that of the task when not given.
+        loss: a module or a function of outputs and targets that returns the mean loss; default: the task's loss.
         sections: as in `from_config`. Raises UsageError, DataError.
         """
         kept, made = Sections(), dict[str, Any]()
@@ -119,7 +120,7 @@ class Experiment:
         return experiment._with(sections) if sections else experiment
 
     def _with(self, sections: Mapping[str, Any], *layers: dict[str, Any]) -> Experiment:
-        """This experiment with sections laid over it."""
+        """Returns a copy of this experiment with `sections`, then `layers`, merged over it."""
         kept, made = Sections(self._objects), object.__new__(Experiment)
         over = kept.plain(sections)
         made._config, made._environ = self._config, self._environ
@@ -127,7 +128,7 @@ class Experiment:
         made._objects = kept.objects
         return made
 
-    # -- what it is -------------------------------------------------------------------------------------------
+    # -- checking and inspecting ------------------------------------------------------------------------------
 
     @functools.cached_property
     def _tree(self) -> Tree:
@@ -137,14 +138,14 @@ class Experiment:
             return load_request(self._request())
 
     def check(self) -> Experiment:
-        """Finds every problem that can be found without running; returns this experiment. Raises ConfigError with all
-        of them."""
+        """Checks everything that can be checked without running, and returns this experiment. Raises ConfigError with
+        all problems found."""
         _ = self._tree
         return self
 
     @property
     def config(self) -> dict[str, Any]:
-        """All values, defaults included, as plain data. Raises as `check`."""
+        """All values of the experiment, including defaults, as plain data. Raises as `check` does."""
         return self._tree.resolved()
 
     def __repr__(self) -> str:
@@ -164,19 +165,21 @@ class Experiment:
         processes: bool | None = None, machine: int | str | None = None, progress: bool | Observer = True,
         **sections: Any,
     ) -> Run:
-        """Run the experiment to its end and return what it left. Blocking.
+        """Runs the experiment to its end and returns its results. Blocking.
 
-        rounds: short for `node={"rounds": ...}`. run_dir: folder of all runs. sections: as in `from_config`. resume: go
-        on from the checkpoints of a run; True: of the latest of this name.
-        processes: True: each node has one of its own. False: all nodes are stepped in this process, with the same
-        results, for debuggers. When not given, experiments made of objects run in this process and all others in
-        processes. Those of objects are forked from this one: what they have changed is not seen here.
-        machine: the number of this machine, or "auto", where the mapping has several.
+        rounds: short for `node={"rounds": ...}`. run_dir: folder of all runs. sections: as in `from_config`. resume:
+        continue from the checkpoints of this run; True: of the latest run of this name.
+        processes: True: each node runs in its own process. False: all nodes are stepped in this process, with the same
+        results, for debuggers. Default: experiments made of objects run in this process, all others in processes. The
+        processes of an experiment made of objects are forked from this one; changes that they make to the objects are
+        not visible here.
+        machine: the number of this machine, or "auto", if the mapping has several.
         progress: whether to show progress, as a bar in a notebook and as the command line does elsewhere; or an
-        Observer, which is told what happens.
+        Observer, which receives the events of the run.
 
-        Ctrl-C lets the nodes finish their round and write what they have, then raises RunInterrupted; twice kills.
-        Raises the errors of decentnode.errors with the words of the command line; a run that failed is in `error.run`.
+        Ctrl-C lets the nodes finish their round and write their results, then raises RunInterrupted; a second Ctrl-C
+        kills them. Raises the errors of decentnode.errors with the texts of the command line; a run that failed is in
+        `error.run`.
         """
         chosen = self._changed(sections, rounds=rounds, seed=seed, name=name, run_dir=run_dir)
         found = resume.path if isinstance(resume, Run) else resume
@@ -190,13 +193,13 @@ class Experiment:
         self, sections: Mapping[str, Any], *, rounds: int | None = None, seed: int | None = None,
         name: str | None = None, run_dir: str | os.PathLike[str] | None = None,
     ) -> Experiment:
-        """This experiment with sections and what `run` has short words for laid over it."""
+        """Returns this experiment with sections, and the values for which `run` has own parameters, merged over it."""
         short: dict[str, Any] = {"seed": seed, "name": name, "run": run_dir and {"dir": os.path.abspath(run_dir)},
                                  "node": None if rounds is None else {"rounds": rounds}}  # fmt: skip
         return self._with(sections, {key: value for key, value in short.items() if value is not None})
 
     def _swept(self, sections: Mapping[str, Any], **short: Any) -> Request:
-        """The request that all points of a sweep begin with. Raises UsageError for an experiment of objects."""
+        """Returns the request that all points of a sweep share. Raises UsageError for an experiment made of objects."""
         chosen = self._changed(sections, **short)
         if chosen._objects:
             raise UsageError(f"{_named(chosen._objects)} other processes cannot access, so no sweep can run the "
@@ -234,21 +237,21 @@ class Experiment:
             raise stopped.of_start(error) from None
 
     def _one_machine(self) -> None:
-        """Raises UsageError where objects would have to be sent to another machine."""
+        """Raises UsageError if objects would have to be sent to another machine."""
         if not self._objects:
             return
         from decentnode.launch.loading import load_request
 
         try:
             machines = load_request(self._request(), check=False).make_mapping().num_machines
-        except UsageError:  # which loading tells with all other problems
+        except UsageError:  # it is raised again, with all other problems, when the experiment is loaded for the run
             return
         if machines > 1:
             raise UsageError(f"{_named(self._objects)} cannot be sent to another machine, and mapping.machines is "
                              f"{machines}: put the class into a module and name it package.module:Class")  # fmt: skip
 
     def _forked(self, request: Request) -> Request:
-        """Checks that this process can be forked. Raises UsageError."""
+        """Returns a request for forks of this process. Raises UsageError if it cannot be forked."""
         import torch
 
         self._one_machine()
@@ -281,11 +284,11 @@ def _bound(given: Mapping[str, type[Any]]) -> contextlib.AbstractContextManager[
 
 
 def _autograd_threads() -> bool:
-    """Whether torch has begun threads that compute gradients on devices. It does so where there is a GPU, for the first
-    gradient, even on the CPU (`Experiment.check` computes one), and no fork has them."""
+    """Returns whether torch has started its threads that compute gradients on devices, which a fork lacks. If there is
+    a GPU, torch starts them for the first gradient, even for one on the CPU (`Experiment.check` computes one)."""
     found = []
     for task in Path("/proc/self/task").glob("*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             found.append((task / "comm").read_text())
     return any(name.startswith("pt_autograd") for name in found)
 
@@ -295,10 +298,10 @@ def _named(given: Mapping[str, Any]) -> str:
 
 
 def run(config: Config | Experiment = None, **options: Any) -> Run:
-    """Run an experiment to its end and return what it left: `Experiment.from_config(config).run(...)`.
+    """Runs an experiment to its end and returns its results: `Experiment.from_config(config).run(...)`.
 
-    options: sections that are merged into it (`sharing={"name": "choco"}`), `rounds`, and all else that
-    `Experiment.run` takes. Blocking. Raises as that does.
+    options: sections that are merged over it (`sharing={"name": "choco"}`), `rounds`, and everything else that
+    `Experiment.run` takes. Blocking. Raises as `Experiment.run` does.
     """
     experiment = config if isinstance(config, Experiment) else Experiment.from_config(config)
     return experiment.run(**options)

@@ -1,4 +1,5 @@
-"""The progress of a run that a program has started: lines or a table as on the command line, or a bar in a notebook."""
+"""Shows the progress of a run that a program has started: lines or a table as on the command line, or a bar in a
+notebook."""
 
 from __future__ import annotations
 
@@ -27,15 +28,15 @@ from decentnode.report.reading.progress import RunProgress
 from decentnode.words import duration
 
 REFRESH_SECONDS = 0.25
-"""Least time between two drawings of the bar."""
+"""Least time between two redraws of the bar."""
 MOST_NOTICES = 8
-"""Lines below the bar."""
+"""The most lines below the bar."""
 DRAIN_SECONDS = 5.0
-"""Longest wait for a terminal that takes no text, at the end of a run."""
+"""Longest wait, at the end of a run, for a terminal that does not accept output."""
 
 
 def in_notebook() -> bool:
-    """Whether cells of a notebook are run, whose front end shows what is displayed."""
+    """Returns whether the program runs in a notebook, whose front end shows displayed objects."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
@@ -43,7 +44,7 @@ def in_notebook() -> bool:
 
 @contextlib.contextmanager
 def showing(progress: bool | Observer) -> Iterator[Observer]:
-    """Gives the observer that shows a run which is started in this block."""
+    """Yields the observer that shows the run started in this block."""
     if isinstance(progress, Observer):
         yield progress
     elif not progress:
@@ -66,7 +67,7 @@ def showing(progress: bool | Observer) -> Iterator[Observer]:
 
 
 class ProgramObserver(ConsoleObserver):
-    """Prints what the command line prints; a failure is told by the exception alone."""
+    """Prints what the command line prints, except for a failure, which is reported by the exception only."""
 
     def failed(self, failure: Failed, log: Path | None) -> None:  # noqa: ARG002
         self._broken_off()
@@ -80,7 +81,7 @@ class ProgramObserver(ConsoleObserver):
 
 
 class NotebookObserver(Observer):
-    """Draws one bar into the cell's output, with the last evaluation beside it, and replaces it as the run goes on."""
+    """Draws one bar into the cell's output, with the last evaluation below it, and updates it during the run."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -149,7 +150,7 @@ class NotebookObserver(Observer):
         self._draw()
 
     def not_started(self) -> None:
-        """The exception that follows says why."""
+        """Shows that the run ended without an outcome; the exception that follows says why."""
         self._doing = "not started" if self._state is None else "ended by an error"
         self._draw()
 
@@ -159,7 +160,7 @@ class NotebookObserver(Observer):
             self._handle.update(self._renderable())
 
     def _renderable(self) -> Table:
-        """A rich table: it displays itself in a notebook."""
+        """Returns the display as a rich table, which a notebook can render."""
         state = self._state
         done, planned = (state.done, state.rounds) if state is not None else (0, 0)
         row = Table.grid(padding=(0, 1))

@@ -1,4 +1,4 @@
-"""What a run left, as tables, a figure and models."""
+"""Reads the results of a run: tables, a figure and models."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ MERGED = "merged"
 
 
 def open_run(path: str | os.PathLike[str] = "latest", run_dir: str | os.PathLike[str] = "runs") -> Run:
-    """The run that a path names: its folder, the folder or the name of an experiment in `run_dir` (its latest run), or
-    the "latest" of all. Raises UsageError when there is none."""
+    """Returns the run that a path names: the run's folder, the folder or the name of an experiment in `run_dir` (its
+    latest run), or the "latest" of all runs. Raises UsageError if there is none."""
     return Run(resolve(os.fspath(path), Path(run_dir)))
 
 
 class Run:
-    """A run that has ended, or is going on, by its folder `path`. Everything but the summary is read when it is asked
-    for."""
+    """A run that has ended or is in progress, with its folder `path`. Everything but the summary is read on access."""
 
     def __init__(
         self, path: Path, summary: Mapping[str, Any] | None = None, given: Mapping[str, type[Any]] | None = None
     ) -> None:
-        """summary: what summary.json has; read from there when not given. given: the objects that the run was made of.
-        """
+        """summary: the contents of summary.json; read from the file if not given. given: the objects of which the
+        experiment was made."""
         self.path = path
         if summary is None:
             try:
                 summary = summaries.read(path / "summary.json")
-            except (OSError, ValueError):  # it goes on, or was killed
+            except (OSError, ValueError):  # the run is in progress, or was killed
                 summary = {}
         self.summary: dict[str, Any] = json.loads(json.dumps(summary))
-        """The figures of summary.json; empty where the run has not ended in order."""
+        """The contents of summary.json; empty if the run has not ended regularly."""
         self._given = dict(given or {})
 
     @property
@@ -57,12 +56,12 @@ class Run:
 
     @property
     def status(self) -> str:
-        """finished, interrupted or failed; "unfinished" where the run has left no summary."""
+        """finished, interrupted or failed; "unfinished" if the run has written no summary."""
         return str(self.summary.get("status", "unfinished"))
 
     @property
     def config(self) -> dict[str, Any]:
-        """All values of the experiment, defaults included. Raises UsageError where the folder has none."""
+        """All values of the experiment, including defaults. Raises UsageError if the folder has no readable config."""
         try:
             found = yaml.safe_load((self.path / "config.resolved.yaml").read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError) as error:
@@ -72,17 +71,18 @@ class Run:
     # -- tables -----------------------------------------------------------------------------------------------
 
     def rounds(self) -> DataFrame:
-        """A row per node and round: loss, seconds, bytes and so on. Raises EnvironmentFault without pandas, UsageError
-        where the run left no metrics."""
+        """Returns a row per node and round: loss, seconds, bytes and so on. Raises EnvironmentFault without pandas,
+        UsageError if the run has no metrics."""
         return self._records("round")
 
     def evaluations(self) -> DataFrame:
-        """A row per node and evaluation: what the task measures, of the node's own model (`accuracy`), as the mean over
-        the nodes (`accuracy_mean`) and of the merged model (`accuracy_merged`). Raises as `rounds`."""
+        """Returns a row per node and evaluation: the task's metrics of the node's own model (`accuracy`), as the mean
+        over the nodes (`accuracy_mean`) and of the merged model (`accuracy_merged`). Raises as `rounds` does."""
         return self._records("evaluation")
 
     def nodes(self) -> DataFrame:
-        """A row per node with its closing figures; the index is its `node`. Raises EnvironmentFault without pandas."""
+        """Returns a row per node with its closing figures, indexed by `node`. Raises EnvironmentFault without pandas.
+        """
         told = self.summary.get("nodes", {})
         rows = {int(uid): {key: value for key, value in row.items() if key != "uid"} for uid, row in told.items()}
         frame = pandas().DataFrame.from_dict(rows, orient="index").sort_index()
@@ -102,11 +102,11 @@ class Run:
     # -- figure and models ------------------------------------------------------------------------------------
 
     def plot(self, metric: str = "all", x: str = "all", preset: str = "curves") -> Figure:
-        """The figure that `decentnode plot` writes.
+        """Returns the figure that `decentnode plot` writes.
 
-        metric: what the task measures, "loss", "consensus_distance" and so on, or "all". x: "rounds", "seconds",
-        "bytes", "virtual_seconds", "epochs", "samples" or "all". preset: "curves", "heat-map", "consensus", "merged" or
-        "target". Raises UsageError for others, and where there is nothing to draw.
+        metric: a metric of the task, "loss", "consensus_distance" and so on, or "all". x: "rounds", "seconds", "bytes",
+        "virtual_seconds", "epochs", "samples" or "all". preset: "curves", "heat-map", "consensus", "merged" or
+        "target". Raises UsageError for other values, and if there is nothing to draw.
         """
         from decentnode.metrics.figures import EVERY_AXIS
         from decentnode.report.pictures import presets
@@ -121,7 +121,7 @@ class Run:
         return draw(drawn, overview(drawn) if metric == "all" else [metric], axes_of(drawn) if x == "all" else [x])[0]
 
     def models(self) -> Models:
-        """The models that the run left, by node and "merged"; empty where it left none."""
+        """Returns the models that the run saved, by node and "merged"; empty if it saved none."""
         return Models(self)
 
     def __repr__(self) -> str:
@@ -142,8 +142,8 @@ class Run:
 
 
 class Models(Mapping[int | str, "nn.Module"]):
-    """The models of a run by node, and the mean of them all as "merged". Each is made and read when it is asked for, by
-    a reader that runs no code of the file."""
+    """The saved models of a run by node, and the mean of all as "merged". Each is built and read on access; reading
+    runs no code from the file."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -161,8 +161,8 @@ class Models(Mapping[int | str, "nn.Module"]):
         return key in self._keys
 
     def __getitem__(self, key: int | str) -> nn.Module:
-        """The model of a node, or the merged one, on the CPU and in evaluation mode. Raises KeyError for one that the
-        run did not leave, UsageError where it cannot be made here; `state_dict` has its tensors then, too."""
+        """Returns the model of a node, or the merged one, on the CPU and in evaluation mode. Raises KeyError if the run
+        did not save it, UsageError if it cannot be built here; `state_dict` returns its tensors even then."""
         from decentnode import objects
         from decentnode.experiment import load
         from decentnode.experiment.initial_model import make_model
@@ -178,11 +178,11 @@ class Models(Mapping[int | str, "nn.Module"]):
 
     @property
     def merged(self) -> nn.Module:
-        """The mean of all models: `models["merged"]`. Raises KeyError, UsageError as that does."""
+        """The mean of all models: `models["merged"]`. Raises KeyError or UsageError as indexing does."""
         return self[MERGED]
 
     def state_dict(self, key: int | str) -> dict[str, Tensor]:
-        """The tensors of a model by their names, on the CPU. Raises KeyError for one that the run did not leave."""
+        """Returns the tensors of a model by name, on the CPU. Raises KeyError if the run did not save the model."""
         from safetensors.torch import load_file
 
         return load_file(self._path(key))
@@ -200,12 +200,12 @@ class Models(Mapping[int | str, "nn.Module"]):
 
 
 def _from_scratch(config: Any) -> Any:
-    """The section without the file of weights to start from, which need not be there any more."""
+    """Returns the model's section without the file of initial weights, which may be gone and is not needed."""
     return config.model_copy(update={"init": None}) if getattr(config, "init", None) is not None else config
 
 
 def pandas() -> Any:
-    """The library. Raises EnvironmentFault where it is not installed."""
+    """Returns the module pandas. Raises EnvironmentFault if it is not installed."""
     try:
         import pandas
     except ImportError as error:

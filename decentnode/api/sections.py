@@ -1,4 +1,4 @@
-"""Sections of an experiment as a program writes them: plain data, in which classes and objects may stand."""
+"""Converts sections of an experiment that a program passes, which may contain classes and objects, to plain data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typing import Any
 from decentnode.errors import UsageError
 
 MAKERS = ("model", "data", "training.loss", "training.optimizer", "graph", "parameters.fragments.graph")
-"""Places of components that may be an object other than a class; `decentnode.objects` has a function for each."""
+"""Keys of components that may be given as objects, not only as classes; `decentnode.objects` has a function for each.
+"""
 
 
 class Sections:
-    """Makes plain data of sections, and keeps what cannot be written down."""
+    """Converts sections to plain data, and keeps the classes and objects that plain data can only refer to by name."""
 
     def __init__(self, objects: Mapping[str, type[Any]] | None = None) -> None:
         self.objects: dict[str, type[Any]] = dict(objects or {})
-        """By their names in `decentnode.objects`."""
+        """Name in `decentnode.objects` -> class."""
 
     def plain(self, sections: Mapping[str, Any]) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and text. Raises UsageError, which names the key, at what cannot be."""
+        """Returns the sections as dicts, lists, numbers and strings. Raises UsageError, which names the key, for a
+        value that cannot be converted."""
         return {key: self._plain(value, key) for key, value in sections.items()}
 
     def _plain(self, value: Any, place: str) -> Any:
@@ -55,7 +57,8 @@ class Sections:
         return self._plain(value, f"{place}.{key}")
 
     def _component(self, value: Any, place: str) -> dict[str, Any] | None:
-        """The section of a class, a class with arguments (functools.partial), or an object; None of other values."""
+        """Returns the section for a class, a class with arguments (functools.partial), or an object; None for other
+        values."""
         if isinstance(value, type):
             return {"name": self._name_of(value, place)}
         if isinstance(value, functools.partial) and isinstance(value.func, type) and not value.args:
@@ -75,7 +78,8 @@ class Sections:
         return {key: self._value_of(each, place, key) for key, each in keywords.items()}
 
     def keep(self, place: str, *given: Any) -> dict[str, Any]:
-        """The section that names an object. Raises UsageError where it cannot be a component there."""
+        """Keeps an object as the component at the key `place`, and returns the section that names it. Raises UsageError
+        if it cannot be a component there."""
         from decentnode import objects
 
         maker: Callable[..., tuple[type[Any], dict[str, Any]]] = getattr(
@@ -85,7 +89,7 @@ class Sections:
         return {"name": self._kept(made, place), **keys}
 
     def _name_of(self, chosen: type[Any], place: str) -> str:
-        """"module:Class" where every process can import it; else the class is kept."""
+        """Returns "module:Class" if every process can import the class; else keeps it and returns its name."""
         module = sys.modules.get(chosen.__module__)
         importable = chosen.__module__ != "__main__" and getattr(module, chosen.__qualname__, None) is chosen
         return f"{chosen.__module__}:{chosen.__qualname__}" if importable else self._kept(chosen, place)

@@ -1,4 +1,4 @@
-"""How a run that did not finish ends in Python: with the exception whose words and exit code the command line has."""
+"""Makes the exception for a run that did not finish, with the text and exit code that the command line would give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ KINDS: dict[int, type[DecentnodeError]] = {
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Ctrl-C, an interrupted notebook, or SIGTERM stopped a run: what it had done is written. `run` is the run."""
+    """Raised after Ctrl-C, the interrupt of a notebook, or SIGTERM stopped a run, and its results so far were written.
+    `run` is the run."""
 
     def __init__(self, message: str, run: Run | None, exit_code: int) -> None:
         super().__init__(message)
@@ -34,7 +35,7 @@ def interrupted(outcome: Outcome, run: Run | None) -> RunInterrupted:
 
 
 def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
-    """The exception of a run that failed, with the `run` as an attribute."""
+    """Returns the exception for a run that failed, with the run as the attribute `run`."""
     failed, kind = outcome.failure, KINDS.get(outcome.exit_code, NodeFailed)
     if failed is None:
         error = kind(f"the run ended with exit code {outcome.exit_code}")
@@ -50,8 +51,8 @@ def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
 
 
 def of_start(error: DecentnodeError) -> DecentnodeError | RunInterrupted:
-    """The exception of a child that loads the experiment as the one that it was there, RunInterrupted for a stop
-    meanwhile."""
+    """Converts an error from the child that loads the experiment to the exception that was raised there; a stop during
+    loading to RunInterrupted."""
     if isinstance(error, errors.Interrupted):
         return RunInterrupted(str(error), None, error.exit_code)
     if isinstance(error, ConfigError):

@@ -1,4 +1,4 @@
-"""Sweeps from Python: the points of an experiment, and what they make of it, as tables and a figure."""
+"""Runs sweeps from Python and gives their results as tables and a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from decentnode.cli.output import Output
 from decentnode.errors import UsageError
 from decentnode.launch.children import forkserver
 
-if TYPE_CHECKING:  # what imports torch is imported where it is needed, as in api/experiment.py
+if TYPE_CHECKING:  # modules that import torch are imported only when needed, as in api/experiment.py
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # what imports torch is imported where it is needed, as in ap
 
 
 class Sweep:
-    """What a sweep came to, as far as it came; `path` is its folder."""
+    """The results of a sweep that has ended or was stopped; `path` is its folder."""
 
     def __init__(self, state: State) -> None:
-        """state: that of a sweep that has ended or was stopped."""
+        """state: of a sweep that has ended or was stopped."""
         from decentnode.sweeps.results import results_of
 
         self.path: Path = state.sweep.folder
@@ -39,38 +39,39 @@ class Sweep:
 
     @property
     def metric(self) -> str:
-        """The figure of summary.json that combinations are compared by."""
+        """The figure of summary.json by which combinations are compared."""
         return self._results.metric.name
 
     def table(self) -> DataFrame:
-        """A row per combination, the best first: mean and deviation (`..._std`) over its seeds of every figure, and the
-        paired t-test against the best, with `within` that of its group (`minus_best` with its 95 % interval, `p`).
-        Raises EnvironmentFault without pandas."""
+        """Returns a row per combination, the best first: mean and standard deviation (`..._std`) of every figure over
+        the seeds, and a paired t-test against the best combination, with `within` against the best of its group
+        (`minus_best` with its 95 % interval, `p`). Raises EnvironmentFault without pandas."""
         from decentnode.sweeps.results import frame_rows
 
         return pandas().DataFrame(_typed(frame_rows(self._results), self._results))
 
     def points(self) -> DataFrame:
-        """A row per combination and seed: how it ended, its figures, the folder of its run. Raises as `table`."""
+        """Returns a row per combination and seed: how it ended, its figures, the folder of its run. Raises as `table`
+        does."""
         from decentnode.sweeps.results import point_rows
 
         return pandas().DataFrame(_typed(point_rows(self._results), self._results))
 
     def evaluations(self) -> DataFrame:
-        """A row per combination, seed and evaluation: the figures of summary.json after that round (`round`), seconds
-        since the run began, bytes of payloads that all nodes had sent by then, the mean training loss of the round
-        before. Raises as `table`."""
+        """Returns a row per combination, seed and evaluation: the figures of summary.json after that round (`round`),
+        seconds since the run began, bytes of payloads that all nodes had sent by then, and the mean training loss of
+        the round before. Raises as `table` does."""
         from decentnode.sweeps.evaluations import evaluation_rows
 
         return pandas().DataFrame(_typed(evaluation_rows(self._results), self._results))
 
     @property
     def best(self) -> dict[str, Any]:
-        """The values of the best combination by key. Raises UsageError where no point has finished."""
+        """The values of the best combination by key. Raises UsageError if no point has finished."""
         return {key: _value(text) for key, text in self._best().settings}
 
     def best_runs(self) -> list[Run]:
-        """The runs of the best combination, in the order of their seeds. Raises as `best`."""
+        """Returns the runs of the best combination in the order of their seeds. Raises as `best` does."""
         return [Run(each.run) for each in self._best().ended if each.run is not None and each.value is not None]
 
     def _best(self) -> Row:
@@ -79,13 +80,13 @@ class Sweep:
         return self._results.best
 
     def plot(self) -> Figure:
-        """The figure that the command writes. Raises UsageError where no point has finished."""
+        """Returns the figure that `decentnode sweep` writes. Raises UsageError if no point has finished."""
         from decentnode.sweeps.picture import draw
 
         return draw(self._results)
 
     def latex(self) -> str:
-        """The table for LaTeX (package booktabs)."""
+        """Returns the table for LaTeX (package booktabs)."""
         from decentnode.sweeps.results import latex_table
 
         return latex_table(self._results)
@@ -109,21 +110,22 @@ def sweep(
     within: str | Iterable[str] = (), target: str | None = None, rounds: int | None = None, name: str | None = None,
     run_dir: str | os.PathLike[str] | None = None, progress: bool | Watcher = True, **sections: Any,
 ) -> Sweep:
-    """Run an experiment with many values of some keys, several points at a time, and return what they make of it, as
-    `decentnode sweep` does: what is done is kept in the sweep's folder and never repeated. Blocking.
+    """Runs an experiment with many values of some keys, several points at a time, and returns the results, as
+    `decentnode sweep` does. Finished points are kept in the sweep's folder and not repeated. Blocking.
 
     config, sections: as in `Experiment.from_config`; a sweep of objects is not possible. grid: key -> its values, or
-    text such as "log(1e-4, 1)" to draw from; a tuple of keys that change together -> tuples of values. seeds: run every
-    combination with the seeds 1..N. random, optuna: try so many drawn or proposed combinations instead of all. halving:
-    factor of successive halving. metric: a figure of summary.json. jobs: points at a time; one per core when not given.
-    by: all nodes of a point in one process, or a process per node. again: run points that are done once more.
-    every_model: keep the models of all nodes. best_by: keys for each of whose values tables have the best combination
-    alone. within: keys for each of whose values combinations are compared with the best one of the same. target:
-    "accuracy=0.9" adds what it took until the mean over the nodes was there. rounds, name, run_dir: as in
-    `Experiment.run`. progress: whether to show it; or a Watcher, which is told what happens.
+    text such as "log(1e-4, 1)" from which values are drawn; a tuple of keys that change together -> tuples of values.
+    seeds: run every combination with the seeds 1..N. random, optuna: try this many drawn or proposed combinations
+    instead of all. halving: factor of successive halving. least_rounds: rounds of its first rung. metric: a figure of
+    summary.json. jobs: points at a time; default: one per core. by: "simulate": all nodes of a point in one process;
+    "processes": a process per node. again: repeat finished points. every_model: keep the models of all nodes. best_by:
+    keys; tables have only the best combination for each of their values. within: keys; combinations are compared with
+    the best one that has the same values of these. target: "accuracy=0.9" adds the cost until the mean over the nodes
+    reached this value. rounds, name, run_dir: as in `Experiment.run`. progress: whether to show it; or a Watcher, which
+    receives the events.
 
-    Ctrl-C lets the points under way finish their round, then raises RunInterrupted whose `sweep` has what is done.
-    Points that fail are in `points`; raises UsageError where all points have problems.
+    Ctrl-C lets the points in progress finish their round, then raises RunInterrupted, whose `sweep` has the finished
+    points. Points that fail are in `points`; raises UsageError if all points have problems.
     """
     from decentnode.cli.sweeping import ConsoleWatcher
     from decentnode.sweeps import files
@@ -170,7 +172,7 @@ def _value(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    if isinstance(value, str):  # such as 1e-4, which YAML 1.1 takes for text
+    if isinstance(value, str):  # such as 1e-4, which YAML 1.1 reads as a string
         try:
             return float(value)
         except ValueError:
@@ -179,7 +181,8 @@ def _value(text: str) -> Any:
 
 
 def _typed(rows: Iterable[Mapping[str, Any]], results: Results) -> list[dict[str, Any]]:
-    """Rows whose values of keys are numbers where they are: all else of them is already."""
+    """Returns the rows with the values of swept keys, which are strings, converted to numbers where they are numbers.
+    """
     keys = {key for each in results.rows for key, _ in each.settings}
     return [{name: _value(value) if name in keys and isinstance(value, str) else value for name, value in row.items()}
             for row in rows]  # fmt: skip

@@ -1,1 +1,1 @@
-"""Checkpoints: the whole state of a node, written without holding up the training, and read back bit for bit."""
+"""Writes checkpoints, the whole state of a node, while training continues, and reads them back bit for bit."""

@@ -1,7 +1,7 @@
-"""Which cut a run is resumed from: the newest that all of its members have whole.
+"""Lets nodes agree on the cut from which a run is resumed: the newest of which all members have a valid checkpoint.
 
-Nodes gather small whole numbers by the means that every transport has: each fills a row of zeros with its own, and the
-mean over n nodes times n is everybody's row. Numbers below 2**48 survive the division.
+Nodes gather small integers with the mean, the only reduction that every transport has: each node fills its row of a
+zero matrix, and n times the mean over n nodes has all rows. Integers below 2**48 survive the division.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from decentnode.checkpoint.store import Cut
 
 MOST_CUTS = 32
-"""Cuts that a node offers, the newest ones."""
+"""How many cuts, the newest ones, a node offers."""
 
 
 def row(values: Sequence[int], uid: int, num_nodes: int, width: int) -> Tensor:
@@ -25,21 +25,22 @@ def row(values: Sequence[int], uid: int, num_nodes: int, width: int) -> Tensor:
 
 
 def gathered(mean: Tensor, contributors: int) -> list[list[int]]:
-    """Returns everybody's values by uid, from the mean of `row`; 0 for what is no number."""
+    """Returns the values of every node by uid, from the mean of `row` over the nodes; 0 for values that are not finite.
+    """
     rows = (mean.double() * contributors).nan_to_num(0.0, 0.0, 0.0).round().tolist()
     return [[int(value) for value in each] for each in rows]
 
 
 def offers(cuts: Sequence[Cut]) -> list[int]:
-    """Returns the numbers that stand for a node's cuts, the newest first: their keys plus one, so that none is 0."""
+    """Returns the numbers that represent a node's cuts, the newest first: their keys plus one, so that none is 0."""
     return [cut.key + 1 for cut in cuts[:MOST_CUTS]]
 
 
 def complete(cuts: Sequence[Cut], rows: Sequence[Sequence[int]], without: Collection[int] = ()) -> list[Cut]:
-    """Returns those of a node's own cuts that every member has, the newest first.
+    """Returns those of a node's own cuts of which every member has a checkpoint, the newest first.
 
-    rows: the offers of the nodes of the mapping, by uid. without: those of them that have no checkpoint at all. They
-    hold up nobody, nor do members that were in no mapping: these ask again to be admitted.
+    rows: the offers of the nodes in the mapping, by uid. without: nodes that have no checkpoint at all, which are not
+    required. Newcomers are not required either, because they ask for admission again.
     """
     def everybody_has(cut: Cut) -> bool:
         return all(cut.key + 1 in rows[uid] for uid in cut.members if uid < len(rows) and uid not in without)
@@ -48,11 +49,11 @@ def complete(cuts: Sequence[Cut], rows: Sequence[Sequence[int]], without: Collec
 
 
 def vote(cuts: Sequence[Cut]) -> list[int]:
-    """Returns the numbers for the newest of the complete cuts; none without one."""
+    """Returns the numbers that represent the newest of the complete cuts; empty if there is none."""
     return [cuts[0].round + 1, cuts[0].generation, cuts[0].key] if cuts else []
 
 
 def chosen(votes: Iterable[Sequence[int]]) -> tuple[int, int] | None:
-    """Returns (round, key) of the newest cut that somebody voted for, from everybody's votes; None without any."""
+    """Returns (round, key) of the newest cut among the votes of all nodes; None if no node voted for one."""
     round, _, key = max((each[0], each[1], each[2]) for each in votes)
     return (round - 1, key) if round else None

@@ -11,7 +11,7 @@ from pydantic import Field
 from decentnode.config.component import Settings
 
 FIGURE = re.compile(r"\w+_(mean|merged)|consensus_(distance|rms)")
-"""Figures of an evaluation that all nodes have alike."""
+"""Figures of an evaluation that are the same on all nodes."""
 
 
 class BestConfig(Settings):
@@ -33,13 +33,13 @@ class BestConfig(Settings):
 
     @property
     def metric(self) -> str:
-        """The metric of the task that it is a figure of; "" of the distances to consensus."""
+        """The task's metric to which the figure belongs; "" for the distances to consensus."""
         found = re.fullmatch(r"(\w+)_(mean|merged)", self.figure)
         return found[1] if found else ""
 
 
 def of_figure(value: Any) -> Any:
-    """The section of a figure that is given by its name alone."""
+    """Returns the section for a figure that is given only by its name."""
     return {"figure": value} if isinstance(value, str) else value
 
 

@@ -1,7 +1,7 @@
-"""A node's state as JSON and named tensors, and back: nothing is pickled, and every number keeps its bits.
+"""Converts a node's state to JSON and named tensors, and back. Nothing is pickled, and every number keeps its bits.
 
-The state is a tree of dicts, lists, tuples, tensors, NumPy arrays, numbers, texts and None. What JSON does not have
-becomes an object with the single key "#": a tensor's name, a tuple, a dict whose keys are not text.
+The state is a tree of dicts, lists, tuples, tensors, NumPy arrays, numbers, strings and None. Values that JSON lacks (a
+tensor, a tuple, a dict whose keys are not strings) become an object with the single key "#".
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from decentnode.errors import CheckpointError
 
 MARK = "#"
 ALIGNMENT = 64
-"""Bytes: tensors of every dtype may begin at their multiples."""
+"""Alignment in bytes that is sufficient for tensors of every dtype."""
 
 
 def encode(state: Any, name: str, tensors: dict[str, Tensor], *, copy: bool) -> Any:
-    """Returns the JSON tree of `state`; its tensors go to `tensors`, named by their place below `name`.
+    """Returns the JSON tree of `state`; adds its tensors to `tensors`, named by their place below `name`.
 
-    The tensors are contiguous and on the CPU, those of a GPU after `to_host`, which must be called before they change.
-    copy: whether `state` goes on changing; a tensor that nobody else holds is taken as it is. Raises CheckpointError
-    for a value that cannot be stored, with its place.
+    The tensors are contiguous and on the CPU; tensors of a GPU only after `to_host`, which must be called before they
+    change. copy: whether to copy CPU tensors, because `state` will change before they are written. Raises
+    CheckpointError for a value that cannot be stored, with its place.
     """
     if isinstance(state, Tensor):
         plain, kind = state.detach(), "tensor"
-        if plain.is_complex():  # which the files do not have
+        if plain.is_complex():  # safetensors has no complex dtypes
             plain, kind = torch.view_as_real(plain.resolve_conj()), "complex"
         if not plain.is_cuda:
             copied = plain.is_cpu and (copy or not plain.is_contiguous())
@@ -54,8 +54,8 @@ def encode(state: Any, name: str, tensors: dict[str, Tensor], *, copy: bool) -> 
 
 
 def to_host(tensors: dict[str, Tensor]) -> None:
-    """Puts copies in host memory in the place of those tensors that lie on GPUs. Blocking, once for each GPU: they are
-    all under way to pinned memory before the host waits."""
+    """Replaces tensors on GPUs, in place, by copies in pinned host memory. Blocking, but with one wait per GPU: all
+    copies are in flight before the host waits."""
     on_gpus: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         if tensor.is_cuda:
@@ -77,7 +77,8 @@ def _each(values: Iterable[Any], name: str, tensors: dict[str, Tensor], *, copy:
 
 
 def _number_or_text(value: Any, name: str) -> Any:
-    """A plain value for JSON, whose floats Python writes so that reading gives the same bits."""
+    """Returns a plain value for JSON. Python writes floats so that reading them gives the same bits. Raises
+    CheckpointError for other types."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -89,8 +90,8 @@ def _number_or_text(value: Any, name: str) -> Any:
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | None = None) -> Any:
-    """Returns the state that `encode` took; its tensors are those of `tensors`, or lie on `device`. Raises
-    CheckpointError."""
+    """Returns the state that was passed to `encode`, with the tensors from `tensors`, moved to `device` if given.
+    Raises CheckpointError for an invalid tree."""
     if isinstance(tree, list):
         return [decode(value, tensors, device) for value in tree]
     if not isinstance(tree, dict):

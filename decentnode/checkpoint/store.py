@@ -1,11 +1,11 @@
-"""Checkpoints on the disk: a folder per cut, and in it two files per node, the manifest last.
+"""Stores checkpoints on disk: a folder per cut, and in it two files per node, of which the manifest is written last.
 
     <run>/checkpoints/00000040-1f0c2d3e4b5a/003.safetensors    the tensors of node 3 after 40 rounds
-                                            003.json           everything else, and what the tensors must be
+                                            003.json           everything else, and size and digest of the tensors
                       best-003.json                            the cut whose evaluation was the best so far
 
-A node's checkpoint is whole once its manifest is there: it is written under another name and renamed when the tensors
-are on the disk. A process may be killed at any moment.
+A node's checkpoint is complete once its manifest exists: the manifest is written under another name, and renamed after
+the tensors are on the disk. A process may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from decentnode.errors import CheckpointError
 from decentnode.system import write_atomic
 
 FOLDER = "checkpoints"
-"""Its name in the folder of a run."""
+"""Name of the folder of checkpoints in the folder of a run."""
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One moment of a run: between two rounds, on all members of a generation, with no payload that was received and
-    not sent."""
+    """A consistent cut of a run: a moment between two rounds on all members of a generation, such that no payload was
+    received by one node that another has not sent yet."""
 
     run: str
-    """The run's id in hex, "" where it has none."""
+    """The run's id in hex; "" if it has none."""
     round: int
-    """How many rounds are over; where nodes are in different ones, a number that grows from cut to cut."""
+    """The number of finished rounds; if nodes are in different rounds, a number that grows from cut to cut."""
     generation: int
     origin: str
-    """Of the generation's name, in hex."""
+    """The origin in the generation's name, in hex."""
     members: tuple[int, ...]
 
     @property
     def key(self) -> int:
-        """48 bits that stand for the cut where nodes agree on one."""
+        """A hash of 48 bits that represents the cut when nodes agree on one."""
         text = json.dumps(asdict(self), sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
 
@@ -57,18 +57,18 @@ class Cut:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sorts cuts: later rounds are newer, and of equal ones later generations."""
+        """Sort key: later rounds are newer, and among equal rounds later generations."""
         return self.round, self.generation
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a node at a cut, in memory that nothing changes any more."""
+    """The state of a node at a cut, in memory that is not changed any more."""
 
     uid: int
     cut: Cut
     config: Mapping[str, Any]
-    """The experiment's keys and values that decide what is computed; see `differences`."""
+    """The experiment's keys and values that determine what is computed; see `differences`."""
     tree: Any
     tensors: Mapping[str, Tensor]
 
@@ -79,7 +79,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint of one node, as its manifest describes it; `load` reads the tensors."""
+    """A complete checkpoint of one node as described by its manifest; `load` reads the tensors."""
 
     path: Path
     uid: int
@@ -93,11 +93,11 @@ class Manifest:
 
     @property
     def round(self) -> int:
-        """How many rounds the node itself had finished: those of the cut, unless nodes were in different ones."""
+        """The number of rounds that this node had finished: the cut's, unless nodes were in different rounds."""
         return int(self.tree["progress"].get("round", self.cut.round))
 
     def load(self) -> dict[str, Tensor]:
-        """Returns the tensors. Raises CheckpointError where they are not those that were written."""
+        """Reads and returns the tensors. Raises CheckpointError if their size or digest is wrong."""
         return tensor_file.read(self.path.with_suffix(".safetensors"), self.tensor_bytes, self.tensor_digest)
 
 
@@ -106,8 +106,8 @@ def _sum(body: Any) -> str:
 
 
 def write(folder: Path, snapshot: Snapshot) -> int:
-    """Write a node's checkpoint into `folder` (checkpoints/ of a run). Returns its bytes. Raises OSError,
-    CheckpointError, and leaves nothing then. Blocking until the disk has it."""
+    """Writes a node's checkpoint into `folder` (checkpoints/ of a run). Returns its bytes. Blocking until the disk has
+    it. Raises OSError or CheckpointError, and then leaves no file."""
     place = folder / snapshot.cut.folder
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"{snapshot.uid:03d}.json"
@@ -115,7 +115,7 @@ def write(folder: Path, snapshot: Snapshot) -> int:
     try:
         return _write(path, snapshot)
     except BaseException:
-        remove(folder, snapshot.cut.folder, snapshot.uid)  # on a full disk its bytes are what the others need
+        remove(folder, snapshot.cut.folder, snapshot.uid)  # on a full disk, this frees space that other nodes need
         raise
 
 
@@ -132,7 +132,8 @@ def _write(path: Path, snapshot: Snapshot) -> int:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointError where the file is not a whole manifest beside tensors of the right size."""
+    """Reads and returns a manifest. Raises CheckpointError if it is not valid, or the file of tensors beside it does
+    not have the right size."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         body = found["body"]
@@ -152,9 +153,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def scan(folders: Iterable[Path], uid: int, runs: Collection[str] | None = None) -> tuple[list[Manifest], list[str]]:
-    """Returns (the whole checkpoints of node `uid`, the newest first; a line about each that is damaged or partial).
+    """Returns (the complete checkpoints of node `uid`, the newest first; a line about each damaged or partial one).
 
-    folders: checkpoints/ of some runs. runs: ids of the runs whose cuts count; all when None.
+    folders: checkpoints/ of some runs. runs: ids of the runs whose cuts are included; None for all.
     """
     found: dict[Cut, Manifest] = {}
     problems: list[str] = []
@@ -175,8 +176,8 @@ def scan(folders: Iterable[Path], uid: int, runs: Collection[str] | None = None)
 
 
 def adopt(manifest: Manifest, folder: Path) -> None:
-    """Let a whole checkpoint of another run stand in `folder`, too, so that the run there can be resumed from it: a
-    second name of the same file where the disk allows it, else a copy. Raises OSError."""
+    """Adds a checkpoint of another run to `folder`, so that the run of that folder can be resumed from it: as a hard
+    link if the file system allows it, else as a copy. Raises OSError."""
     place = folder / manifest.cut.folder
     if place.resolve() == manifest.path.parent.resolve():
         return
@@ -191,23 +192,24 @@ def adopt(manifest: Manifest, folder: Path) -> None:
 
 
 def remove(folder: Path, cut_folder: str, uid: int) -> None:
-    """Remove a node's checkpoint, the manifest first. Raises nothing."""
+    """Removes a node's checkpoint, the manifest first. Never raises."""
     path = folder / cut_folder / f"{uid:03d}.json"
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
         path.with_suffix(".safetensors").unlink(missing_ok=True)
-        path.parent.rmdir()  # while other nodes have files there, it stays
+        path.parent.rmdir()  # fails while other nodes have files there
 
 
 def mark_best(folder: Path, uid: int, cut: Cut, figure: str, value: float) -> None:
-    """Note the cut whose evaluation was the best. Raises OSError."""
+    """Records the cut with the best evaluation so far. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"cut": cut.folder, "round": cut.round, "figure": figure, "value": value}
     write_atomic(folder / f"best-{uid:03d}.json", json.dumps(found) + "\n", durable=True)
 
 
 def read_best(folder: Path, uid: int) -> dict[str, Any] | None:
-    """Returns what `mark_best` noted: "cut" (its folder), "round", "figure" and "value"; None without a whole note."""
+    """Returns what `mark_best` recorded: "cut" (its folder), "round", "figure" and "value"; None without a valid
+    record. """
     try:
         found = json.loads((folder / f"best-{uid:03d}.json").read_text(encoding="utf-8"))
         return {"cut": str(found["cut"]), "round": int(found["round"]), "figure": str(found["figure"]),
@@ -223,7 +225,7 @@ def surplus(cuts: Iterable[Cut], keep: int, protected: Collection[Cut]) -> list[
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns a line per key of an experiment whose value is another one than in a checkpoint."""
+    """Returns a line for each key of an experiment whose value differs between a checkpoint (`before`) and `now`."""
     lines = []
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):

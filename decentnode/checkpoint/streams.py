@@ -1,4 +1,4 @@
-"""The process-wide random generators, as a checkpoint keeps them."""
+"""Saves and restores the process-wide random generators for a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def streams(device: torch.device) -> dict[str, Any]:
-    """Returns the state of the process-wide random generators: those of torch, NumPy and Python.
+    """Returns the state of the process-wide random generators of torch, NumPy and Python.
 
-    The project's own draws follow from (seed, uid, purpose, round) and need none of them; a dataset or a model of the
-    user's own may draw from them.
+    The project's own random numbers follow from (seed, uid, purpose, round) and do not use them, but a user's own
+    dataset or model may.
     """
     kind, keys, *rest = np.random.get_state(legacy=True)
     version, words, gauss = random.getstate()
@@ -29,7 +29,7 @@ def streams(device: torch.device) -> dict[str, Any]:
 
 
 def load_streams(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restores what `streams` returned. A generator of a device that is not used now is left as it is."""
+    """Restores what `streams` returned. The CUDA generator is left as it is if `device` is not a GPU now."""
     torch.set_rng_state(state["torch"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))

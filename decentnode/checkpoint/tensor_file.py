@@ -1,7 +1,7 @@
-"""Tensors in the format of safetensors, written straight from their memory.
+"""Writes tensors in the safetensors format directly from their memory, and reads them with a check of their digest.
 
-The library's own `save_file` first makes a Python object of every tensor's bytes, with the interpreter's lock held: the
-training thread would wait for a copy of the whole state. Writing and hashing memory views lets it run.
+The library's `save_file` first copies every tensor's bytes to a Python object with the GIL held, so that the training
+thread would wait for a copy of the whole state. Writing and hashing memory views releases the GIL.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""Their names in the format."""
+"""dtype -> its name in the format."""
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 PIECE_BYTES = 1 << 22
-"""Bytes that are hashed and written at a time: they are still in the cache when the system copies them."""
+"""Bytes that are hashed and then written at a time, small enough to be still in the cache when the system copies them.
+"""
 
 
 def digest() -> hashlib.blake2b:
@@ -35,7 +36,7 @@ def digest() -> hashlib.blake2b:
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write contiguous CPU tensors to `path` and wait until the disk has them. Returns (bytes, digest in hex).
+    """Writes contiguous CPU tensors to `path`. Blocking until the disk has them. Returns (bytes, digest in hex).
 
     Raises OSError, and CheckpointError for a dtype that the format lacks.
     """
@@ -74,7 +75,8 @@ def _put(file: int, data: memoryview, seen: hashlib.blake2b) -> None:
 
 
 def read(path: Path, size: int, expected: str) -> dict[str, Tensor]:
-    """Returns the tensors of a file that `write` made. Raises CheckpointError unless it has this size and digest."""
+    """Returns the tensors of a file that `write` made. Raises CheckpointError if its size or digest is not as expected.
+    """
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno()).st_size

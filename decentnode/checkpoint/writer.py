@@ -1,4 +1,4 @@
-"""Writes snapshots in a thread of its own, one after the other, and removes those that nobody needs any more."""
+"""Writes snapshots in a background thread, one after the other, and does other small work on checkpoints there."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Written:
     cpu_seconds: float
     """CPU time of the writing thread."""
     problem: str = ""
-    """Why it is not whole; empty where it is."""
+    """Why the checkpoint could not be written; empty if it was."""
 
 
 class Writer:
-    """At most one snapshot is written while the training goes on; `give` waits for the one before. All methods belong
-    to the training thread."""
+    """Writes one snapshot at a time in the background while training continues. All methods are for the training
+    thread. """
 
     def __init__(self, folder: Path) -> None:
-        """folder: checkpoints/ of the run; made by the first snapshot."""
+        """folder: checkpoints/ of the run; the first snapshot creates it."""
         self._folder = folder
         self._given: queue.SimpleQueue[Snapshot | Callable[[], None] | None] = queue.SimpleQueue()
         self._done: deque[Written] = deque()
@@ -44,17 +44,17 @@ class Writer:
         self._thread: threading.Thread | None = None
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Blocking until nothing is being written. Returns False where that took longer than the time-out."""
+        """Waits until no snapshot is being written. Blocking. Returns False if that took longer than the time-out."""
         return self._idle.wait(timeout_seconds)
 
     def give(self, snapshot: Snapshot) -> None:
-        """Hand over a snapshot, after `wait`. Not blocking."""
+        """Hands over a snapshot to write; to be called after `wait`. Not blocking."""
         self._start()
         self._idle.clear()
         self._given.put(snapshot)
 
     def do(self, *works: Callable[[], None]) -> None:
-        """Do something small after what was given before is written, in the writer's thread. Not blocking."""
+        """Queues small pieces of work for the writer's thread, after everything handed over before. Not blocking."""
         self._start()
         for work in works:
             self._given.put(work)
@@ -65,15 +65,15 @@ class Writer:
             self._thread.start()
 
     def results(self) -> list[Written]:
-        """Returns what was written since the last call."""
+        """Returns the outcomes of snapshots written since the last call."""
         found = []
         while self._done:
             found.append(self._done.popleft())
         return found
 
     def close(self, timeout_seconds: float) -> bool:
-        """Blocking until all is done; a later `give` begins anew. Returns False where that took longer than the
-        time-out."""
+        """Waits until all work is done, and ends the thread; a later `give` starts a new one. Blocking. Returns False
+        if that took longer than the time-out."""
         if self._thread is None:
             return True
         self._given.put(None)
@@ -97,12 +97,12 @@ class Writer:
             size, problem = 0, ""
             try:
                 size = store.write(self._folder, given)
-            except Exception as error:  # whatever it is, training goes on, and hears of it
+            except Exception as error:  # training continues after any error, and gets it from `results`
                 problem = str(error) or repr(error)
                 logger.warning("the checkpoint after round %d could not be written: %s", given.cut.round, problem)
                 logger.debug("what was raised of it", exc_info=error)
             self._done.append(
                 Written(given.cut, size, clock.now() - began, clock.thread_cpu() - used, problem)
             )
-            del given  # its memory is free for the next snapshot
+            del given  # frees its memory for the next snapshot
             self._idle.set()
