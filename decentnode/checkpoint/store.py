@@ -124,7 +124,7 @@ def _write(path: Path, snapshot: Snapshot) -> int:
     body = {"format": FORMAT, "uid": snapshot.uid, "cut": asdict(snapshot.cut), "time": clock.wall(),
             "config": dict(snapshot.config), "tensors": {"bytes": size, "blake2b": digest},
             "state": snapshot.tree}  # fmt: skip
-    # As reading gives it back: what it is checked against must not depend on tuples or the kind of a key.
+    # Through JSON, as it will be read: the checksum must not depend on tuples or the types of keys.
     body = json.loads(json.dumps(body))
     text = json.dumps({"blake2b": _sum(body), "body": body}, separators=(",", ":"))
     write_atomic(path, text + "\n", durable=True)

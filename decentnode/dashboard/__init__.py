@@ -1,1 +1,1 @@
-"""The dashboard: a page over runs that go on or are over, served by a process of its own that reads their files."""
+"""The dashboard: a web page about runs in progress or ended, served by a separate process that reads their files."""

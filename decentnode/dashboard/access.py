@@ -1,4 +1,5 @@
-"""Who may ask: whoever has the token, by an address of this server, and, to change a run, from this page alone."""
+"""Access control of the dashboard: a request needs the token and the server's own address; one that changes a run must
+also come from the dashboard's page."""
 
 from __future__ import annotations
 
@@ -18,22 +19,22 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }  # fmt: skip
-"""Sent with every answer."""
+"""Headers of every response."""
 
 
 class Guard:
-    """Answers whoever may not ask, and passes on the others.
+    """Middleware that refuses requests without access, and passes on the others.
 
-    Everything under /api/ needs the token: in the header `Authorization: Bearer`, or, to read, in the query. A page
-    that a stranger's name leads to (DNS rebinding) is told apart by the header Host. What changes a run is taken with
-    the token in the header alone, which no form or link of another page can set, and not from another origin.
+    Everything under /api/ needs the token: in the header `Authorization: Bearer`, or, for reading, in the query. The
+    header Host must name this server, against DNS rebinding. Requests that change a run are accepted only with the
+    token in the header, which no form or link of another page can set, and not from another origin.
     """
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
-        """host: that the server listens at."""
+        """host: the address at which the server listens."""
         self._app, self._token = app, token.encode()
         self._names = {"127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host}
-        self._any_name = host in ("0.0.0.0", "::")  # this machine's names in the network are not known here
+        self._any_name = host in ("0.0.0.0", "::")  # then the names by which clients reach this machine are unknown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -1,4 +1,4 @@
-"""The runs that a dashboard shows, by names that it gives them: no path comes from outside."""
+"""The runs that a dashboard shows, by ids that it assigns, so that clients never pass a path."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class Listed:
 
     id: str
     name: str
-    """Of its experiment."""
+    """The experiment's name."""
     path: Path
     changed: float
-    """Seconds since 1970."""
+    """When the run's folder last changed, in seconds since 1970."""
 
 
 class Catalog:
-    """Finds runs: those that were named, and those in folders of runs. Not thread-safe."""
+    """Finds runs: those named by the user, and those in folders of experiments. Not thread-safe."""
 
     def __init__(self, named: Sequence[Path], folders: Sequence[Path]) -> None:
-        """named: folders of runs, shown first. folders: of experiments, in which new runs may appear."""
+        """named: run folders, which are listed first. folders: folders of experiments, in which new runs may appear."""
         self.named = [path.resolve() for path in named]
         self._folders = list(dict.fromkeys(path.resolve() for path in folders))
         self._looked = -LOOK_SECONDS
         self._found: dict[str, Listed] = {}
 
     def runs(self) -> list[Listed]:
-        """Returns the runs, the named ones first, then the newest first. Blocking: looks at the disk now and then."""
+        """Returns the runs: the named ones first, then the newest. Blocking: searches the disk every LOOK_SECONDS."""
         if clock.now() - self._looked >= LOOK_SECONDS:
             self._looked = clock.now()
             self._look()
         return [*self._found.values()]
 
     def get(self, id: str) -> Path | None:
-        """Returns the folder of a run; None for a name that the catalog did not give."""
+        """Returns the folder of a run; None for an unknown id."""
         if id not in self._found:
             self._look()
         found = self._found.get(id)
@@ -56,13 +56,13 @@ class Catalog:
         self._found = {}
         for path in chosen:
             id = f"{path.parent.name}/{path.name}"
-            if id in self._found:  # two folders of runs may have one of the same name and time
+            if id in self._found:  # two folders may each have a run of the same name and time
                 id = f"{id}~{len(self._found)}"
             self._found[id] = Listed(id, path.parent.name, path, _changed(path))
 
 
 def _inside(folder: Path) -> list[Path]:
-    """The runs in a folder of experiments: runs/<name>/<time>, links left out."""
+    """Returns the runs in a folder of experiments (runs/<name>/<time>), without links."""
     found = []
     try:
         with os.scandir(folder) as experiments:

@@ -1,4 +1,4 @@
-"""What happened beside the rounds, for a time line: who died, came back, was refused, and what people asked for."""
+"""Collects a run's events other than rounds for the time line: deaths, returns, refusals, faults and users' orders."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ GROUPS = {
     "fault": ("fault", "checksum_mismatch", "non_finite", "malformed_payload", "loss_overflowed"),
     "control": ("control", "stopped", "early_stop"),
 }  # fmt: skip
-"""Kinds of events by what they are on the time line. A generation is "dead" or "back" by who left or came."""
+"""Group on the time line -> kinds of events. A generation is "dead" if nodes left, "back" if nodes joined."""
 _GROUP_OF = {kind: group for group, kinds in GROUPS.items() for kind in kinds}
 QUIET = frozenset({"joined", "finished", "recording", "generation_over"})
-"""Of these every node has one, and the time line says nothing new by them."""
+"""Kinds that every node has, which are not shown on the time line."""
 
 
 class EventList:
-    """The first MOST_EVENTS events of a run; later ones are counted."""
+    """The first MOST_EVENTS events of a run; later ones are only counted, in `more`."""
 
     def __init__(self) -> None:
         self.more = 0
@@ -34,11 +34,11 @@ class EventList:
         self._controls: set[tuple[str, str]] = set()
 
     def take(self, uid: int, record: dict[str, Any], version: int) -> None:
-        """One record of events.jsonl, or one of metrics.jsonl that is about no round or evaluation."""
+        """Adds a record of events.jsonl, or one of metrics.jsonl that is neither a round nor an evaluation."""
         kind, time = record.get("kind"), record.get("time")
         if not isinstance(kind, str) or kind in QUIET or kind in HISTORY:
             return
-        # An integer too large for a float fits no time either.
+        # An integer too large for a float cannot be a time either.
         if not isinstance(time, int | float) or not abs(time) <= sys.float_info.max:
             return
         if kind == "generation" and not isinstance(record.get("members"), list):
@@ -71,7 +71,7 @@ class EventList:
                 **({"peer": peer} if isinstance(peer, int) else {})}  # fmt: skip
 
     def after(self, version: int) -> list[dict[str, Any]]:
-        """Returns those that came after this version."""
+        """Returns the events that were added after this version."""
         return [event for came, event in self._events if came > version]
 
 

@@ -1,4 +1,5 @@
-"""What every node and edge of a run was after each round, in arrays of bounded size: a long run is thinned out."""
+"""Keeps the state of every node and edge after each round of a run, in arrays of bounded size: of a long run only every
+2nd, 4th, ... round is kept."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 NODE_COLUMNS = ("time", "loss", "seconds", "wait", "sent", "generation", "metric", "train")
-"""Of a node after a round: seconds since the run began, training loss, seconds of the round and of its waits, payload
-bytes sent so far, the generation that it is in, its last evaluation in the task's main metric, seconds of its steps."""
+"""State of a node after a round: seconds since the run began, training loss, seconds of the round and of its waits,
+payload bytes sent so far, its generation, its last evaluation in the task's main metric, seconds of its local steps."""
 EDGE_COLUMNS = ("bytes", "wait", "mixed")
-"""Of payloads from one node to another, in a round: bytes received, seconds that the receiver waited for them, and when
-it mixed the last of them (seconds since the run began)."""
+"""Payloads from one node to another in a round: bytes received, seconds that the receiver waited for them, and when it
+mixed the last of them (seconds since the run began)."""
 MOST_FRAMES = 4000
 MOST_BYTES = 96 << 20
-"""Of all frames of one run."""
+"""Memory for all frames of one run."""
 
 TIME, LOSS, SECONDS, WAIT, SENT, GENERATION, METRIC, TRAIN = range(len(NODE_COLUMNS))
 BYTES, WAITED, MIXED = range(len(EDGE_COLUMNS))
@@ -22,31 +23,32 @@ BYTES, WAITED, MIXED = range(len(EDGE_COLUMNS))
 
 @dataclass
 class Frame:
-    """All nodes after so many rounds. NaN where nothing is known: a node that is not there has no time."""
+    """The state of all nodes and edges after some round. Unknown values are NaN: an absent node has no time."""
 
     nodes: np.ndarray
     """[N, columns] float64."""
     edges: np.ndarray
     """[E, columns] float32."""
     version: int = 0
-    """Of the recording when it was changed last."""
+    """Version of the recording at the last change of the frame."""
 
 
 @dataclass
 class Frames:
-    """Frames by rounds finished. With more than the bounds allow, every other one is dropped, and of those to come."""
+    """Frames by number of finished rounds. When the bounds are exceeded, every other frame is dropped, and the stride
+    of later ones is doubled."""
 
     most: int = MOST_FRAMES
     most_bytes: int = MOST_BYTES
     stride: int = 1
     """Rounds from one frame to the next."""
     thinned: int = 0
-    """Version at which frames were dropped last."""
+    """Version of the recording at which frames were last dropped."""
     kept: dict[int, Frame] = field(default_factory=dict)
 
     def at(self, rounds: int, nodes: int, edges: int, version: int) -> Frame | None:
-        """Returns the frame after `rounds`, with at least so many nodes and edges, to be changed; None where it is not
-        kept."""
+        """Returns the frame after `rounds` for the caller to change, with room for at least `nodes` and `edges`; None
+        if frames of this round are not kept."""
         if rounds % self.stride:
             return None
         frame = self.kept.get(rounds)
@@ -68,8 +70,8 @@ class Frames:
             self.kept = {rounds: frame for rounds, frame in self.kept.items() if rounds % self.stride == 0}
 
     def packed(self, first: int, count: int, nodes: int, edges: int) -> bytes:
-        """Returns up to `count` frames from `first` rounds on as little-endian float32: their number, N and E, then per
-        frame its rounds, [N, columns] and [E, columns]."""
+        """Returns up to `count` frames, from the one after `first` rounds on, as little-endian float32: number of
+        frames, N, E, then for each frame its rounds, nodes [N, columns] and edges [E, columns]."""
         chosen = sorted(rounds for rounds in self.kept if rounds >= first)[:count]
         parts = [np.array([len(chosen), nodes, edges], "<f4")]
         for rounds in chosen:
@@ -84,7 +86,7 @@ def _unknown(rows: int, columns: tuple[str, ...], dtype: type) -> np.ndarray:
 
 
 def grown(array: np.ndarray, rows: int) -> np.ndarray:
-    """Returns the array with at least so many rows, the new ones unknown."""
+    """Returns the array with at least this many rows; new rows are NaN."""
     missing = rows - len(array)
     if missing <= 0:
         return array

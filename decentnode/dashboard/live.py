@@ -1,4 +1,4 @@
-"""What the nodes of a run do at this moment, and the machines that they run on."""
+"""The current state of a run: what its nodes are doing, whether it is in progress, and its machines with their load."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ MOST_WAITED = 32
 MOST_STATUS_BYTES = 1 << 20
 MOST_MACHINES = 256
 NODES_SECONDS, MACHINES_SECONDS = 1.0, 2.0
-"""Between two looks: nodes write their status once a second."""
+"""Least times between two reads of the nodes' status, which they write once a second, and of the machines' load."""
 
 
 class Status:
-    """What each node of one run last said that it does, from its status.json. Not thread-safe."""
+    """Reads the nodes' status.json of one run: what each node is doing. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._files: dict[int, tuple[int, int, dict[str, Any]]] = {}
-        """uid -> time of the file, version, what it says."""
+        """uid -> (modification time of the file, version at its last change, contents)."""
         self._looked = -NODES_SECONDS
         self.version = 0
 
     def poll(self, uids: list[int]) -> None:
-        """Look at the files of these nodes, where it is time to. Blocking."""
+        """Reads the files of these nodes, unless NODES_SECONDS have not passed yet. Blocking."""
         now = clock.now()
         if now - self._looked < NODES_SECONDS:
             return
@@ -55,12 +55,12 @@ class Status:
             found["told"] = _told(found)
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Returns uid -> what it does, of those that do something else than at version `since`. For JSON."""
+        """Returns uid -> what the node is doing, for nodes with a change after version `since`; for JSON."""
         return {str(uid): found["told"] for uid, (_, version, found) in self._files.items() if version > since}
 
     @property
     def pids(self) -> set[int]:
-        """Of the nodes' processes."""
+        """Process numbers of the nodes."""
         return {pid for _, _, found in self._files.values() if isinstance(pid := found.get("pid"), int) and pid > 0}
 
 
@@ -85,12 +85,12 @@ def _told(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 MOST_WHY = 300
-"""Characters of the reason for which a run failed."""
+"""Longest reason for a failure, in characters."""
 
 
 def state_of_run(path: Path) -> dict[str, Any]:
-    """Returns a run's state (running, finished, interrupted, failed, died, unfinished), its summary's figures, and why
-    it failed ("" of others)."""
+    """Returns a run's state (running, finished, interrupted, failed, died, unfinished), the figures of its summary, and
+    why it failed ("" if it did not)."""
     try:
         found = summaries.read(path / "summary.json")
         figures = {key: value for key, value in found.items() if isinstance(value, int | float | str)}
@@ -105,7 +105,7 @@ def state_of_run(path: Path) -> dict[str, Any]:
 
 
 class Machines:
-    """The machines of one run; of this one also its load. Not thread-safe."""
+    """The machines of one run, and the load of the one on which the dashboard runs. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,7 +116,8 @@ class Machines:
         self._told: list[dict[str, Any]] = []
 
     def poll(self, pids: set[int]) -> list[dict[str, Any]]:
-        """Returns the machines: host, nodes, what they have, and the load of this one. For JSON. Blocking."""
+        """Returns the machines with host, nodes and hardware, and the load of this machine; for JSON. Blocking.
+        pids: processes of the run's nodes."""
         now = clock.now()
         if now - self._looked < MACHINES_SECONDS:
             return self._told
@@ -145,7 +146,7 @@ class Machines:
             return []
 
     def _environment(self) -> dict[int, dict[str, Any]]:
-        """What the folder's env.json says of a machine, by its number; until there is one, of this machine."""
+        """Returns machine number -> contents of the folder's env.json; empty if there is none yet."""
         try:
             found = json.loads((self._path / "env.json").read_text(encoding="utf-8"))
             return {int(found.get("machine", 0)): found}
@@ -173,7 +174,7 @@ class Machines:
 
 
 def _process(pid: int) -> psutil.Process | None:
-    """None where the process is gone, or is no Python: its number may belong to another by now."""
+    """Returns the process; None if it is gone, or not a Python process, because its number may have been reused."""
     try:
         process = psutil.Process(pid)
         return process if "python" in process.name() or "decentnode" in process.name() else None

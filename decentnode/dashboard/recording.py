@@ -1,4 +1,4 @@
-"""A run as the page shows it, read from its folder a little at a time; and what has changed since somebody looked."""
+"""Reads a run's folder piece by piece into the state that the page shows, and gives the changes since a version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from decentnode.dashboard.tail import Replaced, Tail
 from decentnode.report.reading.measured import measured_by
 
 PIECE_BYTES = 256 << 10
-"""Of one file that is read before it is the next one's turn, so that all nodes come along together."""
+"""Bytes that are read of one file before the next one's turn, so that all nodes advance together."""
 MOST_EDGES = 40_000
 MOST_NODES = 4096
 MOST_EVALUATIONS = 2000
@@ -41,7 +41,7 @@ Row = list[float | None]
 
 
 def number(value: Any) -> float:
-    """NaN for what is none, or too large for one."""
+    """Returns the value as a float; NaN if it is not a number, or too large."""
     try:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     except OverflowError:
@@ -49,12 +49,12 @@ def number(value: Any) -> float:
 
 
 def plain(values: Iterable[float]) -> Row:
-    """For JSON, with six digits and None for what is unknown."""
+    """Returns the values for JSON, with six significant digits and None for values that are not finite."""
     return [None if not math.isfinite(value) else float(f"{value:.6g}") for value in map(float, values)]
 
 
 class Recording:
-    """One run. Not thread-safe. What it keeps is bounded, however long the run is."""
+    """The state of one run. Not thread-safe. Its memory is bounded for runs of any length."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,22 +77,22 @@ class Recording:
         self._edge_added = np.zeros(0, np.int64)
         self._node_added = 0
         self._sent_before: list[float] = []
-        """Of a node's earlier processes: one that was started again counts its bytes from 0."""
+        """Bytes sent by each node's earlier processes: the process of a restarted node counts its bytes from 0."""
         self._sent_last: list[float] = []
         self._evaluations: dict[int, Evaluation] = {}
         self._evaluated: dict[int, int] = {}
         self._every_evaluation = 1
         self.began = math.nan
-        """Seconds since 1970 of the begin of the first round; NaN before there is a record."""
+        """When the first round began, in seconds since 1970; NaN before there is a record."""
         self.ended = math.nan
-        """Seconds since 1970 of the last record."""
+        """Time of the last record, in seconds since 1970."""
         self._add_graph()
 
     # -- reading ----------------------------------------------------------------------------------------------
 
     def poll(self, seconds: float) -> bool:
-        """Read what is new, for so long at most. Blocking. Returns whether there is more. Raises Replaced where the
-        folder is no more what was read so far: begin anew then."""
+        """Reads new records, for at most `seconds`. Blocking. Returns whether there is more to read. Raises Replaced if
+        the folder now has another run; a new Recording is then needed."""
         until = clock.now() + seconds
         self._find_nodes()
         self.version += 1
@@ -106,7 +106,7 @@ class Recording:
                 before = tail.offset
                 for record in tail.read(PIECE_BYTES):
                     self._take(uid, record)
-                if tail.offset == before:  # the rest is a line that is still being written
+                if tail.offset == before:  # the unread rest is a line that is still being written
                     tail.size = before
                 if clock.now() >= until:
                     break
@@ -115,7 +115,7 @@ class Recording:
 
     @property
     def progress(self) -> float:
-        """How much of the files was read, 0 to 1."""
+        """The part of the files that has been read, from 0 to 1."""
         size = sum(tail.size for tail in self._metrics.values())
         return 1.0 if not size else 1.0 - sum(tail.left for tail in self._metrics.values()) / size
 
@@ -132,7 +132,7 @@ class Recording:
                 self._event_files[uid] = Tail(folder / "events.jsonl")
 
     def _add_graph(self) -> None:
-        """The edges of a graph that stays the same; others show as payloads come over them."""
+        """Adds the edges of a static graph. Other edges are added when payloads arrive on them."""
         try:
             with open(self.path / "graph.edges", encoding="utf-8") as file:
                 count = int(file.readline())
@@ -146,7 +146,7 @@ class Recording:
             return
 
     def index(self, uid: int) -> int:
-        """Returns the place of a node in `uids`; a new one is added."""
+        """Returns the index of a node in `uids`; adds a new node."""
         if uid not in self._place:
             self._place[uid] = len(self.uids)
             self.uids.append(uid)
@@ -159,7 +159,7 @@ class Recording:
         return self._place[uid]
 
     def edge(self, source: int, receiver: int) -> int | None:
-        """Returns the place of an edge in `edges`; a new one is added, None beyond MOST_EDGES."""
+        """Returns the index of an edge in `edges`; adds a new edge, unless there are MOST_EDGES: then None."""
         key = self.index(source), self.index(receiver)
         if key not in self._edge_place:
             if len(self.edges) >= MOST_EDGES:
@@ -179,7 +179,7 @@ class Recording:
             self.events.take(uid, record, self.version)
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0 or math.isnan(time):
             return
-        if math.isnan(self.began):  # of whatever node is read first: all times count from one moment
+        if math.isnan(self.began):  # set by the node that is read first; all times are relative to this moment
             seconds = number(record.get("seconds"))
             self.began = time - (0.0 if math.isnan(seconds) else seconds)
         self.ended = time if math.isnan(self.ended) else max(self.ended, time)
@@ -221,7 +221,7 @@ class Recording:
                 continue
             received, waited = number(values[1]), number(values[4])
             key = self._place.get(int(name)), place
-            if not (received > 0 or (waited > 0 and key in self._edge_place)):  # others it waited for in a mean
+            if not (received > 0 or (waited > 0 and key in self._edge_place)):  # a wait in a global mean is no edge
                 continue
             index = self.edge(int(name), self.uids[place])
             if index is None:
@@ -257,10 +257,10 @@ class Recording:
             self._evaluations = {each: kept for each, kept in self._evaluations.items()
                                  if self._evaluated[each] % self._every_evaluation == 0}  # fmt: skip
 
-    # -- what has changed -------------------------------------------------------------------------------------
+    # -- changes ----------------------------------------------------------------------------------------------
 
     def changes(self, since: int) -> dict[str, Any]:
-        """Returns what changed after version `since`; all for 0. For JSON."""
+        """Returns what changed after version `since`, or everything for 0; for JSON."""
         nodes = [index for index, version in enumerate(self._node_version) if version > since]
         edges = np.flatnonzero(self._edge_version > since).tolist()
         whole = since < self.frames.thinned
@@ -280,16 +280,17 @@ class Recording:
         }  # fmt: skip
 
     def _points(self, since: int) -> list[Row]:
-        """Per frame: rounds, seconds, bytes sent by all, nodes, mean, least and most loss, share of time waited. The
-        seconds are those of the first node that was so far, which never go back, however much slower others are."""
+        """Returns a point of the curves for each frame changed after `since`: rounds, seconds, bytes sent by all,
+        number of nodes, mean, least and greatest loss, share of time spent waiting. The seconds are those of the first
+        node to finish the round, so that they increase even if other nodes are slow."""
         found = []
         every = sorted(self.frames.kept)
         first = next((at for at, rounds in enumerate(every) if self.frames.kept[rounds].version > since), len(every))
-        before = self.frames.kept[every[first - 1]].nodes[:, SENT] if first else None  # it was filled in before
+        before = self.frames.kept[every[first - 1]].nodes[:, SENT] if first else None  # filled in by an earlier call
         for rounds in every[first:]:
             frame = self.frames.kept[rounds]
             sent = frame.nodes[:, SENT]
-            if before is not None:  # of nodes that are gone, what they had sent
+            if before is not None:  # absent nodes keep the bytes that they had sent
                 unknown = np.isnan(sent[: len(before)])
                 sent[: len(before)][unknown] = before[unknown]
             before = sent
@@ -307,7 +308,7 @@ class Recording:
 
 
 class Evaluation:
-    """All nodes' evaluations after so many rounds: sums and extremes, at the time of the first."""
+    """The evaluations of all nodes after one round: means and extremes, at the time of the first node's."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -316,7 +317,7 @@ class Evaluation:
         self._consensus = self._time = math.nan
 
     def take(self, place: int, time: float, record: dict[str, Any], metrics: list[str], version: int) -> None:
-        """The record of a node; the last one counts."""
+        """Takes the record of a node; a later record of the same node replaces an earlier one."""
         for name in metrics:
             value = number(record.get(name))
             if not math.isnan(value):
@@ -329,7 +330,7 @@ class Evaluation:
         self.version = version
 
     def point(self, rounds: int) -> dict[str, Any]:
-        """For JSON: [mean, least, most, merged] of each metric."""
+        """Returns the evaluation for JSON, with [mean, least, greatest, merged] for each metric."""
         found: dict[str, Row] = {}
         for name, by_node in self._values.items():
             values = list(by_node.values())

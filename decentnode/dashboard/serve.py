@@ -1,4 +1,4 @@
-"""Serves the dashboard: as a command of its own, or as a child of the command that runs nodes."""
+"""Serves the dashboard, in a command of its own or in a child process of a command that runs nodes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from decentnode import entropy
 from decentnode.errors import EnvironmentFault
 
 PORT = 8765
-"""Where a dashboard listens that is told nothing else, and that is free."""
+"""The default port, if it is free."""
 TOKEN_BYTES = 16
 END_SECONDS = 3.0
-"""How long a child may take to end by itself."""
+"""How long a child process may take to end by itself."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server at `host`."""
+    """Returns whether only this machine can reach a server at `host`."""
     if host == "localhost":
         return True
     try:
@@ -36,14 +36,15 @@ def is_loopback(host: str) -> bool:
 
 
 def check_installed() -> None:
-    """Raises EnvironmentFault where the libraries of the extra are missing."""
+    """Raises EnvironmentFault if libraries of the extra `dashboard` are missing."""
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise EnvironmentFault(f"the dashboard needs {' and '.join(missing)}: pip install 'decentnode[dashboard]'")
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Returns a socket that listens. port: PORT where it is free, or else any, when None. Raises EnvironmentFault."""
+    """Returns a listening socket. port: None for PORT, or any free port if that is taken. Raises EnvironmentFault if it
+    cannot listen."""
     for each in (port,) if port is not None else (PORT, 0):
         try:
             address = socket.getaddrinfo(host, each, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -65,14 +66,15 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def _ask(run: Path, action: str) -> str:
-    """As `controlling.ask`, which is imported when somebody asks."""
+    """Calls `controlling.ask`, which is imported only when needed."""
     from decentnode.launch.supervising.controlling import ask
 
     return ask(run, action)
 
 
 def url(listening: socket.socket, host: str, token: str) -> str:
-    """Returns the address of the page. The token stands behind #, which browsers neither send nor tell other pages."""
+    """Returns the URL of the page. The token is in the fragment, after #, which browsers send neither to servers nor to
+    other pages."""
     name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     return f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}/#token={token}"
 
@@ -82,7 +84,7 @@ def new_token() -> str:
 
 
 def serve(listening: socket.socket, named: Sequence[Path], folders: Sequence[Path], token: str, host: str) -> None:
-    """Serve until SIGINT or SIGTERM. Blocking."""
+    """Serves the dashboard until SIGINT or SIGTERM. Blocking."""
     import uvicorn
 
     from decentnode.dashboard.catalog import Catalog
@@ -97,11 +99,11 @@ def serve(listening: socket.socket, named: Sequence[Path], folders: Sequence[Pat
 
 
 class Child:
-    """The dashboard of a run, in a process of its own. It ends with this process, however that one ends: its standard
+    """The dashboard of a run in a child process. The child ends when this process ends in any way, because its standard
     input is then closed."""
 
     def __init__(self, host: str, port: int | None) -> None:
-        """Listen; nobody is answered before `start`. Raises EnvironmentFault."""
+        """Opens the listening socket; requests are answered only after `start`. Raises EnvironmentFault."""
         check_installed()
         self._host, self._token = host, new_token()
         self._listening: socket.socket | None = listen(host, port)
@@ -109,7 +111,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, run: Path) -> None:
-        """Show this run from now on. Not blocking."""
+        """Starts the child, which shows this run. Not blocking. Does nothing if it was started or closed before."""
         if self._listening is None or self._process is not None:
             return
         fd = self._listening.fileno()
@@ -119,13 +121,13 @@ class Child:
         )  # fmt: skip
         told = {"run": str(run), "token": self._token, "host": self._host}
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it died at once; the page will not come, the run does
+        with contextlib.suppress(OSError):  # the child died at once: the page cannot be shown, but the run continues
             self._process.stdin.write(json.dumps(told).encode() + b"\n")
             self._process.stdin.flush()
         self._close_socket()
 
     def close(self) -> None:
-        """End and reap the process. Blocking for END_SECONDS at most, and a moment more. Idempotent."""
+        """Ends and reaps the child. Blocking for little more than END_SECONDS. Idempotent."""
         self._close_socket()
         process, self._process = self._process, None
         if process is None:
@@ -146,7 +148,7 @@ class Child:
 
 
 def _main(fd: int) -> None:
-    """The child: told what to show on its standard input, which stays open for as long as it is wanted."""
+    """Runs the child. It reads what to show from its standard input, which stays open as long as it should run."""
     told = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     run = Path(told["run"])

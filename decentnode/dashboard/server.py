@@ -1,4 +1,4 @@
-"""The web server of the dashboard: the page, and under /api/ what it shows, as JSON."""
+"""The web application of the dashboard: serves the page, and its data as JSON under /api/."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from decentnode.dashboard.catalog import Catalog
 from decentnode.errors import DecentnodeError
 
 if TYPE_CHECKING:
-    from decentnode.dashboard.shown import Shown, Since  # reads runs, with libraries that nobody needs who only waits
+    from decentnode.dashboard.shown import Shown, Since  # imports libraries that are needed only once a page is open
 
 TICK_SECONDS = 0.2
-"""Between two looks at the files of runs that somebody watches. While nobody does, nothing is read."""
+"""Time between two reads of the files of watched runs. Files of runs that no page shows are not read."""
 MOST_SHOWN = 8
-"""Runs that are kept in memory, and that one page shows."""
+"""How many runs are kept in memory, and may be shown by one page."""
 NOTHING: Since = (0, 0, 0, "")
-"""What somebody has been told who has just come."""
+"""State of a new client, which has received nothing yet."""
 MOST_STREAMS = 32
 MOST_FRAMES = 64
-"""Of one answer."""
+"""The most frames in one response."""
 MOST_BODY_BYTES = 4096
 HEARTBEAT_SECONDS = 10.0
-"""Longest silence of a stream: whoever is gone is found out then."""
+"""Longest silence of a stream; a write is needed to notice that the client is gone."""
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 Ask = Callable[[Path, str], str]
-"""ask(run, action): has the run pause, resume, stop or evaluate, and returns what came of it in a sentence. Blocking
-for seconds at most; raises DecentnodeError."""
+"""ask(run, action): makes the run pause, resume, stop or evaluate, and returns the result as a sentence. Blocking for
+some seconds at most; raises DecentnodeError."""
 
 
 def refuse(run: Path, action: str) -> str:  # noqa: ARG001
-    """Stands in where runs cannot be controlled."""
+    """Refuses every order; the default for a dashboard that cannot control runs."""
     raise DecentnodeError("this dashboard only shows runs")
 
 
 def application(catalog: Catalog, token: str, host: str = "127.0.0.1", ask: Ask = refuse) -> Starlette:
-    """Returns the application. host: that it is served at."""
+    """Returns the application. host: the address at which it is served."""
     pages = _Pages(catalog, ask)
     routes = [
         Route("/api/runs", pages.runs),
@@ -76,7 +76,7 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 
 class _Pages:
-    """What is answered. One event loop; files are read in threads, those of a run by one at a time."""
+    """The request handlers. They run in one event loop; files are read in threads, one thread at a time."""
 
     def __init__(self, catalog: Catalog, ask: Ask) -> None:
         self._catalog, self._ask = catalog, ask
@@ -85,7 +85,7 @@ class _Pages:
         self._reading = asyncio.Lock()
 
     async def runs(self, request: Request) -> Response:  # noqa: ARG002
-        """Every run: id, name, state, time, whether it was named."""
+        """Responds with all runs: id, name, state, time, and whether the user named the run."""
         async with self._reading:
             listed = await run_in_threadpool(self._listed)
         return JSONResponse({"runs": listed})
@@ -98,7 +98,8 @@ class _Pages:
                  "state": state_of_run(run.path)["state"]} for run in self._catalog.runs()]  # fmt: skip
 
     async def _get(self, id: str) -> Shown | None:
-        """A run that is shown; None for an unknown one. Those that were not asked for longest are let go."""
+        """Returns a run for display; None for an unknown id. Runs without watchers beyond MOST_SHOWN are dropped from
+        memory, the least recently used first."""
         if id in self._shown:
             self._shown[id] = self._shown.pop(id)
             return self._shown[id]
@@ -112,7 +113,7 @@ class _Pages:
         return shown
 
     async def frames(self, request: Request) -> Response:
-        """Frames of one run as `Frames.packed`: ?run=ID&first=ROUNDS&count=N."""
+        """Responds with frames of one run as `Frames.packed` returns them: ?run=ID&first=ROUNDS&count=N."""
         try:
             first = int(request.query_params.get("first", "0"))
             count = max(1, min(MOST_FRAMES, int(request.query_params.get("count", "16"))))
@@ -126,7 +127,7 @@ class _Pages:
         return Response(data, media_type="application/octet-stream")
 
     async def config(self, request: Request) -> Response:
-        """The experiment as it was written: ?run=ID."""
+        """Responds with the experiment's config as the user wrote it: ?run=ID."""
         async with self._reading:
             shown = await self._get(request.query_params.get("run", ""))
             if shown is None:
@@ -134,7 +135,7 @@ class _Pages:
             return JSONResponse({"text": await run_in_threadpool(shown.config)})
 
     async def control(self, request: Request) -> Response:
-        """{"run": ID, "action": pause | resume | stop | evaluate}."""
+        """Passes an order to a run: {"run": ID, "action": pause | resume | stop | evaluate}."""
         body = b""
         async for piece in request.stream():
             body += piece
@@ -156,8 +157,8 @@ class _Pages:
             return JSONResponse({"error": str(error)[:400]}, 409)
 
     async def stream(self, request: Request) -> Response:
-        """Lines of JSON for as long as somebody reads, each with what has changed of one run since the line before:
-        ?runs=ID&runs=ID. Whoever reads slowly gets fewer lines, each with more in it: nothing queues up."""
+        """Streams lines of JSON until the client disconnects, each with the changes of one run since its line before:
+        ?runs=ID&runs=ID. A slow client gets fewer lines with more changes in each, so that nothing queues up."""
         ids = list(dict.fromkeys(request.query_params.getlist("runs")))[:MOST_SHOWN]
         async with self._reading:
             shown = [each for id in ids if (each := await self._get(id)) is not None]

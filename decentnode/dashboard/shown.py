@@ -1,4 +1,4 @@
-"""One run that somebody looks at: its recording, what its nodes do, its machines; and lines of news for the page."""
+"""One run that a page shows: combines its recording, the status of its nodes and its machines to lines of changes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from decentnode.metrics.writer import finite
 from decentnode.report.reading.repeats import Ran, read
 
 READ_SECONDS = 0.15
-"""Of one look at the files."""
+"""Longest time that one read of the files may take."""
 STATE_SECONDS = 1.0
 POLL_SECONDS = 0.15
-"""Least time between two looks at the files of a run, however many pages ask."""
+"""Least time between two reads of the files of a run, for any number of pages."""
 NEWS = ("nodes", "edges", "points", "evaluations", "events", "status", "uids", "pairs")
 MOST_CONFIG_BYTES = 256 << 10
 
 Since = tuple[int, int, int, str]
-"""(how often the run was begun anew, version of the recording, of the status, state): what somebody has been told."""
+"""What a client has received: (how often the run's folder was replaced, version of the recording, version of the
+status, state)."""
 
 
 class Shown:
-    """Not thread-safe. All methods are blocking."""
+    """The data of one run that pages show. Not thread-safe. All methods are blocking."""
 
     def __init__(self, id: str, path: Path) -> None:
         self.id, self.path = id, path
         self.watchers = 0
-        """Streams that are open."""
+        """Number of open streams."""
         self._anew = 1
         self._begin()
 
@@ -49,7 +50,7 @@ class Shown:
             return
         try:
             self._more = self._recording.poll(READ_SECONDS)
-        except Replaced:  # somebody wrote another run to the same place
+        except Replaced:  # another run was written to the same folder
             self._anew += 1
             self._begin()
             return
@@ -61,8 +62,8 @@ class Shown:
         self._polled = clock.now()
 
     def news(self, since: Since) -> tuple[bytes | None, Since, bool]:
-        """Returns (a line of JSON, or None where nothing is new; what its reader has been told then; whether the files
-        have more that was not read yet)."""
+        """Returns (a line of JSON with the changes, or None without any; what the client has received with it; whether
+        the files have more that was not read yet)."""
         self._poll()
         anew = since[0] != self._anew
         version, status = (0, 0) if anew else since[1:3]
@@ -95,14 +96,14 @@ class Shown:
         }  # fmt: skip
 
     def packed(self, first: int, count: int) -> bytes:
-        """As `Frames.packed`."""
+        """Returns frames as `Frames.packed` does."""
         recording = self._recording
         if not recording.frames.kept:
             self._poll()
         return recording.frames.packed(first, count, len(recording.uids), len(recording.edges))
 
     def config(self) -> str:
-        """The experiment as it was written."""
+        """Returns the experiment's config as the user wrote it; "" if it cannot be read."""
         try:
             with open(self.path / "config.yaml", encoding="utf-8", errors="replace") as file:
                 return file.read(MOST_CONFIG_BYTES)

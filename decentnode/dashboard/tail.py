@@ -1,4 +1,4 @@
-"""Reads files of JSON lines from where it stopped the last time."""
+"""Reads growing files of JSON lines, each time from where the last read stopped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 MOST_LINE_BYTES = 4 << 20
-"""A longer line is skipped: no writer of a run makes one."""
+"""Longest line that is read; longer ones, which no run writes, are skipped."""
 
 
 class Replaced(Exception):
-    """The file is another one than was read so far, or was cut short."""
+    """Raised if the file was replaced by another one, or truncated, since it was last read."""
 
 
 class Tail:
-    """One file. It is open only while `read` runs: runs of thousands of nodes have more files than a process may."""
+    """One file. It is open only during `read`: a run of thousands of nodes has more files than a process may open."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,20 +25,21 @@ class Tail:
         self._inode = -1
         self._in_long_line = False
         self.size = 0
-        """Of the file, when it was looked at last."""
+        """Size of the file at the last `look`."""
 
     @property
     def left(self) -> int:
-        """How many bytes were not read when the file was looked at last."""
+        """Number of unread bytes, as of the last `look`."""
         return max(0, self.size - self._offset)
 
     @property
     def offset(self) -> int:
-        """How many bytes were read."""
+        """Number of bytes read so far."""
         return self._offset
 
     def look(self) -> bool:
-        """Returns whether there is something new; False where there is no file. Raises Replaced."""
+        """Checks the file's size. Returns whether there is something new to read; False if there is no file. Raises
+        Replaced."""
         try:
             found = os.stat(self._path)
         except OSError:
@@ -50,8 +51,8 @@ class Tail:
         return changed or self.left > 0
 
     def read(self, most_bytes: int) -> Iterator[dict[str, Any]]:
-        """Yields the objects on whole lines among the next `most_bytes`; what is torn, or no object, is skipped. An
-        unfinished last line is left for the next time."""
+        """Yields the JSON objects on complete lines among the next `most_bytes`; skips lines that are not valid
+        objects. An unfinished last line is left for the next read."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)

@@ -1,5 +1,5 @@
-"""What a run's figures are told to while it goes on: each tracker in a process of its own, which reads what the nodes
-have recorded. The run never waits for one before its own end."""
+"""Sends a run's figures to trackers while it is in progress. Each tracker runs in its own process, which reads the
+nodes' records from their files. The run waits for trackers only at its end."""
 
 from __future__ import annotations
 

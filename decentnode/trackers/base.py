@@ -1,4 +1,5 @@
-"""What a tracker is: a class whose calls are made one after the other, in a process that has nothing else to do."""
+"""The base class of trackers, and the data that they get. A tracker's methods are called one after the other, in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -22,50 +23,51 @@ class TrackerConfig(component.Config):
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker is told of."""
+    """The run whose figures a tracker gets."""
 
     path: Path
     """The run directory on this machine."""
     name: str
-    """Of the experiment."""
+    """The experiment's name."""
     config: Mapping[str, Any]
     """All values of the experiment, as config.resolved.yaml has them."""
     machine: int
-    """The machine, counted from 0, whose nodes are told of."""
+    """The machine, counted from 0, whose nodes' figures the tracker gets."""
 
     @property
     def folder(self) -> Path:
-        """Where a tracker may keep files: RUN/trackers."""
+        """The folder for a tracker's files: RUN/trackers."""
         return self.path / "trackers"
 
     @property
     def title(self) -> str:
-        """A name that no other run has: the folder's, with the experiment's before it."""
+        """A unique name of the run: the experiment's name and the folder's."""
         return f"{self.name}/{self.path.name}"
 
 
 @dataclass(frozen=True)
 class Point:
-    """The figures of this machine's nodes in one round, or in the evaluation after so many."""
+    """The figures of this machine's nodes for one round, or for the evaluation after a round."""
 
     round: int
-    """How many rounds are finished."""
+    """The number of finished rounds."""
     time: float
-    """Seconds since 1970, of the last record in it."""
+    """Time of the last record in the point, in seconds since 1970."""
     values: Mapping[str, float]
-    """By name, such as `train/loss` or `test/accuracy`; finite."""
+    """Figures by name, such as `train/loss` or `test/accuracy`; all finite."""
 
 
 class Tracker(component.Component, abc.ABC):
-    """Takes a run's figures. Made, called and closed in one thread; a call may block or raise: no node notices."""
+    """Takes a run's figures. It is made, called and closed in one thread. A call may block or raise: nodes do not
+    notice. """
 
     Config: ClassVar[type[component.Config]] = TrackerConfig
     config: TrackerConfig
     needs: ClassVar[tuple[str, str]] = ("", "")
-    """The module that has to be there, and the extra of decentnode that installs it; empty for what is always there."""
+    """The required module, and the extra of decentnode that installs it; empty if nothing has to be installed."""
 
     def __init__(self, config: component.Config, run: TrackedRun) -> None:
-        """Raises EnvironmentFault where the library is not installed, and whatever that raises."""
+        """Raises EnvironmentFault if the library is not installed; errors of the library are passed on."""
         assert isinstance(config, TrackerConfig)
         self.config, self.run = config, run
         module, extra = self.needs
@@ -78,17 +80,18 @@ class Tracker(component.Component, abc.ABC):
 
     @property
     def place(self) -> str:
-        """Where to look, in words for the console; "" where there is nothing to say."""
+        """Where the user finds the figures, as text for the console; "" for no text."""
         return ""
 
     def record(self, uid: int, record: Mapping[str, Any]) -> None:
-        """Take a record of a node as it stands in its metrics.jsonl. Nothing, unless a tracker wants more than
-        points."""
+        """Takes a record of a node's metrics.jsonl. Does nothing by default; for trackers that need more than points.
+        """
 
     @abc.abstractmethod
     def log(self, point: Point) -> None:
-        """Take the figures of a round or an evaluation; rounds come in order, as far as nodes keep pace."""
+        """Takes the figures of a round or an evaluation. The rounds of points increase; records of nodes that are too
+        far behind are left out."""
 
     def close(self, summary: Mapping[str, Any] | None) -> None:
-        """The run is over. summary: as in summary.json; None where it has none, on other machines than the first too.
-        Whatever is not yet where it belongs is written: blocking."""
+        """Ends the tracker after the run, and sends what is still buffered. Blocking. summary: the contents of
+        summary.json; None if there is none, as on all machines but the first."""

@@ -1,4 +1,4 @@
-"""Writes points to a CSV file, a row per figure: RUN/trackers/points.csv."""
+"""The tracker `csv`: writes points to a CSV file, a row per figure: RUN/trackers/points.csv."""
 
 from __future__ import annotations
 

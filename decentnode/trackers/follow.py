@@ -1,5 +1,5 @@
-"""Reads the records of a run while its nodes write them. The files are the queue: however slow the reader is, no node
-waits, and no record waits in memory."""
+"""Reads the records of a run while its nodes write them. The files serve as the queue: a slow reader makes no node
+wait, and no record is queued in memory."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 20
-"""That are read of one file at a time; a longer line is no record, and left out."""
+"""How many bytes of one file are read at a time. A longer line cannot be a record and is skipped."""
 
 
 class Follower:
-    """Yields the records of all nodes in a run directory that were not read yet, also of nodes that come later."""
+    """Yields the unread records of all nodes in a run directory, including nodes that appear later."""
 
     def __init__(self, run: Path) -> None:
         self._nodes = str(run / "nodes")
         self._read: dict[str, int] = {}
-        """How many bytes of each file were read, up to the end of a line."""
+        """path -> bytes read, up to the end of a line."""
 
     @property
     def uids(self) -> list[int]:
-        """The nodes that have a folder in the run directory: those of this machine."""
+        """The nodes that have a folder in the run directory, which are those of this machine."""
         return sorted(uid for uid, _ in self._files())
 
     def _files(self) -> list[tuple[int, str]]:
@@ -35,13 +35,14 @@ class Follower:
         return sorted((int(name), f"{self._nodes}/{name}/metrics.jsonl") for name in names)
 
     def poll(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields (uid, record), at most MOST_BYTES of each node. Raises no error for what cannot be read now."""
+        """Yields (uid, record) of unread records, at most MOST_BYTES per node. Ignores files that cannot be read now.
+        """
         for uid, path in self._files():
             if self._unread(path):
                 yield from ((uid, record) for record in self._more(path))
 
     def _unread(self, path: str) -> int:
-        """Returns how many bytes of a file were not read yet; 0 where there is none."""
+        """Returns how many bytes of a file have not been read yet; 0 if there is no file."""
         try:
             return os.stat(path).st_size - self._read.get(path, 0)
         except OSError:
@@ -62,11 +63,11 @@ class Follower:
         for line in data[:end].splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:  # torn by a crash
+            except ValueError:  # an incomplete line after a crash
                 continue
             if isinstance(record, dict):
                 yield record
 
     def at_end(self) -> bool:
-        """Whether everything that is written has been read, other than a line without its end."""
+        """Returns whether everything written has been read, except possibly an unfinished last line."""
         return all(self._unread(path) < MOST_BYTES for _, path in self._files())

@@ -1,4 +1,4 @@
-"""Logs points to a run of MLflow."""
+"""The tracker `mlflow`: logs points to a run of MLflow."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from decentnode.config import component
 from decentnode.trackers.base import Point, TrackedRun, Tracker, TrackerConfig
 
 MOST_VALUE = 500
-"""Characters of a parameter's value; servers refuse longer ones."""
+"""Longest value of a parameter in characters; servers refuse longer ones."""
 AT_ONCE = 100
-"""Parameters in one call, of which servers take no more."""
+"""The most parameters that servers accept in one call."""
 
 
 class MLflowConfig(TrackerConfig):
@@ -68,7 +68,7 @@ class MLflow(Tracker):
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (dotted key, value as text)."""
+    """Yields (dotted key, value as a string) of all leaves."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{above}{key}.")

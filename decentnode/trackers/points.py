@@ -1,4 +1,4 @@
-"""Joins the records of a machine's nodes to points: one per round, and one per evaluation."""
+"""Combines the records of a machine's nodes to points: one per round, and one per evaluation."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from decentnode.metrics.figures import PURPOSES
 from decentnode.trackers.base import Point
 
 HOLD_SECONDS = 10.0
-"""How long a round waits for the records of all nodes. Then it is told of those that are there: a node that is dead or
-far behind holds nothing up."""
+"""How long a round waits for the records of all nodes. After that its point is made from the records that have arrived,
+so that a dead or slow node does not block it."""
 MOST_HELD = 256
-"""Rounds that wait at the most; of more the earliest is told as it is."""
+"""How many rounds may wait; beyond that the earliest point is made from the records that have arrived."""
 OF_THE_RUN = ("consensus_distance", "consensus_rms", "contributors")
 """Figures of an evaluation that are the same on all nodes."""
 
 
 @dataclass
 class _Held:
-    """What is known of one round."""
+    """The records of one round, or of one evaluation, that have arrived so far."""
 
     since: float
     records: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     sent: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Bytes by purpose that each node had sent by then."""
+    """uid -> bytes by purpose that the node had sent by then."""
 
 
 @dataclass
 class _Sent:
-    """Bytes by purpose that a node has sent: its process counts from 0 when the node is started again."""
+    """Bytes by purpose that a node has sent in all its processes: a restarted node's process counts from 0."""
 
     earlier: dict[str, float] = field(default_factory=dict)
     of_process: dict[str, float] = field(default_factory=dict)
 
     def take(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Returns what the node has sent up to a record, with that of its earlier processes."""
+        """Returns the bytes that the node has sent up to a record, including those of its earlier processes."""
         now: dict[str, float] = {
             each: known[0] for each in PURPOSES if (known := _numbers([record], f"{each}_bytes_sent"))
         }
@@ -54,23 +54,22 @@ class _Sent:
 
 
 class Points:
-    """Takes records, returns points. Records that come when their round has been told are left out."""
+    """Takes records and yields points. Records that arrive after the point of their round was made are left out."""
 
     def __init__(self, uids: Collection[int], every: int = 1) -> None:
-        """uids: of the nodes on this machine. every: rounds between two points of training."""
+        """uids: the nodes on this machine. every: rounds between two points of training figures."""
         self.uids, self.every = frozenset(uids), every
         self.late = 0
-        """Records that came too late."""
+        """How many records arrived too late."""
         self._held: dict[tuple[str, int], _Held] = {}
         self._told: dict[str, int] = {"round": -1, "evaluation": -1}
-        """The last round of each kind that was told."""
+        """Kind of record -> the last round for which a point was made."""
         self._sent: dict[int, _Sent] = {}
         self._sent_told: dict[int, dict[str, float]] = {}
-        """Of each node the bytes by purpose as of the last round that was told: who is gone has sent them all the
-        same."""
+        """uid -> bytes by purpose as of the last point; a node that is gone keeps its bytes in the sums."""
 
     def take(self, uid: int, record: Mapping[str, Any], now: float) -> Iterator[Point]:
-        """Yields what a record completes. now: `clock.now()`."""
+        """Takes a record and yields the points that it completes. now: `clock.now()`."""
         kind, number = record.get("kind"), record.get("round")
         if kind not in self._told or not isinstance(number, int):
             return
@@ -89,17 +88,18 @@ class Points:
             yield from self._tell_until(*min(self._held, key=lambda key: key[1]))
 
     def overdue(self, now: float) -> Iterator[Point]:
-        """Yields what has waited too long."""
+        """Yields the points that have waited for longer than HOLD_SECONDS."""
         for kind, rounds in [key for key, held in self._held.items() if now - held.since > HOLD_SECONDS]:
             yield from self._tell_until(kind, rounds)
 
     def rest(self) -> Iterator[Point]:
-        """Yields all that is left."""
+        """Yields all remaining points, at the end of the run."""
         for kind in self._told:
             yield from self._tell_until(kind, max((rounds for held, rounds in self._held if held == kind), default=-1))
 
     def _tell_until(self, kind: str, rounds: int) -> Iterator[Point]:
-        """Yields the rounds up to this one, in order: what still waited for a node that is further now never comes."""
+        """Yields the points up to this round, in order. Earlier rounds do not wait any longer, because the nodes that
+        they lack have already passed them."""
         for key in sorted(key for key in self._held if key[0] == kind and key[1] <= rounds):
             held = self._held.pop(key)
             self._told[kind] = max(self._told[kind], key[1])
@@ -118,7 +118,8 @@ def _numbers(records: list[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def _training(records: list[Mapping[str, Any]], sent: Collection[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the nodes that are there; the bytes that all have sent so far."""
+    """Returns the figures of a round: means over the nodes whose records are there, and the bytes sent by all so far.
+    """
     found = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "train/learning_rate": "lr",
              "time/round_seconds": "seconds", "time/train_seconds": "train_seconds",
              "time/wait_seconds": "wait_seconds", "time/mix_seconds": "mix_seconds"}  # fmt: skip
@@ -131,8 +132,8 @@ def _training(records: list[Mapping[str, Any]], sent: Collection[Mapping[str, fl
 
 
 def _evaluated(records: list[Mapping[str, Any]]) -> dict[str, float]:
-    """Of every metric the mean over all nodes of the run, the extremes over those of this machine, and the value of the
-    merged model."""
+    """Returns the figures of an evaluation: of every metric the mean over all nodes of the run, the extremes over this
+    machine's nodes, and the value of the merged model."""
     values: dict[str, float] = {}
     last = records[-1]
     for key in dict.fromkeys(key for each in records for key in each):

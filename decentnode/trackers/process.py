@@ -1,7 +1,7 @@
 """The process of one tracker: `python -m decentnode.trackers.process RUN CONFIG --status FD`.
 
-It reads what the nodes record until its standard input ends, which is when the launcher has ended the run, in whichever
-way; then the rest, and closes the tracker. What it has to say to the launcher it writes to a pipe, a line each.
+It reads the nodes' records until its standard input is closed, which means that the run has ended in any way; then it
+reads the rest and closes the tracker. Its messages to the launcher are lines on a pipe: "= PLACE", "! ERROR" or text.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ from decentnode.trackers.points import Points
 
 POLL_SECONDS = 1.0
 FAILURES = 10
-"""Points in a row that a tracker may refuse; then it is given up."""
+"""After this many refused calls in a row the tracker is given up."""
 
 
 class GivenUp(Exception):
-    """The tracker refused FAILURES points in a row."""
+    """The tracker raised for FAILURES calls in a row."""
 
 
 class Feed:
-    """Takes what a run records to one tracker."""
+    """Passes the records of a run to one tracker."""
 
     def __init__(self, run: TrackedRun, tracker: Tracker, say: Callable[[str], None]) -> None:
         self._run, self._tracker, self._say = run, tracker, say
         self._follower = Follower(run.path)
         self._points = Points(self._follower.uids, tracker.config.every)
         self.told = 0
-        """Points that the tracker took."""
+        """How many points the tracker accepted."""
         self.refused = 0
-        """Points that it raised for."""
+        """How many calls of the tracker raised an error."""
         self._in_a_row = 0
 
     def poll(self) -> None:
-        """Take what is there by now. Raises GivenUp."""
+        """Passes on the records written so far. Raises GivenUp."""
         for uid, record in self._follower.poll():
             self._call(self._tracker.record, uid, record)
             self._log(self._points.take(uid, record, clock.now()))
         self._log(self._points.overdue(clock.now()))
 
     def finish(self) -> None:
-        """Take all that is left, and close the tracker. Raises what closing does, and GivenUp."""
+        """Passes on all remaining records and closes the tracker. Raises GivenUp, and what closing the tracker raises.
+        """
         while True:
             self.poll()
             if self._follower.at_end():
@@ -76,7 +77,8 @@ class Feed:
                 self._in_a_row = 0
 
     def _call(self, function: Callable[..., None], *given: Any) -> bool:
-        """Returns whether the tracker took it: one that raises for a point may take the next one."""
+        """Calls a method of the tracker. Returns whether it succeeded; after an error the next call may succeed. Raises
+        GivenUp after FAILURES errors in a row."""
         try:
             function(*given)
         except Exception as error:
@@ -92,7 +94,7 @@ class Feed:
 
 
 def make(name_and_keys: dict[str, Any], run: TrackedRun) -> Tracker:
-    """Returns a tracker of its section. Raises what its class does."""
+    """Returns the tracker for a section of the config. Raises what its class raises."""
     chosen = load_class(str(name_and_keys["name"]), TRACKERS, "tracker")
     run.folder.mkdir(exist_ok=True)
     made = chosen(chosen.Config.model_validate(name_and_keys), run)
@@ -101,18 +103,18 @@ def make(name_and_keys: dict[str, Any], run: TrackedRun) -> Tracker:
 
 
 def opened(path: Path, machine: int = 0) -> TrackedRun:
-    """Returns a run directory as trackers see it. Raises OSError and ValueError where it has no readable config."""
+    """Returns the `TrackedRun` for a run directory. Raises OSError or ValueError if it has no readable config."""
     config = yaml.safe_load((path / "config.resolved.yaml").read_text(encoding="utf-8"))
     return TrackedRun(path, str(config["name"]), config, machine)
 
 
 def _short(error: BaseException) -> str:
-    """Returns an error as part of one line."""
+    """Returns an error as text of a single line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def main(words: list[str] | None = None) -> int:
-    """Blocking until standard input ends. Returns the exit code."""
+    """Runs a tracker. Blocking until standard input is closed. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
     parser.add_argument("config", help="the tracker's section, as JSON")
@@ -122,7 +124,7 @@ def main(words: list[str] | None = None) -> int:
     given = parser.parse_args(words)
 
     def say(text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # the launcher is gone
             os.write(given.status, f"{text}\n".encode()[:1000])
 
     if given.beside is not None:

@@ -1,4 +1,4 @@
-"""An endpoint that Prometheus scrapes, one per machine: the latest figures of the machine's nodes."""
+"""The tracker `prometheus`: an endpoint per machine from which Prometheus scrapes the latest figures of its nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PrometheusConfig(TrackerConfig):
 
 @dataclass
 class NodeTotals:
-    """The last known figures of a node, and what has added up so far."""
+    """The last known figures of a node, and its totals so far."""
 
     rounds: int = 0
     train_loss: float | None = None
@@ -70,7 +70,7 @@ class Prometheus(Tracker):
         text = f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}/metrics"
         return text if self.config.host in LOOPBACK else f"{text}, which anyone who can reach this machine can read"
 
-    # -- what is told -----------------------------------------------------------------------------------------
+    # -- taking records ---------------------------------------------------------------------------------------
 
     def record(self, uid: int, record: Mapping[str, Any]) -> None:
         with self._lock:
@@ -100,17 +100,17 @@ class Prometheus(Tracker):
                 node.test[key] = value
 
     def log(self, point: Point) -> None:
-        """Points are of no use here: Prometheus asks for the latest of every node."""
+        """Does nothing: Prometheus asks for the latest figures of every node, which come from records."""
 
     def close(self, summary: Mapping[str, Any] | None) -> None:  # noqa: ARG002
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5.0)
 
-    # -- what is asked for ------------------------------------------------------------------------------------
+    # -- answering a scrape -----------------------------------------------------------------------------------
 
     def collect(self) -> Iterable[Metric]:
-        """Called in a thread of the server, once per scrape."""
+        """Returns all metrics. The server calls it once per scrape, in one of its threads."""
         with self._lock:
             return [*self._info(), *self._counters(), *self._gauges(), *self._processes()]
 
@@ -171,7 +171,8 @@ class Prometheus(Tracker):
         yield from (loss, *([norm] if norm.samples else []), rate, test, told, merged, distance)
 
     def _processes(self) -> Iterator[Metric]:
-        """CPU and memory of the nodes' processes, of several nodes in one under the lowest uid."""
+        """Yields CPU and memory of the nodes' processes; a process with several nodes is listed under its lowest
+        uid."""
         import psutil
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

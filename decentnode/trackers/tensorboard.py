@@ -1,4 +1,4 @@
-"""Writes points to an event file for TensorBoard: RUN/trackers/tensorboard."""
+"""The tracker `tensorboard`: writes points to an event file for TensorBoard, in RUN/trackers/tensorboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs points to a run of Weights & Biases."""
+"""The tracker `wandb`: logs points to a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class WandB(Tracker):
             project=self.config.project, entity=self.config.entity, mode=self.config.mode, dir=str(run.folder),
             name=f"{run.title}{machine}", group=run.name, config=dict(run.config),
         )  # fmt: skip
-        # training and evaluations of one round come at different times: their place is the round, not their order
+        # Training figures and evaluations of a round are logged at different times, so the x axis is the round instead
+        # of the order of the calls.
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")
 

@@ -1,8 +1,8 @@
-// The server: the token, requests, and the stream of news.
+// Talks to the server: keeps the token, sends requests and reads the stream of changes.
 
 let token = "";
 
-/** Takes the token out of the address, where it would stand in histories and bookmarks, and keeps it for this tab. */
+/** Removes the token from the address, which histories and bookmarks would keep, and stores it for this tab. */
 export function takeToken() {
   const hash = new URLSearchParams(location.hash.slice(1)), query = new URLSearchParams(location.search);
   token = hash.get("token") || query.get("token") || sessionStorage.getItem("token") || "";
@@ -50,7 +50,7 @@ export async function frames(run, first, count, nodeColumns, edgeColumns) {
   return found;
 }
 
-/** Returns a sentence that says what came of it. */
+/** Orders a run to do something. Returns the server's answer as a sentence. */
 export async function control(run, action) {
   const answer = await ask("/api/control", { method: "POST", headers: { "content-type": "application/json" },
                                              body: JSON.stringify({ run, action }) });
@@ -58,7 +58,7 @@ export async function control(run, action) {
   return said.said || said.error || "";
 }
 
-/** Calls take(news) for every line, until the signal or the end. */
+/** Reads the stream of changes and calls take(news) for each line, until it is aborted by the signal or ends. */
 export async function stream(ids, take, signal) {
   const answer = await ask("/api/stream?" + new URLSearchParams(ids.map((id) => ["runs", id])), { signal });
   if (!answer.ok) throw new Error((await answer.json()).error);

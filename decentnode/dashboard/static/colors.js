@@ -1,4 +1,4 @@
-// Colors that people who see few of them can tell apart, and numbers as texts.
+// Colors that color-blind people can tell apart, and the formatting of numbers.
 
 const RAMP = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55", "#fee838"];
 const HEAT_LIGHT = ["#d6dde4", "#e9c9a8", "#f0a35e", "#e0701d", "#a83e00"];
@@ -6,7 +6,7 @@ const HEAT_DARK = ["#3a434e", "#6d5340", "#a8673a", "#e0832f", "#ffb45e"];
 export const KINDS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999"];
 const RUNS_LIGHT = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B57A00", "#3d9bd1", "#8a6d3b", "#7f7f7f"];
 const RUNS_DARK = ["#56B4E9", "#F0863A", "#2fc796", "#E59BC6", "#E69F00", "#8fb7ff", "#c9a66b", "#aaaaaa"];
-/** Of the i-th run that is shown. */
+/** Returns the color of the i-th shown run. */
 export const runColor = (i) => (dark() ? RUNS_DARK : RUNS_LIGHT)[i % RUNS_LIGHT.length];
 export const GROUPS = { dead: "#D55E00", back: "#009E73", refused: "#CC79A7", fault: "#E69F00", control: "#0072B2", other: "#999999" };
 export const STEPS = 24;
@@ -20,7 +20,7 @@ function at(stops, share) {
   return `rgb(${part(16)} ${part(8)} ${part(0)})`;
 }
 
-/** A color for a share from 0 to 1, of few: equal ones are drawn together. */
+/** Returns a color for a share from 0 to 1. There are only a few steps, because edges of equal color are drawn together. */
 export function color(ramp, share) {
   const step = Math.round(Math.min(Math.max(share, 0), 1) * STEPS), key = ramp + step;
   if (!mixed.has(key)) mixed.set(key, at({ value: RAMP, heat: HEAT_LIGHT, heatDark: HEAT_DARK }[ramp], step / STEPS));
@@ -54,7 +54,7 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** A canvas with as many pixels as the screen has; returns its context in CSS pixels. */
+/** Gives a canvas the screen's number of pixels, and returns its context, scaled to CSS pixels. */
 export function sharpen(canvas) {
   const ratio = Math.min(window.devicePixelRatio || 1, 2), width = canvas.clientWidth, height = canvas.clientHeight;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {

@@ -1,4 +1,4 @@
-// Curves of all shown runs over rounds, seconds or bytes: the band of the nodes, their mean, the merged model.
+// Draws curves of all shown runs over rounds, seconds or bytes: the range over the nodes, their mean, the merged model.
 
 import { bytes, css, number, seconds, sharpen } from "./colors.js";
 import { unknown } from "./model.js";
@@ -9,7 +9,7 @@ export const AXES = {
   bytes: { title: "payload bytes of all nodes", of: (point) => point[2], text: (v) => bytes(v) },
 };
 
-/** Charts: name -> how to get [x, mean, low, high, merged] of a run. */
+/** Charts: name -> function that returns rows of [x, mean, low, high, merged] of a run. */
 const metric = (index) => ({
   title: (run) => (run.about.metrics[index] ? "test " + run.about.metrics[index].text + (run.about.metrics[index].suffix ? ` (${run.about.metrics[index].suffix})` : "") : ""),
   log: (run) => Boolean(run.about.metrics[index] && run.about.metrics[index].logarithmic),
@@ -76,7 +76,7 @@ export class Chart {
     }
     const positive = every.flatMap((row) => row.slice(1)).filter((v) => v > 1e-12);
     const log = runs.length > 0 && this.kind.log(runs[0].run) && positive.length > 0;
-    if (log) { // what lies far below the rest, such as the distance of models that begin alike, does not squeeze it
+    if (log) { // cut off values far below the rest, such as the distance of equal initial models, which would squeeze it
       const sorted = positive.sort((a, b) => a - b);
       low = Math.max(sorted[0], sorted[Math.floor(sorted.length / 2)] / 1e3);
       high = sorted[sorted.length - 1];
@@ -113,7 +113,7 @@ export class Chart {
       if (!known.length) continue;
       context.strokeStyle = color; context.lineWidth = thick; context.setLineDash(dash); context.lineJoin = "round";
       context.beginPath();
-      rows.forEach((row, i) => { // no line over evaluations that did not measure this: nobody knows the way between
+      rows.forEach((row, i) => { // interrupt the line at evaluations that lack this metric
         if (unknown(row[at])) return;
         const x = X(row[0]), y = Y(row[at]), [before, after] = [rows[i - 1], rows[i + 1]].map((each) => Boolean(each) && !unknown(each[at]));
         if (before) context.lineTo(x, y); else context.moveTo(x, y);

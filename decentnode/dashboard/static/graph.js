@@ -1,4 +1,4 @@
-// The graph of one run on a canvas: nodes and edges in the color of what they are asked for.
+// Draws the graph of one run on a canvas, with nodes and edges colored by the chosen quantities.
 
 import { bytes, color, css, dark, KINDS, number, seconds, sharpen } from "./colors.js";
 import { Layout } from "./layout.js";
@@ -90,7 +90,7 @@ export class Graph {
     return lines.join("\n");
   }
 
-  /** Draws; returns whether places still change. */
+  /** Draws the graph. Returns whether positions are still changing. */
   draw(run, view, settings, chosen) {
     Object.assign(this, { run, view });
     const { context, width, height } = sharpen(this.canvas);
@@ -154,7 +154,7 @@ export class Graph {
     return { kind, low, high, ramp };
   }
 
-  /** Arrows from who waits to whom. */
+  /** Draws arrows from waiting nodes to the nodes that they wait for. */
   drawWaits(context) {
     const { run, places, radius } = this;
     context.strokeStyle = context.fillStyle = css("--warn");
@@ -222,7 +222,7 @@ export class Graph {
     return { kind, low, high, ramp, kinds, any: known.length > 0 };
   }
 
-  /** Whether a node is no part of the run at this moment. */
+  /** Returns whether a node does not take part in the run at the shown moment. */
   isGone(i) {
     const { run, view } = this;
     if (!view.live) return unknown(column(run, view.node(i), "time"));

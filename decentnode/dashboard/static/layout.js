@@ -1,4 +1,4 @@
-// Places of nodes: springs along edges, all nodes push each other away. A little at a time, the same for the same graph.
+// Force-directed layout: edges attract, nodes repel each other. Computed in small steps; deterministic for a graph.
 
 const MOST_EXACT = 250, ROUNDS = 300;
 
@@ -20,7 +20,7 @@ export class Layout {
 
   get over() { return this.done >= ROUNDS || this.count < 3; }
 
-  /** Goes on for so many milliseconds. */
+  /** Continues the layout for some milliseconds. */
   run(milliseconds) {
     const until = performance.now() + milliseconds;
     while (!this.over && performance.now() < until) this.step();
@@ -48,7 +48,7 @@ export class Layout {
     this.done++;
   }
 
-  /** Of many nodes only those nearby push, and the middle of all pushes everybody outward. */
+  /** Adds the repulsion. With many nodes, only nearby ones repel each other, and the center of all repels every node. */
   pushNear(push) {
     const size = 3 * this.ideal, cells = new Map();
     for (let i = 0; i < this.count; i++) {
@@ -69,7 +69,7 @@ export class Layout {
     }
   }
 
-  /** Scales to a box, which keeps `below` free for a legend; returns [x, y] of a node by its index. */
+  /** Scales to a box, with `below` pixels left free for a legend. Returns a function: index of a node -> [x, y]. */
   fit(width, whole, margin, below) {
     const height = whole - below;
     let [left, right, top, bottom] = [Infinity, -Infinity, Infinity, -Infinity];
@@ -78,7 +78,7 @@ export class Layout {
       top = Math.min(top, this.y[i]); bottom = Math.max(bottom, this.y[i]);
     }
     const across = Math.max(right - left, 1e-3), down = Math.max(bottom - top, 1e-3);
-    // a graph is no map: stretching it up to a half fills the space better
+    // positions have no meaning, so stretching one axis by up to a half is allowed, and fills the space better
     let a = (width - 2 * margin) / across, b = (height - 2 * margin) / down;
     const least = Math.min(a, b);
     a = Math.min(a, 1.5 * least); b = Math.min(b, 1.5 * least);

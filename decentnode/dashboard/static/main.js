@@ -1,4 +1,4 @@
-// The page: what is shown, in which view, and what keys and buttons do. The view stands in the address.
+// The page: the shown runs, the view, keys and buttons. The view is kept in the address.
 
 import * as api from "./api.js";
 import { dark, runColor } from "./colors.js";
@@ -186,7 +186,7 @@ function draw(now) {
   const moving = [...app.panes.values()].map(drawPane).some(Boolean);
   const shown = app.runs.map((run, i) => ({ run, color: runColor(i) }));
   for (const { run, color } of shown) app.panes.get(run.id).holder.style.setProperty("--run", color);
-  const settling = moving && drawn++ % 6; // while nodes still find their places, nothing else changes
+  const settling = moving && drawn++ % 6; // while the layout is still moving, redraw everything else less often
   if (!settling) {
     for (const chart of charts) chart.draw(shown, app.axis, app.position);
     drawTransport(shown);
@@ -229,7 +229,7 @@ function advance(now) {
   if (!run) { app.playing = false; return; }
   const last = app.last(), stride = Math.max(1, run.frameInfo.stride);
   if (app.position === null || app.position >= last) { app.playing = false; app.setPosition(last); return; }
-  if (!run.frameAt(Math.min(app.position + stride, run.lastRound)) && run.fetching) return; // it comes in a moment
+  if (!run.frameAt(Math.min(app.position + stride, run.lastRound)) && run.fetching) return; // wait for the frame that is being fetched
   app.setPosition(app.position + stride);
 }
 
@@ -352,6 +352,6 @@ window.addEventListener("hashchange", () => { api.takeToken(); begin(); });
 window.addEventListener("resize", () => app.redraw());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => app.redraw());
 document.addEventListener("visibilitychange", () => app.redraw());
-setInterval(() => { app.dirty = true; }, 1000); // ages and waits grow while nothing comes
+setInterval(() => { app.dirty = true; }, 1000); // ages and waiting times grow even without changes
 requestAnimationFrame(draw);
 begin();

@@ -1,4 +1,4 @@
-// One run as the page knows it: the newest of every node and edge, points of curves, frames for the replay.
+// The page's data of one run: the latest state of every node and edge, points of curves, frames for the replay.
 
 import { frames } from "./api.js";
 
@@ -21,7 +21,7 @@ export class Run {
     this.skew = 0;
   }
 
-  /** Takes in one line of the stream. */
+  /** Applies one line of the stream. */
   take(news) {
     if (news.anew) this.begin();
     if (news.about) this.about = news.about;
@@ -64,13 +64,13 @@ export class Run {
     return this.state === "running" && states.some((each) => each.doing === "paused");
   }
 
-  /** Seconds since the begin, of now while the run goes on. */
+  /** Returns the seconds from the begin of the run to its end, or to now while it is in progress. */
   get now() {
     const end = this.state === "running" ? Date.now() / 1000 + this.skew : this.ended;
     return end && this.began ? end - this.began : 0;
   }
 
-  /** The point of the curves at, or before, so many rounds. */
+  /** Returns the last point of the curves at or before this number of rounds. */
   pointAt(rounds) {
     const points = this.curve();
     let low = 0, high = points.length - 1;
@@ -78,7 +78,7 @@ export class Run {
     return points[low] || null;
   }
 
-  /** Whether the node is known to be no part of the run any more. */
+  /** Returns whether the node is known to have left or died. */
   isGone(i) {
     const status = this.status[this.uids[i]];
     return Boolean(status) && (status.doing === "gone" || status.doing === "failed");
@@ -98,7 +98,7 @@ export class Run {
     return found;
   }
 
-  /** Rounds at a time of the run, for events, which have no round. */
+  /** Returns the number of rounds at a time of the run, for events, which have no round. */
   roundsAt(seconds) {
     const points = this.curve();
     let low = 0, high = points.length - 1;
@@ -106,7 +106,7 @@ export class Run {
     return points.length ? points[low][0] : 0;
   }
 
-  /** The frame at, or before, so many rounds; null while it is being fetched. */
+  /** Returns the frame at or before this number of rounds; null while it is being fetched. */
   frameAt(rounds) {
     const point = this.pointAt(Math.min(rounds, this.lastRound));
     if (!point) return null;
@@ -134,7 +134,7 @@ export class Run {
         if (this.frames.size * bytes <= MOST_FRAME_BYTES) break;
         this.frames.delete(key);
       }
-    } catch { /* the stream says that the server is gone */ }
+    } catch { /* the stream reports that the server is gone */ }
     this.fetching = false;
     const wanted = this.wanted;
     this.wanted = null;
@@ -142,7 +142,7 @@ export class Run {
     this.changed();
   }
 
-  /** What is shown at a position (null: the newest): rows of nodes and edges as columns say, and the time. */
+  /** Returns the state at a position (null: the latest): rows of nodes and edges with the columns, and the time. */
   view(position) {
     if (position === null) {
       return { rounds: Math.max(0, ...this.rounds.filter((r) => r !== undefined)), time: this.now, live: true,

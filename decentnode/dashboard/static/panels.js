@@ -1,4 +1,4 @@
-// What stands beside the graph in words and tables. Everything that comes from runs is set as text, never as HTML.
+// The texts and tables beside the graph. All data of runs is inserted as text, never as HTML.
 
 import { config } from "./api.js";
 import { bytes, GROUPS, number, seconds } from "./colors.js";
@@ -25,7 +25,7 @@ function table(heads, rows, more = () => ({})) {
     element("tbody", {}, ...rows.map((row, at) => element("tr", more(at), ...row.map((cell, i) => element("td", { class: i ? "" : "left", text: cell }))))));
 }
 
-/** Those that others wait for and that wait for nobody themselves. */
+/** Returns the nodes that others wait for and that do not wait themselves. */
 export function blamed(run) {
   const waited = new Map();
   for (const each of Object.values(run.status)) for (const uid of each.for) waited.set(uid, (waited.get(uid) || 0) + 1);
@@ -144,7 +144,7 @@ function settings(run, view, app) {
 
 export const PANELS = { waits: ["Who waits", waits], nodes: ["Nodes", nodes], machines: ["Machines", machines], events: ["Events", events], config: ["Config", settings] };
 
-/** What a run came to, in a line, at a position. */
+/** Returns the results of a run at a position, in one line. */
 export function figures(run, view) {
   const point = run.pointAt(view.rounds), evaluation = run.evaluationAt(view.rounds), found = [];
   const planned = run.about.rounds, main = run.main, of = (name) => (view.live ? run.newest(name) : []);

@@ -1,4 +1,4 @@
-// Events over the rounds, right above the scrubber.
+// Draws events over the rounds, above the scrubber.
 
 import { css, GROUPS, sharpen } from "./colors.js";
 
@@ -22,7 +22,7 @@ export class Timeline {
     return this.near(x).map((mark) => mark.text).join("\n");
   }
 
-  /** from: where the scrubber's own track begins and ends, in this canvas. */
+  /** from: where the scrubber's track begins and ends, in pixels of this canvas. */
   draw(runs, last, track) {
     const { context, width, height } = sharpen(this.canvas), [left, right] = track || [EDGE, width - EDGE];
     this.marks = [];
