@@ -3,7 +3,7 @@
 
 from decentnode.api.experiment import Experiment, run
 from decentnode.api.results import Run, open_run
-from decentnode.api.stopped import RunInterrupted
+from decentnode.api.run_errors import RunInterrupted
 from decentnode.api.sweeps import Sweep, sweep
 
 for _public in (Experiment, Run, RunInterrupted, Sweep):

@@ -15,7 +15,7 @@ import yaml
 
 from decentnode import clock
 from decentnode.api import progress as display
-from decentnode.api import stopped
+from decentnode.api import run_errors
 from decentnode.api.results import Run
 from decentnode.api.sections import Sections
 from decentnode.cli.start import config_of, default_config, environ
@@ -40,19 +40,19 @@ class Experiment:
 
     def __init__(self, config: Config = None, **sections: Any) -> None:
         """Makes the experiment as `from_config` does."""
-        kept = Sections()
+        converter = Sections()
         self._layers: list[dict[str, Any]] = []
         self._config, self._environ = "", environ()
         if isinstance(config, Mapping):
-            self._layers.append(kept.plain(config))
+            self._layers.append(converter.plain(config))
         elif config is not None and not isinstance(config, str | os.PathLike):
             self._layers.append(yaml.safe_load(config.resolved_yaml()))
         else:
             given: str = default_config() if config is None else os.fspath(config)
             self._config, self._environ = config_of(given, self._environ)
         if sections:
-            self._layers.append(kept.plain(sections))
-        self._objects = kept.objects
+            self._layers.append(converter.plain(sections))
+        self._objects = converter.objects
 
     @classmethod
     def from_config(
@@ -97,7 +97,7 @@ class Experiment:
         loss: a module or a function of outputs and targets that returns the mean loss; default: the task's loss.
         sections: as in `from_config`. Raises UsageError, DataError.
         """
-        kept, made = Sections(), dict[str, Any]()
+        converter, plain = Sections(), dict[str, Any]()
         if isinstance(graph, str | type):
             graph = {"name": graph}
         if isinstance(graph, Mapping) and nodes is not None:
@@ -105,28 +105,28 @@ class Experiment:
         described = isinstance(train, type | str | Mapping | functools.partial)
         if described and test is not None:
             raise UsageError("test must not be given if data is a section or a class, which provides both")
-        made["data"] = kept.plain({"data": train})["data"] if described else kept.keep("data", train, test)
-        if isinstance(made["data"], str):
-            made["data"] = {"name": made["data"]}
+        plain["data"] = converter.plain({"data": train})["data"] if described else converter.keep("data", train, test)
+        if isinstance(plain["data"], str):
+            plain["data"] = {"name": plain["data"]}
         training = {"optimizer": optimizer, "loss": loss, "batch_size": batch_size, "local_steps": local_steps}
         training = {key: value for key, value in training.items() if value is not None}
-        made |= kept.plain({"model": model, "graph": graph, "training": training})
+        plain |= converter.plain({"model": model, "graph": graph, "training": training})
         if partition is not None:
-            made["data"]["partition"] = kept.plain({"data": {"partition": partition}})["data"]["partition"]
+            plain["data"]["partition"] = converter.plain({"data": {"partition": partition}})["data"]["partition"]
         if rounds is not None:
-            made["node"] = {"rounds": rounds}
-        experiment = cls(made)
-        experiment._objects = kept.objects
-        return experiment._with(sections) if sections else experiment
+            plain["node"] = {"rounds": rounds}
+        experiment = cls(plain)
+        experiment._objects = converter.objects
+        return experiment._merged_with(sections) if sections else experiment
 
-    def _with(self, sections: Mapping[str, Any], *layers: dict[str, Any]) -> Experiment:
+    def _merged_with(self, sections: Mapping[str, Any], *layers: dict[str, Any]) -> Experiment:
         """Returns a copy of this experiment with `sections`, then `layers`, merged over it."""
-        kept, made = Sections(self._objects), object.__new__(Experiment)
-        over = kept.plain(sections)
-        made._config, made._environ = self._config, self._environ
-        made._layers = [*self._layers, *([over] if over else []), *(layer for layer in layers if layer)]
-        made._objects = kept.objects
-        return made
+        converter, copy = Sections(self._objects), object.__new__(Experiment)
+        plain = converter.plain(sections)
+        copy._config, copy._environ = self._config, self._environ
+        copy._layers = [*self._layers, *([plain] if plain else []), *(layer for layer in layers if layer)]
+        copy._objects = converter.objects
+        return copy
 
     # -- checking and inspecting ------------------------------------------------------------------------------
 
@@ -181,28 +181,28 @@ class Experiment:
         kills them. Raises the errors of decentnode.errors with the texts of the command line; a run that failed is in
         `error.run`.
         """
-        chosen = self._changed(sections, rounds=rounds, seed=seed, name=name, run_dir=run_dir)
-        found = resume.path if isinstance(resume, Run) else resume
-        wanted = None if found is None or found is False else "" if found is True else os.fspath(found)
-        with display.showing(progress) as observer, _bound(chosen._objects):
-            outcome = chosen._outcome(wanted, processes, machine, observer)
+        chosen = self._with_options(sections, rounds=rounds, seed=seed, name=name, run_dir=run_dir)
+        source = resume.path if isinstance(resume, Run) else resume
+        resume_from = None if source is None or source is False else "" if source is True else os.fspath(source)
+        with display.progress_observer(progress) as observer, _bound(chosen._objects):
+            outcome = chosen._outcome(resume_from, processes, machine, observer)
             observer.ended(outcome)
-        return chosen._ended(outcome)
+        return chosen._result_of(outcome)
 
-    def _changed(
+    def _with_options(
         self, sections: Mapping[str, Any], *, rounds: int | None = None, seed: int | None = None,
         name: str | None = None, run_dir: str | os.PathLike[str] | None = None,
     ) -> Experiment:
         """Returns this experiment with sections, and the values for which `run` has own parameters, merged over it."""
         short: dict[str, Any] = {"seed": seed, "name": name, "run": run_dir and {"dir": os.path.abspath(run_dir)},
                                  "node": None if rounds is None else {"rounds": rounds}}  # fmt: skip
-        return self._with(sections, {key: value for key, value in short.items() if value is not None})
+        return self._merged_with(sections, {key: value for key, value in short.items() if value is not None})
 
-    def _swept(self, sections: Mapping[str, Any], **short: Any) -> Request:
+    def _sweep_request(self, sections: Mapping[str, Any], **short: Any) -> Request:
         """Returns the request that all points of a sweep share. Raises UsageError for an experiment made of objects."""
-        chosen = self._changed(sections, **short)
+        chosen = self._with_options(sections, **short)
         if chosen._objects:
-            raise UsageError(f"{_named(chosen._objects)} other processes cannot access, so no sweep can run the "
+            raise UsageError(f"{_subject(chosen._objects)} other processes cannot access, so no sweep can run the "
                              "experiment: put the class into a module and name it package.module:Class")  # fmt: skip
         return chosen._request(folder=os.getcwd(), variables=forkserver.changed_variables())
 
@@ -210,33 +210,33 @@ class Experiment:
         self, resume: str | None, processes: bool | None, machine: int | str | None, observer: Observer
     ) -> Outcome:
         started, command = clock.now(), " ".join(["python", *sys.argv])
-        own = bool(self._objects)
-        if own and machine is not None:
-            raise UsageError(f"{_named(self._objects)} cannot be sent to another machine: put the class into a module "
-                             "and name it package.module:Class")  # fmt: skip
+        has_objects = bool(self._objects)
+        if has_objects and machine is not None:
+            raise UsageError(f"{_subject(self._objects)} cannot be sent to another machine: put the class into a "
+                             "module and name it package.module:Class")  # fmt: skip
         if processes is None:
-            processes = not own
+            processes = not has_objects
         request = self._request(resume=resume, machine=machine)
         if not processes:
             from decentnode.launch.here import run_here
 
-            self._one_machine()
+            self._check_one_machine()
             return run_here(request, observer, command=command, started=started)
         if multiprocessing.current_process().daemon:
             raise UsageError("a daemonic process, such as one of multiprocessing.Pool, cannot start processes; "
                              "processes=False runs all nodes in this one")  # fmt: skip
         try:
-            if own:
-                return supervise(self._forked(request), observer, command=command, started=started,
+            if has_objects:
+                return supervise(self._fork_request(request), observer, command=command, started=started,
                                  context=multiprocessing.get_context("fork"))  # fmt: skip
             forkserver.start(request)
             request = self._request(resume=resume, machine=machine, folder=os.getcwd(),
                                     variables=forkserver.changed_variables())  # fmt: skip
             return supervise(request, observer, command=command, started=started)
         except DecentnodeError as error:
-            raise stopped.of_start(error) from None
+            raise run_errors.loading_error(error) from None
 
-    def _one_machine(self) -> None:
+    def _check_one_machine(self) -> None:
         """Raises UsageError if objects would have to be sent to another machine."""
         if not self._objects:
             return
@@ -247,30 +247,30 @@ class Experiment:
         except UsageError:  # it is raised again, with all other problems, when the experiment is loaded for the run
             return
         if machines > 1:
-            raise UsageError(f"{_named(self._objects)} cannot be sent to another machine, and mapping.machines is "
+            raise UsageError(f"{_subject(self._objects)} cannot be sent to another machine, and mapping.machines is "
                              f"{machines}: put the class into a module and name it package.module:Class")  # fmt: skip
 
-    def _forked(self, request: Request) -> Request:
+    def _fork_request(self, request: Request) -> Request:
         """Returns a request for forks of this process. Raises UsageError if it cannot be forked."""
         import torch
 
-        self._one_machine()
+        self._check_one_machine()
         if "fork" not in multiprocessing.get_all_start_methods():
-            raise UsageError(f"{_named(self._objects)} can be passed to processes only on systems that fork them; "
+            raise UsageError(f"{_subject(self._objects)} can be passed to processes only on systems that fork them; "
                              "processes=False runs all nodes in this one")  # fmt: skip
-        used = "uses CUDA" if torch.cuda.is_initialized() else "has computed gradients" if _autograd_threads() else ""
-        if used:
-            raise UsageError(f"{_named(self._objects)} cannot be passed to processes, because this process {used}, "
+        reason = "uses CUDA" if torch.cuda.is_initialized() else "has computed gradients" if _autograd_threads() else ""
+        if reason:
+            raise UsageError(f"{_subject(self._objects)} cannot be passed to processes, because this process {reason}, "
                              "after which its forks cannot; processes=False runs all nodes in this "
                              "one")  # fmt: skip
         return self._request(resume=request.resume, forked=True)
 
-    def _ended(self, outcome: Outcome) -> Run:
+    def _result_of(self, outcome: Outcome) -> Run:
         run = None if outcome.run_dir is None else Run(outcome.run_dir, outcome.summary, self._objects)
         if outcome.exit_code > 128:
-            raise stopped.interrupted(outcome, run) from None
+            raise run_errors.interrupted(outcome, run) from None
         if outcome.exit_code:
-            raise stopped.failure(outcome, run) from outcome.error
+            raise run_errors.failure(outcome, run) from outcome.error
         assert run is not None
         return run
 
@@ -286,14 +286,14 @@ def _bound(given: Mapping[str, type[Any]]) -> contextlib.AbstractContextManager[
 def _autograd_threads() -> bool:
     """Returns whether torch has started its threads that compute gradients on devices, which a fork lacks. If there is
     a GPU, torch starts them for the first gradient, even for one on the CPU (`Experiment.check` computes one)."""
-    found = []
+    names = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread has ended meanwhile
-            found.append((task / "comm").read_text())
-    return any(name.startswith("pt_autograd") for name in found)
+            names.append((task / "comm").read_text())
+    return any(name.startswith("pt_autograd") for name in names)
 
 
-def _named(given: Mapping[str, Any]) -> str:
+def _subject(given: Mapping[str, Any]) -> str:
     return f"{', '.join(sorted(given))} {'is an object' if len(given) == 1 else 'are objects'} of this process, which"
 
 

@@ -43,7 +43,7 @@ def in_notebook() -> bool:
 
 
 @contextlib.contextmanager
-def showing(progress: bool | Observer) -> Iterator[Observer]:
+def progress_observer(progress: bool | Observer) -> Iterator[Observer]:
     """Yields the observer that shows the run started in this block."""
     if isinstance(progress, Observer):
         yield progress
@@ -170,7 +170,7 @@ class NotebookObserver(Observer):
         whole = Table.grid()
         lines = [Text(each) for each in self._notices]
         if state is not None and state.latest:
-            told = [Text(state.evaluation_line(again=True, evaluation=each), style="dim") for each in state.evaluations]
-            lines = [*told, *lines]
+            texts = [state.evaluation_line(again=True, evaluation=each) for each in state.evaluations]
+            lines = [*(Text(each, style="dim") for each in texts), *lines]
         whole.add_row(Group(row, *lines))
         return whole

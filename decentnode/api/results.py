@@ -83,8 +83,8 @@ class Run:
     def nodes(self) -> DataFrame:
         """Returns a row per node with its closing figures, indexed by `node`. Raises EnvironmentFault without pandas.
         """
-        told = self.summary.get("nodes", {})
-        rows = {int(uid): {key: value for key, value in row.items() if key != "uid"} for uid, row in told.items()}
+        figures = self.summary.get("nodes", {})
+        rows = {int(uid): {key: value for key, value in row.items() if key != "uid"} for uid, row in figures.items()}
         frame = pandas().DataFrame.from_dict(rows, orient="index").sort_index()
         frame.index.name = "node"
         return frame
@@ -126,19 +126,19 @@ class Run:
 
     def __repr__(self) -> str:
         where = os.path.relpath(self.path)
-        return f"<Run {self.name}: {self._told()}; {where if len(where) < len(str(self.path)) else self.path}>"
+        return f"<Run {self.name}: {self._description()}; {where if len(where) < len(str(self.path)) else self.path}>"
 
-    def _told(self) -> str:
+    def _description(self) -> str:
         if not self.summary:
             return self.status
         found, main = self.summary, measured_in(self.summary).main
-        told = [f"{self.status} after {found.get('rounds')} of {plural(found.get('rounds_planned') or 0, 'round')}, "
+        parts = [f"{self.status} after {found.get('rounds')} of {plural(found.get('rounds_planned') or 0, 'round')}, "
                 f"{duration(found.get('wall_seconds') or 0.0)}"]  # fmt: skip
         for ending in ("mean", MERGED):
             value = found.get(f"{main.name}_{ending}")
             if value is not None:
-                told.append(f"{main.name}_{ending} {value:.3f}")
-        return ", ".join(told)
+                parts.append(f"{main.name}_{ending} {value:.3f}")
+        return ", ".join(parts)
 
 
 class Models(Mapping[int | str, "nn.Module"]):
@@ -171,7 +171,7 @@ class Models(Mapping[int | str, "nn.Module"]):
         path = self._path(key)
         with objects.bound(self._run._given):
             experiment = load(self._run.path / "config.resolved.yaml", environ={}, check=False)
-            module = make_model(experiment.model_copy(update={"model": _from_scratch(experiment.model)}),
+            module = make_model(experiment.model_copy(update={"model": _without_initial_weights(experiment.model)}),
                                 experiment.open_data().spec)  # fmt: skip
         load_weights(module, path)
         return module.eval()
@@ -189,17 +189,17 @@ class Models(Mapping[int | str, "nn.Module"]):
 
     def _path(self, key: int | str) -> Path:
         if key not in self._keys:
-            there = f"there are {', '.join(map(str, self._keys))}" if self._keys else (
+            available = f"there are {', '.join(map(str, self._keys))}" if self._keys else (
                 f"the run has saved none ({self._run.status}); with node.checkpoint, a run that is cut off keeps its "
                 "models")
-            raise KeyError(f"no model {key!r}: {there}")
+            raise KeyError(f"no model {key!r}: {available}")
         return self._run.path / "models" / (f"{key:03d}.safetensors" if isinstance(key, int) else f"{key}.safetensors")
 
     def __repr__(self) -> str:
         return f"<Models {', '.join(map(str, self._keys))} of {self._run.name}>"
 
 
-def _from_scratch(config: Any) -> Any:
+def _without_initial_weights(config: Any) -> Any:
     """Returns the model's section without the file of initial weights, which may be gone and is not needed."""
     return config.model_copy(update={"init": None}) if getattr(config, "init", None) is not None else config
 

@@ -86,15 +86,15 @@ class Sections:
             objects, f"make_{place.rpartition('.')[2]}"
         )
         made, keys = maker(*given)
-        return {"name": self._kept(made, place), **keys}
+        return {"name": self._keep_class(made, place), **keys}
 
     def _name_of(self, chosen: type[Any], place: str) -> str:
         """Returns "module:Class" if every process can import the class; else keeps it and returns its name."""
         module = sys.modules.get(chosen.__module__)
         importable = chosen.__module__ != "__main__" and getattr(module, chosen.__qualname__, None) is chosen
-        return f"{chosen.__module__}:{chosen.__qualname__}" if importable else self._kept(chosen, place)
+        return f"{chosen.__module__}:{chosen.__qualname__}" if importable else self._keep_class(chosen, place)
 
-    def _kept(self, chosen: type[Any], place: str) -> str:
+    def _keep_class(self, chosen: type[Any], place: str) -> str:
         if place.startswith("run.trackers"):
             raise UsageError(f"{place} must be a class from a module, because trackers run in a process of their "
                              f"own, got {chosen.__qualname__} of this program: put it into a module")  # fmt: skip

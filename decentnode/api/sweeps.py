@@ -13,7 +13,7 @@ import yaml
 from decentnode.api.experiment import Experiment
 from decentnode.api.progress import DRAIN_SECONDS
 from decentnode.api.results import Run, pandas
-from decentnode.api.stopped import RunInterrupted
+from decentnode.api.run_errors import RunInterrupted
 from decentnode.cli.output import Output
 from decentnode.errors import UsageError
 from decentnode.launch.children import forkserver
@@ -48,14 +48,14 @@ class Sweep:
         (`minus_best` with its 95 % interval, `p`). Raises EnvironmentFault without pandas."""
         from decentnode.sweeps.results import frame_rows
 
-        return pandas().DataFrame(_typed(frame_rows(self._results), self._results))
+        return pandas().DataFrame(_with_numbers(frame_rows(self._results), self._results))
 
     def points(self) -> DataFrame:
         """Returns a row per combination and seed: how it ended, its figures, the folder of its run. Raises as `table`
         does."""
         from decentnode.sweeps.results import point_rows
 
-        return pandas().DataFrame(_typed(point_rows(self._results), self._results))
+        return pandas().DataFrame(_with_numbers(point_rows(self._results), self._results))
 
     def evaluations(self) -> DataFrame:
         """Returns a row per combination, seed and evaluation: the figures of summary.json after that round (`round`),
@@ -63,12 +63,12 @@ class Sweep:
         the round before. Raises as `table` does."""
         from decentnode.sweeps.evaluations import evaluation_rows
 
-        return pandas().DataFrame(_typed(evaluation_rows(self._results), self._results))
+        return pandas().DataFrame(_with_numbers(evaluation_rows(self._results), self._results))
 
     @property
     def best(self) -> dict[str, Any]:
         """The values of the best combination by key. Raises UsageError if no point has finished."""
-        return {key: _value(text) for key, text in self._best().settings}
+        return {key: _parsed(text) for key, text in self._best().settings}
 
     def best_runs(self) -> list[Run]:
         """Returns the runs of the best combination in the order of their seeds. Raises as `best` does."""
@@ -98,8 +98,8 @@ class Sweep:
 
     def __repr__(self) -> str:
         best = self._results.best
-        told = "no point has finished" if best is None else f"best {best.label}: {self.metric} {best.mean:.4g}"
-        return f"<Sweep {self._results.name}: {told}; {os.path.relpath(self.path)}>"
+        result = "no point has finished" if best is None else f"best {best.label}: {self.metric} {best.mean:.4g}"
+        return f"<Sweep {self._results.name}: {result}; {os.path.relpath(self.path)}>"
 
 
 def sweep(
@@ -138,36 +138,36 @@ def sweep(
                          "of them")
     experiment = config if isinstance(config, Experiment) else Experiment.from_config(config)
     forkserver.start()
-    found = plan(Plan(
-        experiment._swept(sections, rounds=rounds, name=name, run_dir=run_dir), axes(grid), seeds,
+    planned = plan(Plan(
+        experiment._sweep_request(sections, rounds=rounds, name=name, run_dir=run_dir), axes(grid), seeds,
         "random" if random else "optuna" if optuna else "grid", random or optuna, halving, least_rounds, metric, jobs,
         by, again, every_model, (best_by,) if isinstance(best_by, str) else tuple(best_by),
         (within,) if isinstance(within, str) else tuple(within), target,
     ))  # fmt: skip
     if isinstance(progress, Watcher):
-        state = conduct(found, progress)
+        state = conduct(planned, progress)
     elif not progress:
-        state = conduct(found, Watcher())
+        state = conduct(planned, Watcher())
     else:
         output = Output(sys.stdout, sys.stderr)
         watcher = ConsoleWatcher(output)
         try:
-            state = conduct(found, watcher)
+            state = conduct(planned, watcher)
         finally:
             watcher.end()
             output.close(DRAIN_SECONDS)
-    made = Sweep(state)
-    files.write(made._results, found.folder)
+    result = Sweep(state)
+    files.write(result._results, planned.folder)
     if state.exit_code > 128:
         error = RunInterrupted(f"stopped after {len(state.ended)} of {state.total} points; finished points are "
                                "kept", None,
                                state.exit_code)  # fmt: skip
-        error.sweep = made  # type: ignore[attr-defined]
+        error.sweep = result  # type: ignore[attr-defined]
         raise error
-    return made
+    return result
 
 
-def _value(text: str) -> Any:
+def _parsed(text: str) -> Any:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -180,9 +180,9 @@ def _value(text: str) -> Any:
     return value
 
 
-def _typed(rows: Iterable[Mapping[str, Any]], results: Results) -> list[dict[str, Any]]:
+def _with_numbers(rows: Iterable[Mapping[str, Any]], results: Results) -> list[dict[str, Any]]:
     """Returns the rows with the values of swept keys, which are strings, converted to numbers where they are numbers.
     """
     keys = {key for each in results.rows for key, _ in each.settings}
-    return [{name: _value(value) if name in keys and isinstance(value, str) else value for name, value in row.items()}
+    return [{name: _parsed(value) if name in keys and isinstance(value, str) else value for name, value in row.items()}
             for row in rows]  # fmt: skip

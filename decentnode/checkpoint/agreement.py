@@ -19,9 +19,9 @@ MOST_CUTS = 32
 
 def row(values: Sequence[int], uid: int, num_nodes: int, width: int) -> Tensor:
     """Returns [num_nodes, width] float64: zeros, and `values` in the row of `uid`."""
-    found = torch.zeros(num_nodes, width, dtype=torch.float64)
-    found[uid, : len(values)] = torch.tensor(list(values), dtype=torch.float64)
-    return found
+    matrix = torch.zeros(num_nodes, width, dtype=torch.float64)
+    matrix[uid, : len(values)] = torch.tensor(list(values), dtype=torch.float64)
+    return matrix
 
 
 def gathered(mean: Tensor, contributors: int) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from decentnode.errors import CheckpointError
 
-MARK = "#"
+TAG = "#"
 ALIGNMENT = 64
 """Alignment in bytes that is sufficient for tensors of every dtype."""
 
@@ -36,21 +36,21 @@ def encode(state: Any, name: str, tensors: dict[str, Tensor], *, copy: bool) -> 
             copied = plain.is_cpu and (copy or not plain.is_contiguous())
             plain = plain.to("cpu", copy=copied, memory_format=torch.contiguous_format)
         tensors[name] = plain
-        return {MARK: [kind, name]}
+        return {TAG: [kind, name]}
     if isinstance(state, np.ndarray):
         tensors[name] = torch.from_numpy(np.array(state, order="C"))
-        return {MARK: ["array", name]}
+        return {TAG: ["array", name]}
     if isinstance(state, Mapping):
-        if all(isinstance(key, str) for key in state) and MARK not in state:
+        if all(isinstance(key, str) for key in state) and TAG not in state:
             return {key: encode(value, f"{name}.{key}", tensors, copy=copy) for key, value in state.items()}
-        pairs = [[_number_or_text(key, name), encode(value, f"{name}.{key}", tensors, copy=copy)]
+        pairs = [[_encode_plain(key, name), encode(value, f"{name}.{key}", tensors, copy=copy)]
                  for key, value in state.items()]  # fmt: skip
-        return {MARK: ["dict", pairs]}
+        return {TAG: ["dict", pairs]}
     if isinstance(state, tuple):
-        return {MARK: ["tuple", _each(state, name, tensors, copy=copy)]}
+        return {TAG: ["tuple", _encode_items(state, name, tensors, copy=copy)]}
     if isinstance(state, list):
-        return _each(state, name, tensors, copy=copy)
-    return _number_or_text(state, name)
+        return _encode_items(state, name, tensors, copy=copy)
+    return _encode_plain(state, name)
 
 
 def to_host(tensors: dict[str, Tensor]) -> None:
@@ -72,17 +72,17 @@ def to_host(tensors: dict[str, Tensor]) -> None:
         event.synchronize()
 
 
-def _each(values: Iterable[Any], name: str, tensors: dict[str, Tensor], *, copy: bool) -> list[Any]:
+def _encode_items(values: Iterable[Any], name: str, tensors: dict[str, Tensor], *, copy: bool) -> list[Any]:
     return [encode(value, f"{name}.{index}", tensors, copy=copy) for index, value in enumerate(values)]
 
 
-def _number_or_text(value: Any, name: str) -> Any:
+def _encode_plain(value: Any, name: str) -> Any:
     """Returns a plain value for JSON. Python writes floats so that reading them gives the same bits. Raises
     CheckpointError for other types."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return {MARK: ["float", repr(value)]}
+        return {TAG: ["float", repr(value)]}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(f"{name} must be tensors, numbers, texts, lists and dicts to be kept in a checkpoint, "
@@ -96,10 +96,10 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | None
         return [decode(value, tensors, device) for value in tree]
     if not isinstance(tree, dict):
         return tree
-    if MARK not in tree:
+    if TAG not in tree:
         return {key: decode(value, tensors, device) for key, value in tree.items()}
     try:
-        kind, value = tree[MARK]
+        kind, value = tree[TAG]
         if kind == "tensor":
             return tensors[value].to(device)
         if kind == "complex":
@@ -113,5 +113,5 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], device: torch.device | None
         if kind == "dict":
             return {decode(key, tensors): decode(each, tensors, device) for key, each in value}
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"a checkpoint's state must be what was encoded, got {tree[MARK]!r}") from error
+        raise CheckpointError(f"a checkpoint's state must be what was encoded, got {tree[TAG]!r}") from error
     raise CheckpointError(f"a checkpoint's state has a value of the unknown kind {kind!r}")

@@ -101,7 +101,7 @@ class Manifest:
         return tensor_file.read(self.path.with_suffix(".safetensors"), self.tensor_bytes, self.tensor_digest)
 
 
-def _sum(body: Any) -> str:
+def _checksum(body: Any) -> str:
     return hashlib.blake2b(json.dumps(body, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
@@ -126,7 +126,7 @@ def _write(path: Path, snapshot: Snapshot) -> int:
             "state": snapshot.tree}  # fmt: skip
     # Through JSON, as it will be read: the checksum must not depend on tuples or the types of keys.
     body = json.loads(json.dumps(body))
-    text = json.dumps({"blake2b": _sum(body), "body": body}, separators=(",", ":"))
+    text = json.dumps({"blake2b": _checksum(body), "body": body}, separators=(",", ":"))
     write_atomic(path, text + "\n", durable=True)
     return size + len(text)
 
@@ -137,7 +137,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         body = found["body"]
-        if _sum(body) != found["blake2b"]:
+        if _checksum(body) != found["blake2b"]:
             raise CheckpointError(f"{path} is damaged: its contents are not those that were written")
         if body["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {body['format']}, this version reads format {FORMAT}")
@@ -203,17 +203,17 @@ def remove(folder: Path, cut_folder: str, uid: int) -> None:
 def mark_best(folder: Path, uid: int, cut: Cut, figure: str, value: float) -> None:
     """Records the cut with the best evaluation so far. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"cut": cut.folder, "round": cut.round, "figure": figure, "value": value}
-    write_atomic(folder / f"best-{uid:03d}.json", json.dumps(found) + "\n", durable=True)
+    best = {"cut": cut.folder, "round": cut.round, "figure": figure, "value": value}
+    write_atomic(folder / f"best-{uid:03d}.json", json.dumps(best) + "\n", durable=True)
 
 
 def read_best(folder: Path, uid: int) -> dict[str, Any] | None:
     """Returns what `mark_best` recorded: "cut" (its folder), "round", "figure" and "value"; None without a valid
     record. """
     try:
-        found = json.loads((folder / f"best-{uid:03d}.json").read_text(encoding="utf-8"))
-        return {"cut": str(found["cut"]), "round": int(found["round"]), "figure": str(found["figure"]),
-                "value": float(found["value"])}  # fmt: skip
+        best = json.loads((folder / f"best-{uid:03d}.json").read_text(encoding="utf-8"))
+        return {"cut": str(best["cut"]), "round": int(best["round"]), "figure": str(best["figure"]),
+                "value": float(best["value"])}  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

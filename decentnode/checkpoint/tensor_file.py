@@ -26,7 +26,7 @@ DTYPES = {
 }  # fmt: skip
 """dtype -> its name in the format."""
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
-PIECE_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 22
 """Bytes that are hashed and then written at a time, small enough to be still in the cache when the system copies them.
 """
 
@@ -56,19 +56,19 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
     check_disk()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
-        _put(file, memoryview(struct.pack("<Q", len(text)) + text), seen)
+        _write_all(file, memoryview(struct.pack("<Q", len(text)) + text), seen)
         for name in names:
             if tensors[name].numel():
-                _put(file, as_bytes(tensors[name]), seen)
+                _write_all(file, as_bytes(tensors[name]), seen)
         os.fsync(file)
     finally:
         os.close(file)
     return 8 + len(text) + offset, seen.hexdigest()
 
 
-def _put(file: int, data: memoryview, seen: hashlib.blake2b) -> None:
-    for start in range(0, len(data), PIECE_BYTES):
-        piece = data[start : start + PIECE_BYTES]
+def _write_all(file: int, data: memoryview, seen: hashlib.blake2b) -> None:
+    for start in range(0, len(data), CHUNK_BYTES):
+        piece = data[start : start + CHUNK_BYTES]
         seen.update(piece)
         while piece:
             piece = piece[os.write(file, piece) :]

@@ -66,10 +66,10 @@ class Writer:
 
     def results(self) -> list[Written]:
         """Returns the outcomes of snapshots written since the last call."""
-        found = []
+        results = []
         while self._done:
-            found.append(self._done.popleft())
-        return found
+            results.append(self._done.popleft())
+        return results
 
     def close(self, timeout_seconds: float) -> bool:
         """Waits until all work is done, and ends the thread; a later `give` starts a new one. Blocking. Returns False

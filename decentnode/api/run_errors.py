@@ -30,8 +30,8 @@ class RunInterrupted(KeyboardInterrupt):
 
 def interrupted(outcome: Outcome, run: Run | None) -> RunInterrupted:
     rounds, planned = outcome.summary.get("rounds") or 0, outcome.summary.get("rounds_planned")
-    told = f"stopped after round {rounds} of {planned}"
-    return RunInterrupted(f"{told}; decentnode.open_run({str(run.path)!r})" if run else told, run, outcome.exit_code)
+    text = f"stopped after round {rounds} of {planned}"
+    return RunInterrupted(f"{text}; decentnode.open_run({str(run.path)!r})" if run else text, run, outcome.exit_code)
 
 
 def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
@@ -42,15 +42,15 @@ def failure(outcome: Outcome, run: Run | None) -> DecentnodeError:
     else:
         title, node = failed.title, f"node {failed.uid}: "
         own = title if title.startswith(node) else f"{node}{title}"
-        told = [own if outcome.error is not None else failed.text or title]
+        lines = [own if outcome.error is not None else failed.text or title]
         if outcome.run_dir is not None and failed.uid >= 0:
-            told.append(f"log: {node_dir(outcome.run_dir, failed.uid)}/log.txt, stderr.txt")
-        error = kind("\n".join(told))
+            lines.append(f"log: {node_dir(outcome.run_dir, failed.uid)}/log.txt, stderr.txt")
+        error = kind("\n".join(lines))
     error.run = run  # type: ignore[attr-defined]
     return error
 
 
-def of_start(error: DecentnodeError) -> DecentnodeError | RunInterrupted:
+def loading_error(error: DecentnodeError) -> DecentnodeError | RunInterrupted:
     """Converts an error from the child that loads the experiment to the exception that was raised there; a stop during
     loading to RunInterrupted."""
     if isinstance(error, errors.Interrupted):
