@@ -46,11 +46,11 @@ class EventList:
         if len(self._events) >= MOST_EVENTS:
             self.more += 1
             return
-        told = self._told(kind, record)
-        if told is not None:
-            self._events.append((version, {"time": time, "uid": uid, "kind": kind[:40], **told}))
+        event = self._describe(kind, record)
+        if event is not None:
+            self._events.append((version, {"time": time, "uid": uid, "kind": kind[:40], **event}))
 
-    def _told(self, kind: str, record: dict[str, Any]) -> dict[str, Any] | None:
+    def _describe(self, kind: str, record: dict[str, Any]) -> dict[str, Any] | None:
         if kind == "generation":
             key = str(record.get("generation")), str(record.get("origin"))
             if key in self._generations:

@@ -56,14 +56,14 @@ class Frames:
             frame = self.kept[rounds] = Frame(_unknown(nodes, NODE_COLUMNS, np.float64),
                                               _unknown(edges, EDGE_COLUMNS, np.float32))  # fmt: skip
             if len(self.kept) > self.most or len(self.kept) * _bytes(nodes, edges) > self.most_bytes:
-                self._thin(version)
+                self._drop_every_other(version)
                 if rounds % self.stride:
                     return None
-        frame.nodes, frame.edges = grown(frame.nodes, nodes), grown(frame.edges, edges)
+        frame.nodes, frame.edges = with_rows(frame.nodes, nodes), with_rows(frame.edges, edges)
         frame.version = version
         return frame
 
-    def _thin(self, version: int) -> None:
+    def _drop_every_other(self, version: int) -> None:
         if len(self.kept) > 2:
             self.stride *= 2
             self.thinned = version
@@ -76,8 +76,8 @@ class Frames:
         parts = [np.array([len(chosen), nodes, edges], "<f4")]
         for rounds in chosen:
             frame = self.kept[rounds]
-            parts += [np.array([rounds], "<f4"), grown(frame.nodes, nodes).astype("<f4").ravel(),
-                      grown(frame.edges, edges).astype("<f4").ravel()]  # fmt: skip
+            parts += [np.array([rounds], "<f4"), with_rows(frame.nodes, nodes).astype("<f4").ravel(),
+                      with_rows(frame.edges, edges).astype("<f4").ravel()]  # fmt: skip
         return b"".join(part.tobytes() for part in parts)
 
 
@@ -85,7 +85,7 @@ def _unknown(rows: int, columns: tuple[str, ...], dtype: type) -> np.ndarray:
     return np.full((rows, len(columns)), np.nan, dtype)
 
 
-def grown(array: np.ndarray, rows: int) -> np.ndarray:
+def with_rows(array: np.ndarray, rows: int) -> np.ndarray:
     """Returns the array with at least this many rows; new rows are NaN."""
     missing = rows - len(array)
     if missing <= 0:

@@ -31,15 +31,15 @@ class Status:
         self._path = path
         self._files: dict[int, tuple[int, int, dict[str, Any]]] = {}
         """uid -> (modification time of the file, version at its last change, contents)."""
-        self._looked = -NODES_SECONDS
+        self._polled_at = -NODES_SECONDS
         self.version = 0
 
     def poll(self, uids: list[int]) -> None:
         """Reads the files of these nodes, unless NODES_SECONDS have not passed yet. Blocking."""
         now = clock.now()
-        if now - self._looked < NODES_SECONDS:
+        if now - self._polled_at < NODES_SECONDS:
             return
-        self._looked = now
+        self._polled_at = now
         self.version += 1
         for uid in uids:
             path = self._path / "nodes" / f"{uid:03d}" / "status.json"
@@ -50,9 +50,9 @@ class Status:
                 found["doing"] = state_of(found)
             except (OSError, ValueError, TypeError, AttributeError):
                 continue
-            if before is None or before[0] != written or _told(before[2]) != _told(found):
+            if before is None or before[0] != written or _describe(before[2]) != _describe(found):
                 self._files[uid] = written, self.version, found
-            found["told"] = _told(found)
+            found["told"] = _describe(found)
 
     def changes(self, since: int) -> dict[str, Any]:
         """Returns uid -> what the node is doing, for nodes with a change after version `since`; for JSON."""
@@ -72,14 +72,14 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _told(status: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(status: Mapping[str, Any]) -> dict[str, Any]:
     if "told" in status and status["told"]["doing"] == status.get("doing"):
         return dict(status["told"])
-    whom = status.get("waiting_for")
+    peers = status.get("waiting_for")
     seconds = status.get("waiting_seconds")
     return {
         "doing": str(status.get("doing", ""))[:80],
-        "for": [uid for uid in whom if isinstance(uid, int)][:MOST_WAITED] if isinstance(whom, list) else [],
+        "for": [uid for uid in peers if isinstance(uid, int)][:MOST_WAITED] if isinstance(peers, list) else [],
         "seconds": seconds if isinstance(seconds, int | float) else 0.0,
     }
 
@@ -111,26 +111,27 @@ class Machines:
         self._path = path
         self._mapped: list[dict[str, Any]] = []
         self._processes: dict[int, psutil.Process] = {}
-        self._looked = -MACHINES_SECONDS
+        self._polled_at = -MACHINES_SECONDS
         self._network: tuple[float, float, float] | None = None
-        self._told: list[dict[str, Any]] = []
+        self._last_result: list[dict[str, Any]] = []
 
     def poll(self, pids: set[int]) -> list[dict[str, Any]]:
         """Returns the machines with host, nodes and hardware, and the load of this machine; for JSON. Blocking.
         pids: processes of the run's nodes."""
         now = clock.now()
-        if now - self._looked < MACHINES_SECONDS:
-            return self._told
-        self._looked = now
+        if now - self._polled_at < MACHINES_SECONDS:
+            return self._last_result
+        self._polled_at = now
         self._mapped = self._mapped or self._read_mapping()
-        own = self._environment()
-        self._told = []
+        environments = self._environment()
+        self._last_result = []
         for machine in self._mapped:
-            known = own.get(machine["machine"], {})
-            here = bool(known) and known.get("host") == socket.gethostname()
-            self._told.append({**machine, **{key: str(known[key])[:120] for key in ("cpu", "cores", "memory", "system")
-                                             if key in known}, **({"load": self._load(pids, now)} if here else {})})
-        return self._told
+            known = environments.get(machine["machine"], {})
+            is_this_machine = bool(known) and known.get("host") == socket.gethostname()
+            hardware = {key: str(known[key])[:120] for key in ("cpu", "cores", "memory", "system") if key in known}
+            load = {"load": self._load(pids, now)} if is_this_machine else {}
+            self._last_result.append(machine | hardware | load)
+        return self._last_result
 
     def _read_mapping(self) -> list[dict[str, Any]]:
         try:

@@ -26,7 +26,7 @@ from decentnode.dashboard.frames import (
     WAIT,
     WAITED,
     Frames,
-    grown,
+    with_rows,
 )  # fmt: skip
 from decentnode.dashboard.tail import Replaced, Tail
 from decentnode.report.reading.measured import measured_by
@@ -40,7 +40,7 @@ MOST_EVALUATIONS = 2000
 Row = list[float | None]
 
 
-def number(value: Any) -> float:
+def as_float(value: Any) -> float:
     """Returns the value as a float; NaN if it is not a number, or too large."""
     try:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
@@ -48,7 +48,7 @@ def number(value: Any) -> float:
         return math.nan
 
 
-def plain(values: Iterable[float]) -> Row:
+def json_values(values: Iterable[float]) -> Row:
     """Returns the values for JSON, with six significant digits and None for values that are not finite."""
     return [None if not math.isfinite(value) else float(f"{value:.6g}") for value in map(float, values)]
 
@@ -65,13 +65,13 @@ class Recording:
         """(source, receiver), as indices into `uids`."""
         self.frames = Frames()
         self.events = EventList()
-        self._place: dict[int, int] = {}
-        self._edge_place: dict[tuple[int, int], int] = {}
+        self._node_index: dict[int, int] = {}
+        self._edge_index: dict[tuple[int, int], int] = {}
         self._metrics: dict[int, Tail] = {}
         self._event_files: dict[int, Tail] = {}
-        self._now = np.full((0, len(NODE_COLUMNS)), np.nan)
+        self._node_state = np.full((0, len(NODE_COLUMNS)), np.nan)
         self._rounds: list[int] = []
-        self._mixed = np.full((0, len(EDGE_COLUMNS)), np.nan, np.float32)
+        self._edge_state = np.full((0, len(EDGE_COLUMNS)), np.nan, np.float32)
         self._node_version: list[int] = []
         self._edge_version = np.zeros(0, np.int64)
         self._edge_added = np.zeros(0, np.int64)
@@ -147,40 +147,40 @@ class Recording:
 
     def index(self, uid: int) -> int:
         """Returns the index of a node in `uids`; adds a new node."""
-        if uid not in self._place:
-            self._place[uid] = len(self.uids)
+        if uid not in self._node_index:
+            self._node_index[uid] = len(self.uids)
             self.uids.append(uid)
-            self._now = grown(self._now, len(self.uids))
+            self._node_state = with_rows(self._node_state, len(self.uids))
             self._rounds.append(0)
             self._node_added = self.version
             self._node_version.append(self.version)
             self._sent_before.append(0.0)
             self._sent_last.append(0.0)
-        return self._place[uid]
+        return self._node_index[uid]
 
     def edge(self, source: int, receiver: int) -> int | None:
         """Returns the index of an edge in `edges`; adds a new edge, unless there are MOST_EDGES: then None."""
         key = self.index(source), self.index(receiver)
-        if key not in self._edge_place:
+        if key not in self._edge_index:
             if len(self.edges) >= MOST_EDGES:
                 return None
-            self._edge_place[key] = len(self.edges)
+            self._edge_index[key] = len(self.edges)
             self.edges.append(key)
-            self._mixed = grown(self._mixed, len(self.edges))
+            self._edge_state = with_rows(self._edge_state, len(self.edges))
             self._edge_version = np.append(self._edge_version, 0)
             self._edge_added = np.append(self._edge_added, self.version)
-        return self._edge_place[key]
+        return self._edge_index[key]
 
     # -- records ----------------------------------------------------------------------------------------------
 
     def _take(self, uid: int, record: dict[str, Any]) -> None:
-        kind, time, rounds = record.get("kind"), number(record.get("time")), record.get("round")
+        kind, time, rounds = record.get("kind"), as_float(record.get("time")), record.get("round")
         if kind in ("generation", "control", "early_stop"):
             self.events.take(uid, record, self.version)
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 0 or math.isnan(time):
             return
         if math.isnan(self.began):  # set by the node that is read first; all times are relative to this moment
-            seconds = number(record.get("seconds"))
+            seconds = as_float(record.get("seconds"))
             self.began = time - (0.0 if math.isnan(seconds) else seconds)
         self.ended = time if math.isnan(self.ended) else max(self.ended, time)
         place = self.index(uid)
@@ -189,19 +189,19 @@ class Recording:
         elif kind == "evaluation":
             self._take_evaluation(place, rounds, time - self.began, record)
         elif kind == "generation":
-            self._now[place, GENERATION] = number(record.get("generation"))
+            self._node_state[place, GENERATION] = as_float(record.get("generation"))
             self._node_version[place] = self.version
 
     def _take_round(self, place: int, rounds: int, time: float, record: dict[str, Any]) -> None:
-        row = self._now[place]
-        payload = number(record.get("data_bytes_sent", 0)) + number(record.get("metadata_bytes_sent", 0))
+        row = self._node_state[place]
+        payload = as_float(record.get("data_bytes_sent", 0)) + as_float(record.get("metadata_bytes_sent", 0))
         payload = 0.0 if math.isnan(payload) else payload
         if payload < self._sent_last[place]:
             self._sent_before[place] += self._sent_last[place]
         self._sent_last[place] = payload
         row[[TIME, LOSS, SECONDS, WAIT, SENT, TRAIN]] = (
-            time, *(number(record.get(key)) for key in ("loss", "seconds", "wait_seconds")),
-            self._sent_before[place] + payload, number(record.get("train_seconds")),
+            time, *(as_float(record.get(key)) for key in ("loss", "seconds", "wait_seconds")),
+            self._sent_before[place] + payload, as_float(record.get("train_seconds")),
         )  # fmt: skip
         if math.isnan(row[GENERATION]):
             row[GENERATION] = 0.0
@@ -210,35 +210,35 @@ class Recording:
         places = self._take_edges(place, time, record.get("edges"))
         frame = self.frames.at(rounds, len(self.uids), len(self.edges), self.version)
         if frame is not None:
-            frame.nodes[place] = self._now[place]
+            frame.nodes[place] = self._node_state[place]
             if places:
-                frame.edges[places] = self._mixed[places]
+                frame.edges[places] = self._edge_state[places]
 
     def _take_edges(self, place: int, time: float, edges: Any) -> list[int]:
         found = []
         for name, values in edges.items() if isinstance(edges, dict) else ():
             if not (name.isdecimal() and isinstance(values, list) and len(values) >= 5 and int(name) < 1 << 20):
                 continue
-            received, waited = number(values[1]), number(values[4])
-            key = self._place.get(int(name)), place
-            if not (received > 0 or (waited > 0 and key in self._edge_place)):  # a wait in a global mean is no edge
+            received, waited = as_float(values[1]), as_float(values[4])
+            key = self._node_index.get(int(name)), place
+            if not (received > 0 or (waited > 0 and key in self._edge_index)):  # a wait in a global mean is no edge
                 continue
             index = self.edge(int(name), self.uids[place])
             if index is None:
                 continue
-            self._mixed[index, [BYTES, WAITED]] = received, waited
+            self._edge_state[index, [BYTES, WAITED]] = received, waited
             if received > 0:
-                self._mixed[index, MIXED] = time
+                self._edge_state[index, MIXED] = time
             self._edge_version[index] = self.version
             found.append(index)
         return found
 
     def _take_evaluation(self, place: int, rounds: int, time: float, record: dict[str, Any]) -> None:
-        metric = number(record.get(self.measured.main.name))
-        self._now[place, METRIC] = metric
+        metric = as_float(record.get(self.measured.main.name))
+        self._node_state[place, METRIC] = metric
         self._node_version[place] = self.version
-        if math.isnan(self._now[place, TIME]):
-            self._now[place, TIME] = time
+        if math.isnan(self._node_state[place, TIME]):
+            self._node_state[place, TIME] = time
         if self._rounds[place] < rounds:
             self._rounds[place] = rounds
         if rounds % self.frames.stride == 0 and (not rounds or rounds in self.frames.kept):
@@ -267,8 +267,8 @@ class Recording:
         return {
             "uids": self.uids if self._node_added > since else None,
             "pairs": [[index, *self.edges[index]] for index in np.flatnonzero(self._edge_added > since).tolist()],
-            "nodes": [[index, self._rounds[index], *plain(self._now[index])] for index in nodes],
-            "edges": [[index, *plain(self._mixed[index])] for index in edges],
+            "nodes": [[index, self._rounds[index], *json_values(self._node_state[index])] for index in nodes],
+            "edges": [[index, *json_values(self._edge_state[index])] for index in edges],
             "points": self._points(0 if whole else since), "replace": whole and since > 0,
             "evaluations": [each.point(rounds) for rounds, each in sorted(self._evaluations.items())
                             if each.version > since],
@@ -283,7 +283,7 @@ class Recording:
         """Returns a point of the curves for each frame changed after `since`: rounds, seconds, bytes sent by all,
         number of nodes, mean, least and greatest loss, share of time spent waiting. The seconds are those of the first
         node to finish the round, so that they increase even if other nodes are slow."""
-        found = []
+        points = []
         every = sorted(self.frames.kept)
         first = next((at for at, rounds in enumerate(every) if self.frames.kept[rounds].version > since), len(every))
         before = self.frames.kept[every[first - 1]].nodes[:, SENT] if first else None  # filled in by an earlier call
@@ -296,15 +296,15 @@ class Recording:
             before = sent
             if frame.version <= since:
                 continue
-            here = frame.nodes[~np.isnan(frame.nodes[:, SECONDS])] if rounds else frame.nodes
-            losses = here[:, LOSS][np.isfinite(here[:, LOSS])]
+            present = frame.nodes[~np.isnan(frame.nodes[:, SECONDS])] if rounds else frame.nodes
+            losses = present[:, LOSS][np.isfinite(present[:, LOSS])]
             spread = (losses.mean(), losses.min(), losses.max()) if len(losses) else (math.nan,) * 3
-            seconds, times = np.nansum(here[:, SECONDS]), here[:, TIME][np.isfinite(here[:, TIME])]
-            found.append(plain([
-                rounds, times.min() if len(times) else math.nan, np.nansum(sent), len(here), *spread,
-                np.nansum(here[:, WAIT]) / seconds if seconds else math.nan,
+            seconds, times = np.nansum(present[:, SECONDS]), present[:, TIME][np.isfinite(present[:, TIME])]
+            points.append(json_values([
+                rounds, times.min() if len(times) else math.nan, np.nansum(sent), len(present), *spread,
+                np.nansum(present[:, WAIT]) / seconds if seconds else math.nan,
             ]))  # fmt: skip
-        return found
+        return points
 
 
 class Evaluation:
@@ -319,12 +319,12 @@ class Evaluation:
     def take(self, place: int, time: float, record: dict[str, Any], metrics: list[str], version: int) -> None:
         """Takes the record of a node; a later record of the same node replaces an earlier one."""
         for name in metrics:
-            value = number(record.get(name))
+            value = as_float(record.get(name))
             if not math.isnan(value):
                 self._values.setdefault(name, {})[place] = value
-            if not math.isnan(merged := number(record.get(f"{name}_merged"))):
+            if not math.isnan(merged := as_float(record.get(f"{name}_merged"))):
                 self._merged[name] = merged
-        if not math.isnan(consensus := number(record.get("consensus_distance"))):
+        if not math.isnan(consensus := as_float(record.get("consensus_distance"))):
             self._consensus = consensus
         self._time = time if math.isnan(self._time) else min(self._time, time)
         self.version = version
@@ -334,7 +334,7 @@ class Evaluation:
         found: dict[str, Row] = {}
         for name, by_node in self._values.items():
             values = list(by_node.values())
-            found[name] = plain([sum(values) / len(values), min(values), max(values),
-                                 self._merged.get(name, math.nan)])  # fmt: skip
-        time, consensus = plain([self._time, self._consensus])
+            found[name] = json_values([sum(values) / len(values), min(values), max(values),
+                                       self._merged.get(name, math.nan)])  # fmt: skip
+        time, consensus = json_values([self._time, self._consensus])
         return {"rounds": rounds, "time": time, "consensus": consensus, "metrics": found}

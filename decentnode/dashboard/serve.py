@@ -119,10 +119,10 @@ class Child:
             [sys.executable, "-m", "decentnode.dashboard.serve", str(fd)], pass_fds=[fd], stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        told = {"run": str(run), "token": self._token, "host": self._host}
+        settings = {"run": str(run), "token": self._token, "host": self._host}
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # the child died at once: the page cannot be shown, but the run continues
-            self._process.stdin.write(json.dumps(told).encode() + b"\n")
+            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
             self._process.stdin.flush()
         self._close_socket()
 
@@ -149,11 +149,11 @@ class Child:
 
 def _main(fd: int) -> None:
     """Runs the child. It reads what to show from its standard input, which stays open as long as it should run."""
-    told = json.loads(sys.stdin.buffer.readline())
+    settings = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    run = Path(told["run"])
+    run = Path(settings["run"])
     with socket.socket(fileno=fd) as listening:
-        serve(listening, [run], [run.parent.parent], told["token"], told["host"])
+        serve(listening, [run], [run.parent.parent], settings["token"], settings["host"])
 
 
 def _end_with_parent() -> None:

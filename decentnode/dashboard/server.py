@@ -22,13 +22,14 @@ from decentnode.dashboard.catalog import Catalog
 from decentnode.errors import DecentnodeError
 
 if TYPE_CHECKING:
-    from decentnode.dashboard.shown import Shown, Since  # imports libraries that are needed only once a page is open
+    # imports libraries that are needed only once a page is open
+    from decentnode.dashboard.run_view import RunView, Since
 
 TICK_SECONDS = 0.2
 """Time between two reads of the files of watched runs. Files of runs that no page shows are not read."""
 MOST_SHOWN = 8
 """How many runs are kept in memory, and may be shown by one page."""
-NOTHING: Since = (0, 0, 0, "")
+NOTHING_SENT: Since = (0, 0, 0, "")
 """State of a new client, which has received nothing yet."""
 MOST_STREAMS = 32
 MOST_FRAMES = 64
@@ -51,7 +52,7 @@ def refuse(run: Path, action: str) -> str:  # noqa: ARG001
 
 def application(catalog: Catalog, token: str, host: str = "127.0.0.1", ask: Ask = refuse) -> Starlette:
     """Returns the application. host: the address at which it is served."""
-    pages = _Pages(catalog, ask)
+    pages = _Handlers(catalog, ask)
     routes = [
         Route("/api/runs", pages.runs),
         Route("/api/stream", pages.stream),
@@ -75,12 +76,12 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
     return answer
 
 
-class _Pages:
+class _Handlers:
     """The request handlers. They run in one event loop; files are read in threads, one thread at a time."""
 
     def __init__(self, catalog: Catalog, ask: Ask) -> None:
         self._catalog, self._ask = catalog, ask
-        self._shown: dict[str, Shown] = {}
+        self._shown: dict[str, RunView] = {}
         self._streams = 0
         self._reading = asyncio.Lock()
 
@@ -97,7 +98,7 @@ class _Pages:
         return [{"id": run.id, "name": run.name, "time": run.changed, "named": run.path in named,
                  "state": state_of_run(run.path)["state"]} for run in self._catalog.runs()]  # fmt: skip
 
-    async def _get(self, id: str) -> Shown | None:
+    async def _get(self, id: str) -> RunView | None:
         """Returns a run for display; None for an unknown id. Runs without watchers beyond MOST_SHOWN are dropped from
         memory, the least recently used first."""
         if id in self._shown:
@@ -168,10 +169,10 @@ class _Pages:
             return JSONResponse({"error": "too many pages are open"}, 503)
         return StreamingResponse(self._lines(shown), media_type="application/x-ndjson")
 
-    async def _lines(self, shown: list[Shown]) -> AsyncIterator[bytes]:
+    async def _lines(self, shown: list[RunView]) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
-        since = dict.fromkeys((each.id for each in shown), NOTHING)
-        said = loop.time()
+        since = dict.fromkeys((each.id for each in shown), NOTHING_SENT)
+        last_write = loop.time()
         self._streams += 1
         for each in shown:
             each.watchers += 1
@@ -180,14 +181,14 @@ class _Pages:
                 began, more = loop.time(), False
                 for each in shown:
                     async with self._reading:
-                        line, since[each.id], left = await run_in_threadpool(each.news, since[each.id])
+                        line, since[each.id], left = await run_in_threadpool(each.next_line, since[each.id])
                     more = more or left
                     if line is not None:
                         yield line
-                        said = loop.time()
-                if loop.time() - said > HEARTBEAT_SECONDS:
+                        last_write = loop.time()
+                if loop.time() - last_write > HEARTBEAT_SECONDS:
                     yield b"\n"
-                    said = loop.time()
+                    last_write = loop.time()
                 pause = 0.0 if more else TICK_SECONDS - (loop.time() - began)
                 await anyio.sleep(max(0.01, pause))
         finally:
@@ -196,10 +197,10 @@ class _Pages:
                 each.watchers -= 1
 
 
-def _open(id: str, path: Path) -> Shown:
-    from decentnode.dashboard.shown import Shown
+def _open(id: str, path: Path) -> RunView:
+    from decentnode.dashboard.run_view import RunView
 
-    return Shown(id, path)
+    return RunView(id, path)
 
 
 def _unknown_run() -> JSONResponse:

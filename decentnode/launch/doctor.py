@@ -54,7 +54,7 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     """Yields findings about this machine: cores, memory, shared memory, open files and keys that its nodes need."""
     mapping = experiment.make_mapping()
     uids = mapping.local(machine)
-    yield _cores(experiment, uids)
+    yield _check_cores(experiment, uids)
     experiment.open_data().shares()  # raises what is wrong with the data
     shared = shared_model(experiment, module_without_values(experiment, experiment.open_data().spec))
     model = shared.model
@@ -62,19 +62,19 @@ def local(experiment: Experiment, machine: int) -> Iterator[Finding]:
     yield Finding("memory", need < free, f"{len(uids)} nodes need about {size(need)} for models and gradients, "
                                          f"{size(free)} are free")  # fmt: skip
     schemas = schemas_of(shared.make_rules(), model, shared.fragments, experiment.node.schedule)
-    yield from _shared_memory(experiment, schemas, len(uids))
-    yield _descriptors(experiment, uids)
-    yield from _keys(experiment, uids)
+    yield from _check_shared_memory(experiment, schemas, len(uids))
+    yield _check_descriptors(experiment, uids)
+    yield from _check_keys(experiment, uids)
 
 
-def _cores(experiment: Experiment, uids: Any) -> Finding:
+def _check_cores(experiment: Experiment, uids: Any) -> Finding:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = sum(threads_of(experiment, uid) for uid in uids)
     fits = threads <= cores or None
     return Finding("cores", fits, f"{cores} cores for {len(uids)} nodes with {threads} threads in all")
 
 
-def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator[Finding]:
+def _check_shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator[Finding]:
     config = experiment.communication
     if nodes < 2 or config.shared_memory is False:
         return
@@ -91,7 +91,7 @@ def _shared_memory(experiment: Experiment, schemas: Any, nodes: int) -> Iterator
     yield Finding("shared memory", enough, f"{FOLDER}: {nodes} nodes need {size(need)}, {size(free)} are free")
 
 
-def _descriptors(experiment: Experiment, uids: Any) -> Finding:
+def _check_descriptors(experiment: Experiment, uids: Any) -> Finding:
     graphs = {id(graph): graph for graph in experiment.make_fragment_graphs()}.values()
     met = [(graph, r) for graph in graphs for r in range(min(graph.period or 64, 64))]
     peers = max(len({v for graph, r in met for v in graph.neighbors(u, r)}) for u in uids)
@@ -101,7 +101,7 @@ def _descriptors(experiment: Experiment, uids: Any) -> Finding:
                                                f"{most} (ulimit -Hn)")  # fmt: skip
 
 
-def _keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
+def _check_keys(experiment: Experiment, uids: Any) -> Iterator[Finding]:
     config = experiment.communication
     folder = config.key_folder
     if folder is None:
@@ -134,24 +134,24 @@ def address_of(host: str, port: int | None) -> str:
 def ports(experiment: Experiment, machine: int) -> Finding:
     """Returns whether every port of this machine's nodes is free."""
     mapping = experiment.make_mapping()
-    wanted = [(p.bind, p.port + k) for u in mapping.local(machine) if (p := mapping.place(u)).port is not None
+    addresses = [(p.bind, p.port + k) for u in mapping.local(machine) if (p := mapping.place(u)).port is not None
               for k in (0, 1)]  # fmt: skip
-    taken = []
+    unusable = []
     with zmq.Context() as context:
-        for host, port in wanted:
+        for host, port in addresses:
             with context.socket(zmq.ROUTER) as probe:
                 try:
                     listen(probe, host, port)
                 except zmq.ZMQError as error:
-                    taken.append(f"{address_of(host, port)} ({error.strerror})")
-    if not wanted:
+                    unusable.append(f"{address_of(host, port)} ({error.strerror})")
+    if not addresses:
         return Finding("ports", True, "none needed: Unix sockets, or free ports")
-    few = ", ".join(taken[:5]) + (", ..." if len(taken) > 5 else "")
-    return Finding("ports", not taken, f"{len(taken)} of {len(wanted)} cannot be used: {few}" if taken
-                   else f"{len(wanted)} ports from {address_of(*wanted[0])} are free")  # fmt: skip
+    listed = ", ".join(unusable[:5]) + (", ..." if len(unusable) > 5 else "")
+    return Finding("ports", not unusable, f"{len(unusable)} of {len(addresses)} cannot be used: {listed}" if unusable
+                   else f"{len(addresses)} ports from {address_of(*addresses[0])} are free")  # fmt: skip
 
 
-class Desk:
+class DoctorServer:
     """Answers the questions of other machines' doctors, in a thread, while the block of this context manager runs."""
 
     def __init__(self, bind: str, port: int, machine: int) -> None:
@@ -166,7 +166,7 @@ class Desk:
         """Machines that have asked all their questions."""
         self._thread = threading.Thread(target=self._answer, daemon=True)
 
-    def __enter__(self) -> Desk:
+    def __enter__(self) -> DoctorServer:
         self._thread.start()
         return self
 
@@ -202,7 +202,7 @@ def _unpack(data: bytes) -> tuple[str, int, Any] | None:
     return found[0], found[1], found[2]
 
 
-class Patient:
+class DoctorClient:
     """A connection to the doctor of one other machine."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
@@ -239,26 +239,26 @@ def remote(experiment: Experiment, machine: int, wait_seconds: float) -> Iterato
     assert own.port is not None
     others = [m for m in range(mapping.num_machines) if m != machine]
     deadline = clock.now() + wait_seconds
-    with Desk(own.bind, own.port, machine) as desk, zmq.Context() as context:
-        patients: dict[int, Patient] = {}
+    with DoctorServer(own.bind, own.port, machine) as server, zmq.Context() as context:
+        clients: dict[int, DoctorClient] = {}
         for other in others:
             if first[other].behind_nat:
                 yield Finding(f"machine {other}", True, "behind NAT: other nodes send to it through relays")
                 continue
             port = first[other].port
             assert port is not None
-            patients[other] = Patient(context, first[other].host, port)
+            clients[other] = DoctorClient(context, first[other].host, port)
         try:
-            for other, patient in patients.items():
+            for other, client in clients.items():
                 where = f"machine {other} ({address_of(first[other].host, first[other].port)})"
-                yield from _examine(patient, (machine, other), (where, interface_to(first[other].host)), deadline)
-            for other, patient in patients.items():
-                patient.ask("done", machine, 0.5 if other not in desk.done else ASK_SECONDS)
-            while not set(others) <= desk.done and clock.now() < deadline:
+                yield from _check_machine(client, (machine, other), (where, interface_to(first[other].host)), deadline)
+            for other, client in clients.items():
+                client.ask("done", machine, 0.5 if other not in server.done else ASK_SECONDS)
+            while not set(others) <= server.done and clock.now() < deadline:
                 clock.sleep(0.05)
         finally:
-            for patient in patients.values():
-                patient.close()
+            for client in clients.values():
+                client.close()
 
 
 def interface_to(host: str) -> str | None:
@@ -275,31 +275,31 @@ def interface_to(host: str) -> str | None:
                  if any(each.address.partition("%")[0] == own for each in addresses)), None)  # fmt: skip
 
 
-def _examine(
-    patient: Patient, pair: tuple[int, int], way: tuple[str, str | None], deadline: float
+def _check_machine(
+    client: DoctorClient, pair: tuple[int, int], way: tuple[str, str | None], deadline: float
 ) -> Iterator[Finding]:
     """pair: this machine and the other. way: the other's name in messages, and the interface that leads to it."""
     (own, other), (where, interface) = pair, way
     hello = None
     while hello is None and clock.now() < deadline:
-        hello = patient.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
+        hello = client.ask("who", None, min(ASK_SECONDS, max(0.1, deadline - clock.now())))
     if hello is None:
         yield Finding(where, False, "no answer: start decentnode doctor there too, check address, port and firewall"
-                      if resolved(patient.host) else "its name cannot be resolved here: correct it, or add it to the "
+                      if resolved(client.host) else "its name cannot be resolved here: correct it, or add it to the "
                                                      "name server or to this machine's /etc/hosts")  # fmt: skip
         return
     if hello[0] != other:
         yield Finding(where, False, f"answers as machine {hello[0]}: the mapping's addresses are mixed up")
         return
-    trips = [found[1] for _ in range(PINGS) if (found := patient.ask("ping")) is not None]
+    trips = [found[1] for _ in range(PINGS) if (found := client.ask("ping")) is not None]
     before = clock.wall()
-    told = patient.ask("time")
+    clock_reply = client.ask("time")
     block = bytes(MAX_PAYLOAD)
-    blocks = [found[1] for _ in range(BLOCKS) if (found := patient.ask("block", block, 10.0)) is not None]
-    if not trips or not blocks or told is None or not isinstance(told[0], float):
+    blocks = [found[1] for _ in range(BLOCKS) if (found := client.ask("block", block, 10.0)) is not None]
+    if not trips or not blocks or clock_reply is None or not isinstance(clock_reply[0], float):
         yield Finding(where, False, "answers, but not every time: packets get lost")
         return
-    skew = told[0] - (before + told[1] / 2)
+    skew = clock_reply[0] - (before + clock_reply[1] / 2)
     trip = statistics.median(trips)
     speed = MAX_PAYLOAD / max(1e-9, statistics.median(blocks) - trip)
     link = {"machines": [own, other], "mbit_per_second": round(8e-6 * speed, 3), "latency_seconds": round(trip / 2, 7),

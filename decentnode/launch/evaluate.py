@@ -51,14 +51,15 @@ class EvaluatedModels:
     @property
     def summary(self) -> dict[str, Any]:
         """All results as plain data, with `<metric>_mean`, `_min`, `_max` over the nodes and `<metric>_merged`."""
-        told: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         for name in dict.fromkeys(name for row in self.nodes.values() for name in row):
             values = [row[name] for row in self.nodes.values() if name in row]
-            told |= {f"{name}_mean": self.pooled.get(name, sum(values) / len(values)), f"{name}_min": min(values),
+            figures |= {f"{name}_mean": self.pooled.get(name, sum(values) / len(values)), f"{name}_min": min(values),
                      f"{name}_max": max(values)}  # fmt: skip
-        told |= {f"{name}_{MERGED}": value for name, value in (self.merged or {}).items()}
+        figures |= {f"{name}_{MERGED}": value for name, value in (self.merged or {}).items()}
         rows = {str(uid): {"samples": self.samples[uid], **row} for uid, row in self.nodes.items()}
-        return {"run": str(self.run), "task": self.measured.task, **told, "nodes": rows, "missing": list(self.missing)}
+        return {"run": str(self.run), "task": self.measured.task, **figures, "nodes": rows,
+                "missing": list(self.missing)}  # fmt: skip
 
 
 def evaluate(
@@ -106,8 +107,8 @@ class _Evaluation:
     def __init__(self, experiment: Experiment, run: Path, device: str) -> None:
         self.experiment, self.run, self.folder = experiment, run, run / "models"
         self.count = experiment.make_graph().num_nodes
-        self.there = [uid for uid in range(self.count) if self._path(uid).is_file()]
-        if not self.there and not (self.folder / f"{MERGED}.safetensors").is_file():
+        self.saved = [uid for uid in range(self.count) if self._path(uid).is_file()]
+        if not self.saved and not (self.folder / f"{MERGED}.safetensors").is_file():
             raise UsageError(
                 f"{run} has no models: nodes write them when a run ends normally; with node.checkpoint, such as "
                 "{every: 20}, a run that was cut off can be continued with --resume"
@@ -125,11 +126,11 @@ class _Evaluation:
     def all(self) -> EvaluatedModels:
         merged_file = self.folder / f"{MERGED}.safetensors"
         merged = _read(merged_file) if merged_file.is_file() else None
-        kept = merged is not None and self._kept(merged)
+        kept = merged is not None and self._has_private_parameters(merged)
         samples, nodes = dict[int, int](), dict[int, dict[str, float]]()
         of_merged, of_pooled = _Sums(self.task), _Sums(self.task)
         for uid in range(self.count):
-            own = _read(self._path(uid)) if uid in self.there else None
+            own = _read(self._path(uid)) if uid in self.saved else None
             if own is None and (merged is None or kept):
                 continue
             training = self._training(uid)
@@ -147,12 +148,12 @@ class _Evaluation:
                 for split in training.evaluated:
                     part = (uid, self.count) if split.shared else (0, 1)
                     of_merged.add(split.prefix, training.evaluate(split.name, part).sums)
-        missing = tuple(uid for uid in range(self.count) if uid not in self.there)
+        missing = tuple(uid for uid in range(self.count) if uid not in self.saved)
         found_merged = of_merged.metrics() if merged is not None else None
         return EvaluatedModels(self.run, self.experiment.measured(), samples, nodes, of_pooled.metrics(), found_merged,
                                missing)  # fmt: skip
 
-    def _kept(self, merged: Mapping[str, Tensor]) -> bool:
+    def _has_private_parameters(self, merged: Mapping[str, Tensor]) -> bool:
         """Returns whether the nodes kept some parameters private. The merged model lacks these, and is evaluated with
         each node's own."""
         return bool(self.model.module.state_dict().keys() - merged.keys())

@@ -30,14 +30,14 @@ from decentnode.launch.children.signals import StopSignals
 from decentnode.launch.files.run_dir import Records, node_dir
 from decentnode.launch.loading import load_request
 from decentnode.launch.nodes.node_process import describe_failure
+from decentnode.launch.one_process.batched_run import Stoppable
 from decentnode.launch.one_process.in_process import run_nodes
-from decentnode.launch.one_process.simulated import Stoppable
 from decentnode.launch.reporting.checked import check_run
 from decentnode.launch.reporting.header import header, other_code
 from decentnode.launch.reporting.observer import Observer, checkpoint_notice, engine_notice, resumed_notice
 from decentnode.launch.reporting.outcome import Durations, Ledger, Outcome, finished_before, summary
 from decentnode.launch.reporting.trackers import Trackers
-from decentnode.launch.supervising.prepare import facts, resumed
+from decentnode.launch.supervising.prepare import facts, resume_lines
 from decentnode.training.cudnn import cudnn_kept
 
 PROGRESS_SECONDS = 0.25
@@ -67,25 +67,25 @@ def run_here(request: Request, observer: Observer, *, command: str = "", started
             raise UsageError(f"{request.shown}: nodes in this process have neither processes nor connections for "
                              "faults to strike; use communication: inproc for slow, full_disk and clock_jump, or "
                              f"leave faults out")  # fmt: skip
-        found = facts(experiment, replace(request, in_process=True))
-        done = finished_before(found, observer.notice)
-        if done is not None:
-            return done
-        records = Records(found, request.shown, command)
-        observer.facts(found, records.directory)
-        here = found.local[:1] if request.simulate else found.local
-        observer.header([*resumed(experiment, request), *header(experiment, here, not request.simulate),
+        loaded = facts(experiment, replace(request, in_process=True))
+        finished = finished_before(loaded, observer.notice)
+        if finished is not None:
+            return finished
+        records = Records(loaded, request.shown, command)
+        observer.facts(loaded, records.directory)
+        shown_uids = loaded.local[:1] if request.simulate else loaded.local
+        observer.header([*resume_lines(experiment, request), *header(experiment, shown_uids, not request.simulate),
                          *other_code(experiment)])
-        run = _Run(found, records, observer, signals, started)
-        beside = Path(request.config or "x").absolute().parent
-        run.trackers = Trackers(found.trackers, records.directory, found.machine, beside, observer.notice)
-        log = node_dir(records.directory, found.local[0]) / "log.txt"
-        with logs.into(log, f"node {found.local[0]:03d}"), generators_kept(), cudnn_kept():
+        run = _InProcessRun(loaded, records, observer, signals, started)
+        experiment_dir = Path(request.config or "x").absolute().parent
+        run.trackers = Trackers(loaded.trackers, records.directory, loaded.machine, experiment_dir, observer.notice)
+        log = node_dir(records.directory, loaded.local[0]) / "log.txt"
+        with logs.into(log, f"node {loaded.local[0]:03d}"), generators_kept(), cudnn_kept():
             run.run(request, lambda task: run_nodes(task, experiment, run.on_message, run.begin, run.tick))
         return run.conclude()
 
 
-class _Run:
+class _InProcessRun:
     """The state of a run in this process: takes its nodes' messages and concludes it with an `Outcome`."""
 
     def __init__(
@@ -134,9 +134,9 @@ class _Run:
                 self.ledger.resumed = message.record
                 self.observer.notice(resumed_notice(message.record))
             elif message.record.get("kind") == "checkpoint" and (
-                told := checkpoint_notice(message.uid, message.record, self.ledger.checkpoint_problems)
+                notice := checkpoint_notice(message.uid, message.record, self.ledger.checkpoint_problems)
             ):
-                self.observer.notice(told)
+                self.observer.notice(notice)
         elif isinstance(message, NodeJoined):
             self._joined += 1
             if self._joined == len(self.facts.local):
@@ -184,6 +184,6 @@ class _Run:
         for notice in self.records.notices:
             self.observer.notice(notice)
         if self.trackers is not None:
-            heard = len(self.signals.received)
-            self.trackers.close(lambda: len(self.signals.received) > heard)
+            signals_before = len(self.signals.received)
+            self.trackers.close(lambda: len(self.signals.received) > signals_before)
         return Outcome(exit_code, self.records.directory, found, cause, error=self.error)

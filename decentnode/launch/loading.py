@@ -10,10 +10,10 @@ def load_request(request: Request, check: bool = True) -> Experiment:
     """Returns the experiment of a request. Raises as `load` does. With `one_round` the check is made on the experiment
     with all its rounds, because with one round, events planned for later rounds would be refused."""
     file, environ, layers = request.config or None, request.environ, request.layers
-    whole = load(file, request.overrides, environ, check, layers, connected=not request.simulate,
+    experiment = load(file, request.overrides, environ, check, layers, connected=not request.simulate,
                  found=request.found)
     if not request.one_round:
-        return whole
+        return experiment
     found = load(file, [*request.overrides, "node.rounds=1"], environ, False, layers, found=request.found)
-    found.take_doubts(whole)
+    found.take_doubts(experiment)
     return found

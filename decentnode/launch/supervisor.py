@@ -32,9 +32,9 @@ def supervise(
         run: Run | None = None
         try:
             facts = loader.facts(observer, signals)
-            done = finished_before(facts, observer.notice)
-            if done is not None:
-                return done
+            finished = finished_before(facts, observer.notice)
+            if finished is not None:
+                return finished
             records = None if dry_run else Records(facts, request.shown, command)
             observer.facts(facts, records.directory if records else None)
             run = Run(Command(request, observer, signals, started), facts, records)

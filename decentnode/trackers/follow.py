@@ -38,17 +38,17 @@ class Follower:
         """Yields (uid, record) of unread records, at most MOST_BYTES per node. Ignores files that cannot be read now.
         """
         for uid, path in self._files():
-            if self._unread(path):
-                yield from ((uid, record) for record in self._more(path))
+            if self._unread_bytes(path):
+                yield from ((uid, record) for record in self._read_new(path))
 
-    def _unread(self, path: str) -> int:
+    def _unread_bytes(self, path: str) -> int:
         """Returns how many bytes of a file have not been read yet; 0 if there is no file."""
         try:
             return os.stat(path).st_size - self._read.get(path, 0)
         except OSError:
             return 0
 
-    def _more(self, path: str) -> Iterator[dict[str, Any]]:
+    def _read_new(self, path: str) -> Iterator[dict[str, Any]]:
         begin = self._read.get(path, 0)
         try:
             with open(path, "rb") as file:
@@ -70,4 +70,4 @@ class Follower:
 
     def at_end(self) -> bool:
         """Returns whether everything written has been read, except possibly an unfinished last line."""
-        return all(self._unread(path) < MOST_BYTES for _, path in self._files())
+        return all(self._unread_bytes(path) < MOST_BYTES for _, path in self._files())

@@ -11,17 +11,17 @@ from typing import Any
 from decentnode.metrics.figures import PURPOSES
 from decentnode.trackers.base import Point
 
-HOLD_SECONDS = 10.0
+PENDING_SECONDS = 10.0
 """How long a round waits for the records of all nodes. After that its point is made from the records that have arrived,
 so that a dead or slow node does not block it."""
-MOST_HELD = 256
+MOST_PENDING = 256
 """How many rounds may wait; beyond that the earliest point is made from the records that have arrived."""
-OF_THE_RUN = ("consensus_distance", "consensus_rms", "contributors")
+RUN_FIGURES = ("consensus_distance", "consensus_rms", "contributors")
 """Figures of an evaluation that are the same on all nodes."""
 
 
 @dataclass
-class _Held:
+class _PendingPoint:
     """The records of one round, or of one evaluation, that have arrived so far."""
 
     since: float
@@ -61,69 +61,70 @@ class Points:
         self.uids, self.every = frozenset(uids), every
         self.late = 0
         """How many records arrived too late."""
-        self._held: dict[tuple[str, int], _Held] = {}
-        self._told: dict[str, int] = {"round": -1, "evaluation": -1}
+        self._pending: dict[tuple[str, int], _PendingPoint] = {}
+        self._last_round: dict[str, int] = {"round": -1, "evaluation": -1}
         """Kind of record -> the last round for which a point was made."""
         self._sent: dict[int, _Sent] = {}
-        self._sent_told: dict[int, dict[str, float]] = {}
+        self._sent_at_last_point: dict[int, dict[str, float]] = {}
         """uid -> bytes by purpose as of the last point; a node that is gone keeps its bytes in the sums."""
 
     def take(self, uid: int, record: Mapping[str, Any], now: float) -> Iterator[Point]:
         """Takes a record and yields the points that it completes. now: `clock.now()`."""
         kind, number = record.get("kind"), record.get("round")
-        if kind not in self._told or not isinstance(number, int):
+        if kind not in self._last_round or not isinstance(number, int):
             return
         sent = self._sent.setdefault(uid, _Sent()).take(record) if kind == "round" else {}
         rounds = number + (kind == "round")
         if kind == "round" and rounds % self.every:
             return
-        if rounds <= self._told[kind]:
+        if rounds <= self._last_round[kind]:
             self.late += 1
             return
-        held = self._held.setdefault((kind, rounds), _Held(now))
-        held.records[uid], held.sent[uid] = record, sent
-        if self.uids <= held.records.keys():
-            yield from self._tell_until(kind, rounds)
-        while len(self._held) > MOST_HELD:
-            yield from self._tell_until(*min(self._held, key=lambda key: key[1]))
+        pending = self._pending.setdefault((kind, rounds), _PendingPoint(now))
+        pending.records[uid], pending.sent[uid] = record, sent
+        if self.uids <= pending.records.keys():
+            yield from self._points_until(kind, rounds)
+        while len(self._pending) > MOST_PENDING:
+            yield from self._points_until(*min(self._pending, key=lambda key: key[1]))
 
     def overdue(self, now: float) -> Iterator[Point]:
-        """Yields the points that have waited for longer than HOLD_SECONDS."""
-        for kind, rounds in [key for key, held in self._held.items() if now - held.since > HOLD_SECONDS]:
-            yield from self._tell_until(kind, rounds)
+        """Yields the points that have waited for longer than PENDING_SECONDS."""
+        for kind, rounds in [key for key, pending in self._pending.items() if now - pending.since > PENDING_SECONDS]:
+            yield from self._points_until(kind, rounds)
 
-    def rest(self) -> Iterator[Point]:
+    def remaining(self) -> Iterator[Point]:
         """Yields all remaining points, at the end of the run."""
-        for kind in self._told:
-            yield from self._tell_until(kind, max((rounds for held, rounds in self._held if held == kind), default=-1))
+        for kind in self._last_round:
+            last = max((rounds for other, rounds in self._pending if other == kind), default=-1)
+            yield from self._points_until(kind, last)
 
-    def _tell_until(self, kind: str, rounds: int) -> Iterator[Point]:
+    def _points_until(self, kind: str, rounds: int) -> Iterator[Point]:
         """Yields the points up to this round, in order. Earlier rounds do not wait any longer, because the nodes that
         they lack have already passed them."""
-        for key in sorted(key for key in self._held if key[0] == kind and key[1] <= rounds):
-            held = self._held.pop(key)
-            self._told[kind] = max(self._told[kind], key[1])
-            records = [held.records[uid] for uid in sorted(held.records)]
+        for key in sorted(key for key in self._pending if key[0] == kind and key[1] <= rounds):
+            pending = self._pending.pop(key)
+            self._last_round[kind] = max(self._last_round[kind], key[1])
+            records = [pending.records[uid] for uid in sorted(pending.records)]
             if kind == "round":
-                self._sent_told |= held.sent
-            values = _training(records, self._sent_told.values()) if kind == "round" else _evaluated(records)
+                self._sent_at_last_point |= pending.sent
+            values = _training(records, self._sent_at_last_point.values()) if kind == "round" else _evaluated(records)
             if values:
                 yield Point(key[1], max(float(each.get("time", 0.0)) for each in records), values)
 
 
 def _numbers(records: list[Mapping[str, Any]], name: str) -> list[float]:
-    found = [each[name] for each in records if name in each]
-    return [float(value) for value in found
+    values = [each[name] for each in records if name in each]
+    return [float(value) for value in values
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)]  # fmt: skip
 
 
 def _training(records: list[Mapping[str, Any]], sent: Collection[Mapping[str, float]]) -> dict[str, float]:
     """Returns the figures of a round: means over the nodes whose records are there, and the bytes sent by all so far.
     """
-    found = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "train/learning_rate": "lr",
+    keys = {"train/loss": "loss", "train/gradient_norm": "gradient_norm", "train/learning_rate": "lr",
              "time/round_seconds": "seconds", "time/train_seconds": "train_seconds",
              "time/wait_seconds": "wait_seconds", "time/mix_seconds": "mix_seconds"}  # fmt: skip
-    values = {name: statistics.fmean(known) for name, key in found.items() if (known := _numbers(records, key))}
+    values = {name: statistics.fmean(known) for name, key in keys.items() if (known := _numbers(records, key))}
     for purpose in PURPOSES:
         if known := [each[purpose] for each in sent if purpose in each]:
             values[f"bytes_sent/{purpose}"] = math.fsum(known)
@@ -137,7 +138,7 @@ def _evaluated(records: list[Mapping[str, Any]]) -> dict[str, float]:
     values: dict[str, float] = {}
     last = records[-1]
     for key in dict.fromkeys(key for each in records for key in each):
-        if key in ("round", "time", "virtual_seconds", *OF_THE_RUN) or key.endswith(("_mean", "_merged")):
+        if key in ("round", "time", "virtual_seconds", *RUN_FIGURES) or key.endswith(("_mean", "_merged")):
             continue
         if own := _numbers(records, key):
             of_all = _numbers([last], f"{key}_mean")
@@ -145,7 +146,7 @@ def _evaluated(records: list[Mapping[str, Any]]) -> dict[str, float]:
                        f"test/{key}_max": max(own)}  # fmt: skip
             if merged := _numbers([last], f"{key}_merged"):
                 values[f"test/{key}_merged"] = merged[0]
-    for key in OF_THE_RUN[:2]:
-        if known := _numbers([last], key):
-            values[key.replace("_", "/", 1)] = known[0]
+    for key in RUN_FIGURES[:2]:
+        if values_of_key := _numbers([last], key):
+            values[key.replace("_", "/", 1)] = values_of_key[0]
     return values

@@ -47,7 +47,7 @@ class Feed:
         """How many points the tracker accepted."""
         self.refused = 0
         """How many calls of the tracker raised an error."""
-        self._in_a_row = 0
+        self._consecutive_failures = 0
 
     def poll(self) -> None:
         """Passes on the records written so far. Raises GivenUp."""
@@ -63,7 +63,7 @@ class Feed:
             self.poll()
             if self._follower.at_end():
                 break
-        self._log(self._points.rest())
+        self._log(self._points.remaining())
         try:
             summary = summaries.read(self._run.path / "summary.json")
         except (OSError, ValueError):
@@ -74,7 +74,7 @@ class Feed:
         for point in points:
             if self._call(self._tracker.log, point):
                 self.told += 1
-                self._in_a_row = 0
+                self._consecutive_failures = 0
 
     def _call(self, function: Callable[..., None], *given: Any) -> bool:
         """Calls a method of the tracker. Returns whether it succeeded; after an error the next call may succeed. Raises
@@ -83,23 +83,23 @@ class Feed:
             function(*given)
         except Exception as error:
             self.refused += 1
-            self._in_a_row += 1
+            self._consecutive_failures += 1
             traceback.print_exc()
-            if self._in_a_row == 1:
-                self._say(f"does not accept the figures ({_short(error)})")
-            if self._in_a_row >= FAILURES:
-                raise GivenUp(f"refused {FAILURES} points in a row, the last with {_short(error)}") from error
+            if self._consecutive_failures == 1:
+                self._say(f"does not accept the figures ({_one_line(error)})")
+            if self._consecutive_failures >= FAILURES:
+                raise GivenUp(f"refused {FAILURES} points in a row, the last with {_one_line(error)}") from error
             return False
         return True
 
 
 def make(name_and_keys: dict[str, Any], run: TrackedRun) -> Tracker:
     """Returns the tracker for a section of the config. Raises what its class raises."""
-    chosen = load_class(str(name_and_keys["name"]), TRACKERS, "tracker")
+    tracker_class = load_class(str(name_and_keys["name"]), TRACKERS, "tracker")
     run.folder.mkdir(exist_ok=True)
-    made = chosen(chosen.Config.model_validate(name_and_keys), run)
-    assert isinstance(made, Tracker)
-    return made
+    tracker = tracker_class(tracker_class.Config.model_validate(name_and_keys), run)
+    assert isinstance(tracker, Tracker)
+    return tracker
 
 
 def opened(path: Path, machine: int = 0) -> TrackedRun:
@@ -108,12 +108,12 @@ def opened(path: Path, machine: int = 0) -> TrackedRun:
     return TrackedRun(path, str(config["name"]), config, machine)
 
 
-def _short(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """Returns an error as text of a single line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Runs a tracker. Blocking until standard input is closed. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=Path)
@@ -121,17 +121,17 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--machine", type=int, default=0)
     parser.add_argument("--status", type=int, default=1, help="file descriptor for lines to the launcher")
     parser.add_argument("--beside", type=Path, help="folder in which modules of the user's own may lie")
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
 
     def say(text: str) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone
-            os.write(given.status, f"{text}\n".encode()[:1000])
+            os.write(arguments.status, f"{text}\n".encode()[:1000])
 
-    if given.beside is not None:
-        look_beside(given.beside)
+    if arguments.beside is not None:
+        look_beside(arguments.beside)
     try:
-        run = opened(given.run, given.machine)
-        tracker = make(json.loads(given.config), run)
+        run = opened(arguments.run, arguments.machine)
+        tracker = make(json.loads(arguments.config), run)
         if tracker.place:
             say(f"= {tracker.place}")
         feed = Feed(run, tracker, say)
@@ -140,7 +140,7 @@ def main(words: list[str] | None = None) -> int:
         feed.finish()
     except Exception as error:
         traceback.print_exc()
-        say(f"! {error}" if isinstance(error, GivenUp) else f"! {_short(error)}")
+        say(f"! {error}" if isinstance(error, GivenUp) else f"! {_one_line(error)}")
         return 1
     if feed.refused:
         say(f"! did not accept {feed.refused} of {feed.told + feed.refused} points")

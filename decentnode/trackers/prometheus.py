@@ -147,7 +147,7 @@ class Prometheus(Tracker):
         rate = GaugeMetricFamily("decentnode_learning_rate", "Learning rate of the last round.", labels=["node"])
         test = GaugeMetricFamily("decentnode_test", "What the task measures of the node's own model, at the last "
                                  "evaluation.", labels=["node", "metric"])  # fmt: skip
-        told = GaugeMetricFamily("decentnode_last_record_timestamp_seconds", "Time of the node's last record, since "
+        latest = GaugeMetricFamily("decentnode_last_record_timestamp_seconds", "Time of the node's last record, since "
                                                                              "1970.", labels=["node"])  # fmt: skip
         merged = GaugeMetricFamily("decentnode_merged_test", "What the task measures of the mean of all models, at the "
                                    "last evaluation.", labels=["metric"])  # fmt: skip
@@ -162,13 +162,13 @@ class Prometheus(Tracker):
                 rate.add_metric([str(uid)], node.learning_rate)
             for metric, value in node.test.items():
                 test.add_metric([str(uid), metric], value)
-            told.add_metric([str(uid)], node.time)
+            latest.add_metric([str(uid)], node.time)
         for key, value in self._of_run.items():
             if key.endswith("_merged"):
                 merged.add_metric([key.removesuffix("_merged")], value)
         if "consensus_distance" in self._of_run:
             distance.add_metric([], self._of_run["consensus_distance"])
-        yield from (loss, *([norm] if norm.samples else []), rate, test, told, merged, distance)
+        yield from (loss, *([norm] if norm.samples else []), rate, test, latest, merged, distance)
 
     def _processes(self) -> Iterator[Metric]:
         """Yields CPU and memory of the nodes' processes; a process with several nodes is listed under its lowest

@@ -35,7 +35,7 @@ from decentnode.experiment import Experiment, load
 from decentnode.experiment.initial_model import make_model
 from decentnode.launch.children.messages import Request, Task
 from decentnode.launch.files.run_dir import node_dir
-from decentnode.launch.one_process.simulated import Files
+from decentnode.launch.one_process.batched_run import BatchedOutput
 from decentnode.launch.supervising.entry import die_with_parent
 from decentnode.simulate.engines.batched import Batched
 from decentnode.simulate.engines.choice import choose
@@ -73,7 +73,7 @@ class Engine:
         for uid in range(NODES):
             node_dir(folder, uid).mkdir(parents=True)
         task = Task(Request(""), [*range(NODES)], 0, str(folder), 1, "00" * 8, True, 2.0, "")
-        self._sink = Files(self.engine, task, lambda _: None, lambda: None)
+        self._sink = BatchedOutput(self.engine, task, lambda _: None, lambda: None)
 
     def round(self) -> None:
         torch.set_num_threads(self.threads)

@@ -15,7 +15,7 @@ import yaml
 
 from decentnode.experiment import load
 from decentnode.launch.files.provenance import git_state
-from decentnode.launch.supervising.prepare import keep
+from decentnode.launch.supervising.prepare import files_to_copy
 from tests.commands import run
 from tests.launch.faults import experiment
 
@@ -160,7 +160,7 @@ def test_keys_and_data_stay_where_they_are(tmp_path: Path) -> None:
     write_experiment(tmp_path)
     (tmp_path / "keys").mkdir()
     overrides = [f"communication={{name: zeromq, security: required, keys: {tmp_path}/keys}}"]
-    inputs, kept = keep(load(tmp_path / "configs" / "mine.yaml", overrides, {}, check=False))
+    inputs, kept = files_to_copy(load(tmp_path / "configs" / "mine.yaml", overrides, {}, check=False))
     assert not [path for path in inputs.values() if path.startswith(f"{tmp_path}/keys")]
     assert kept["communication.keys"] == f"{tmp_path}/keys" and kept["run.dir"] == "../.."
 
@@ -169,7 +169,7 @@ def test_two_inputs_of_one_name_are_both_kept(tmp_path: Path) -> None:
     write_experiment(tmp_path)
     (tmp_path / "base" / "base.yaml").rename(tmp_path / "base" / "mine.yaml")
     (tmp_path / "configs" / "mine.yaml").write_text("extends: ../base/mine.yaml\n")
-    inputs, _ = keep(load(tmp_path / "configs" / "mine.yaml", [], {}, check=False))
+    inputs, _ = files_to_copy(load(tmp_path / "configs" / "mine.yaml", [], {}, check=False))
     assert sorted(inputs) == ["inputs/mine.yaml", "inputs/other_mine.yaml", "inputs/ring.edges"]
 
 

@@ -55,11 +55,11 @@ class Nodes:
         for worker in self.workers if phase == "running" else []:
             worker.joined = {*worker.uids}
 
-    def tell_all(self, message: ChildMessage) -> None:
+    def send_to_all(self, message: ChildMessage) -> None:
         for worker in self.workers:
             worker.send(message)
 
-    def start_again(self, uids: list[int], began: float | None) -> Child:
+    def restart(self, uids: list[int], began: float | None) -> Child:
         return Child(*uids)
 
     def replace(self, worker: Child, by: Child) -> None:
@@ -67,12 +67,12 @@ class Nodes:
 
 
 def local_run(phase: str = "running", **facts: Any) -> tuple[Any, Heard]:
-    """Returns a run of nodes 0 and 1 on machine 0, for EarlyEnd, Losses and Deadlines, and who hears of it."""
+    """Returns a run of nodes 0 and 1 on machine 0, for EarlyEnd, LostNodes and Deadlines, and who hears of it."""
     heard = Heard()
     command = SimpleNamespace(
         observer=heard, signals=SimpleNamespace(received=[]), request=SimpleNamespace(simulate=False, join=False)
     )
-    strikes = SimpleNamespace(began=None, stop=lambda: None)
+    process_faults = SimpleNamespace(began=None, stop=lambda: None)
     known = SimpleNamespace(**{**vars(FACTS), "local": (0, 1), "num_nodes": 2, **facts})
-    parts: Any = (command, known, Nodes(phase), Ledger(), strikes)
+    parts: Any = (command, known, Nodes(phase), Ledger(), process_faults)
     return LocalRun(*parts), heard

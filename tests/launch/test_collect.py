@@ -197,7 +197,7 @@ def test_whole_checkpoints_of_the_run_come_along(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_leaves_no_half_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = share(tmp_path / "run", 0), share(tmp_path / "other", 2, 3)
-    copied = module._Copy._to
+    copied = module._Copy._copy_bytes
     left = [5]
 
     def full(self: Any, *given: Any) -> int:
@@ -206,7 +206,7 @@ def test_a_disk_that_refuses_leaves_no_half_of_a_node(tmp_path: Path, monkeypatc
             raise OSError(28, "No space left on device")
         return copied(self, *given)
 
-    monkeypatch.setattr(module._Copy, "_to", full)
+    monkeypatch.setattr(module._Copy, "_copy_bytes", full)
     with pytest.raises(EnvironmentFault, match="No space left"):
         collect(run, [other])
     assert names(run / "nodes") == ["000", "002"]

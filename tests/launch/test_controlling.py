@@ -16,25 +16,25 @@ from decentnode.experiment import load
 from decentnode.launch.children.messages import OrderRun
 from decentnode.launch.files import supervisor_file
 from decentnode.launch.one_process.in_process import run_in_process
-from decentnode.launch.supervising.controlling import ACTIONS, Controlling, ask
+from decentnode.launch.supervising.controlling import ACTIONS, OrderHandler, ask
 
 
 class Share:
     """What a supervisor does of orders."""
 
     def __init__(self, phase: str = "running", workers: int = 1) -> None:
-        self.phase, self.told, self.sent, self.stops = phase, list[str](), list[Any](), True
+        self.phase, self.report_executed, self.sent, self.stops = phase, list[str](), list[Any](), True
         self.present = [self] * workers
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    def stop_as_asked(self) -> bool:
+    def stop_after_round(self) -> bool:
         stops, self.stops = self.stops, False
         return stops
 
     def notice(self, text: str) -> None:
-        self.told.append(text)
+        self.report_executed.append(text)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
 
 def answered(run: Path, share: Share, action: str) -> str:
     """What `ask` returns or raises, while a supervisor looks into the folder."""
-    controlling, over = Controlling(run), threading.Event()
+    controlling, over = OrderHandler(run), threading.Event()
 
     def look() -> None:
         now = 0.0
@@ -90,7 +90,7 @@ def test_what_cannot_be_obeyed_is_said(run: Path) -> None:
 
 def test_a_run_that_is_over_takes_no_orders(run: Path) -> None:
     (run / "control-0123456789abcdef.request").write_text('{"action": "pause"}')
-    Controlling(run).close()
+    OrderHandler(run).close()
     assert json.loads((run / "control-0123456789abcdef.answer").read_text()) == {"refusal": "the run is over"}
     supervisor_file.remove(run)
     with pytest.raises(UsageError, match="the run is over"):
@@ -105,17 +105,17 @@ def test_files_that_are_no_requests_do_no_harm(run: Path, text: str) -> None:
     (run / "control-0123456789abcdef.request").write_text(text)
     (run / "control-..%2f.request").write_text("{}")
     share = Share()
-    Controlling(run).tick(1.0, share)  # type: ignore[arg-type]
+    OrderHandler(run).tick(1.0, share)  # type: ignore[arg-type]
     assert share.sent == [] and share.stops
     assert "none of pause" in json.loads((run / "control-0123456789abcdef.answer").read_text())["refusal"]
 
 
 def test_the_user_hears_of_each_order_once(run: Path) -> None:
-    controlling, share = Controlling(run), Share()
+    controlling, share = OrderHandler(run), Share()
     for uid in range(3):
-        controlling.told({"kind": "control", "what": "paused", "round": 7, "uid": uid}, share)  # type: ignore[arg-type]
-    controlling.told({"kind": "control", "what": "resumed", "round": 7}, share)  # type: ignore[arg-type]
-    assert share.told == ["paused after round 7", "resumed after round 7"]
+        controlling.report_executed({"kind": "control", "what": "paused", "round": 7, "uid": uid}, share)  # type: ignore[arg-type]
+    controlling.report_executed({"kind": "control", "what": "resumed", "round": 7}, share)  # type: ignore[arg-type]
+    assert share.report_executed == ["paused after round 7", "resumed after round 7"]
 
 
 def test_the_command_asks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from decentnode.cli import main
 from decentnode.errors import EnvironmentFault
 from decentnode.experiment import load
 from decentnode.launch.children.messages import Request
-from decentnode.launch.doctor import Desk, Patient, interface_to
-from decentnode.launch.supervising.prepare import doubts, facts
+from decentnode.launch.doctor import DoctorClient, DoctorServer, interface_to
+from decentnode.launch.supervising.prepare import address_warnings, facts
 from decentnode.simulate.links_file import read_links
 from tests.commands import ROOT, started
 from tests.conftest import free_ports, needs_ipv6
@@ -87,14 +87,14 @@ def test_a_machine_that_does_not_answer_is_named() -> None:
 
 def test_the_desk_answers_nothing_but_its_questions() -> None:
     port = free_ports(4)
-    with Desk("127.0.0.1", port, 4), zmq.Context() as context:
+    with DoctorServer("127.0.0.1", port, 4), zmq.Context() as context:
         with context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
             stranger.connect(f"tcp://127.0.0.1:{port}")
             for bad in (b"", b"\xc1", msgpack.packb({"a": 1}), msgpack.packb(["who"]), msgpack.packb([1, "x", None])):
                 stranger.send(bad)
             assert not stranger.poll(200)
-        patient = Patient(context, "127.0.0.1", port)
+        patient = DoctorClient(context, "127.0.0.1", port)
         assert patient.ask("who") is not None and patient.ask("who")[0] == 4  # type: ignore[index]
         patient.close()
 
@@ -124,7 +124,7 @@ def test_a_name_that_cannot_be_resolved_is_told_before_the_start(monkeypatch: py
         facts(load(config, [chosen]), Request(config, [chosen], machine=0))
     here = Request(config, [chosen], machine=1)
     assert facts(load(config, [chosen]), here).machine == 1
-    ((kind, warning),) = doubts(load(config, [chosen]), here)
+    ((kind, warning),) = address_warnings(load(config, [chosen]), here)
     assert kind == "warning" and "'nohost' (machine 0)" in warning
     result = CliRunner().invoke(main, ["doctor", config, "-m", "0", "-s", chosen, "--json", "--wait", "0.1"])
     told = findings("\n".join(line for line in result.output.splitlines() if line.startswith("{")))

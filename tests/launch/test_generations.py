@@ -207,7 +207,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_on_its_way_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for as long as a neighbor would be waited for, which is longer than this test may last."""
-    monkeypatch.setattr("decentnode.launch.supervising.deadlines.BACK_SECONDS", 0.5)
+    monkeypatch.setattr("decentnode.launch.supervising.deadlines.REJOIN_SECONDS", 0.5)
     outcome, listener = go_on(
         tmp_path, "NeverBack", node={"restarts": 1}, keys={"pid_file": str(tmp_path / "pid")},
         communication={"timeout_seconds": 600},
@@ -225,7 +225,7 @@ def test_a_run_that_is_over_does_not_wait_for_a_node_that_it_left_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node 2 froze, the others went on without it, and nobody wakes it."""
-    monkeypatch.setattr("decentnode.launch.supervising.deadlines.BACK_SECONDS", 0.5)
+    monkeypatch.setattr("decentnode.launch.supervising.deadlines.REJOIN_SECONDS", 0.5)
     listener = Listener(tmp_path / "elsewhere")
     outcome, _ = go_on(
         tmp_path, "Stops", keys={"pid_file": str(tmp_path / "pid")}, listener=listener,

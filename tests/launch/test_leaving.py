@@ -17,7 +17,7 @@ from decentnode.launch.children.messages import Finished, LeaveAnswer
 from decentnode.launch.files import supervisor_file
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.reporting.outcome import Durations, Ledger, summary
-from decentnode.launch.supervising.leaving import Leaving, Watch, ask
+from decentnode.launch.supervising.leaving import LeaveHandler, Watch, ask
 from decentnode.metrics.reader import read_kind
 from decentnode.report.closing import closing
 from tests.launch.facts import FACTS, FINISHED
@@ -124,7 +124,7 @@ class Told:
 ])  # fmt: skip
 def test_why_a_node_stays(tmp_path: Path, uid: int, regroup: bool, phase: str, why: str) -> None:
     run = Told(phase)
-    leaving = Leaving(dataclasses.replace(FACTS, regroup=regroup), tmp_path)
+    leaving = LeaveHandler(dataclasses.replace(FACTS, regroup=regroup), tmp_path)
     (tmp_path / f"leave-{uid}.request").write_text("{}")
     leaving.tick(clock.now(), run)
     assert why in (tmp_path / f"leave-{uid}.answer").read_text()

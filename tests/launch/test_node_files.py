@@ -18,7 +18,7 @@ from decentnode.launch.children.messages import ChildMessage, Progress
 from decentnode.launch.files import node_status
 from decentnode.launch.files.node_files import Reporter, load_merged, save, save_node
 from decentnode.launch.files.node_status import StatusWriter, snapshot
-from decentnode.launch.files.run_dir import take_merged
+from decentnode.launch.files.run_dir import promote_merged_model
 from tests.node.fakes import Quadratic
 
 ROUNDS = [{"kind": "round", "round": number} for number in range(5)]
@@ -190,7 +190,7 @@ def test_with_sides_a_merged_model_is_kept_beside_until_the_run_takes_one(tmp_pa
         node = fake_node(uid, members)
         node.config.on_partition, node.merged = "both", torch.full((5,), float(uid))
         save_node(node, tmp_path)
-    take_merged(tmp_path)
+    promote_merged_model(tmp_path)
     for folder, uid in ((tmp_path / "models", 0), (tmp_path / "models" / "apart-002", 2)):
         assert load_file(folder / "merged.safetensors")["x"].tolist() == [float(uid)] * 3
 

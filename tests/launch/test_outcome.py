@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from decentnode.launch.children.messages import Failed, Finished
-from decentnode.launch.files.run_dir import node_dir, take_merged
+from decentnode.launch.files.run_dir import node_dir, promote_merged_model
 from decentnode.launch.reporting.outcome import Durations, Ledger, first_cause, summary
 from decentnode.metrics.writer import MetricsWriter
 from decentnode.report.closing import closing
@@ -131,8 +131,8 @@ def test_sides_of_a_network_that_never_healed_end_each_in_its_own_time() -> None
     ledger.progress(4, {"kind": "generation", "members": [0, 1, 4]})  # frozen since
     ledger.finished[0] = replace(FINISHED, uid=0)
     ledger.finished[1] = replace(FINISHED, uid=1)
-    assert ledger.outside(range(5)) == {4} and ledger.apart == []
-    assert not ledger.outside(range(5), sides=True), "node 4 may still agree with others on a generation"
+    assert ledger.excluded_nodes(range(5)) == {4} and ledger.disjoint_generations == []
+    assert not ledger.excluded_nodes(range(5), True), "node 4 may still agree with others on a generation"
     for uid in (2, 3):
         ledger.finished[uid] = replace(FINISHED, uid=uid)
     for uid, each in ledger.finished.items():
@@ -162,12 +162,12 @@ def test_the_merged_model_of_the_lowest_side_is_the_runs(tmp_path: Path) -> None
         (tmp_path / "models" / f"apart-{uid}" / "ema").mkdir(parents=True)
         (tmp_path / "models" / f"apart-{uid}" / "merged.safetensors").write_text(uid)
         (tmp_path / "models" / f"apart-{uid}" / "ema" / "merged.safetensors").write_text(f"ema {uid}")
-    take_merged(tmp_path)
+    promote_merged_model(tmp_path)
     models = tmp_path / "models"
     assert (models / "merged.safetensors").read_text() == "001"
     assert (models / "ema" / "merged.safetensors").read_text() == "ema 001"
     assert not (models / "apart-001").exists() and (models / "apart-003" / "merged.safetensors").exists()
-    take_merged(tmp_path)
+    promote_merged_model(tmp_path)
     assert (models / "merged.safetensors").read_text() == "001", "it is there"
 
 

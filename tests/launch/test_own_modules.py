@@ -14,7 +14,7 @@ def test_where_a_module_lies_is_looked_up_once_per_process(monkeypatch: pytest.M
     """Every node asks at its end, with 3,000 modules that the fork server has loaded and looked at."""
     before = own_modules.local_modules()
     assert __name__ in before and "decentnode" not in before and "torch" not in before
-    assert len(own_modules._own_modules._new()) == 0
+    assert len(own_modules._own_modules._new_modules()) == 0
     looked: list[str] = []
     monkeypatch.setattr(own_modules, "_own_file", looked.append)
     assert own_modules.local_modules() == before and not looked
@@ -54,6 +54,6 @@ def test_a_file_that_pythons_folder_links_to_is_pythons(tmp_path: Path, monkeypa
     (tmp_path / "lib").mkdir()
     (tmp_path / "etc" / "site.py").write_text("")
     (tmp_path / "lib" / "site.py").symlink_to(tmp_path / "etc" / "site.py")
-    monkeypatch.setattr(own_modules, "_elsewhere", lambda: (f"{tmp_path / 'lib'}{os.sep}",))
+    monkeypatch.setattr(own_modules, "_foreign_folders", lambda: (f"{tmp_path / 'lib'}{os.sep}",))
     assert own_modules._own_file(str(tmp_path / "lib" / "site.py")) == ""
     assert own_modules._own_file(str(tmp_path / "etc" / "site.py")) == str((tmp_path / "etc" / "site.py").resolve())

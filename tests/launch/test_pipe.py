@@ -51,7 +51,7 @@ def test_progress_is_dropped_and_everything_else_waits_for_the_reader(ends: tupl
 def test_an_evaluation_of_all_nodes_of_a_process_is_told_whole(ends: tuple[Pipe, Pipe], nodes: int) -> None:
     """None of its records is lost where the reader looks only when the last was sent."""
     writer, reader = ends
-    writer.keep_for(nodes)
+    writer.reserve_for(nodes)
     record = {"text": "x" * 600}
     said = [Progress(uid, {"kind": kind, **record}) for kind in ("round", "evaluation") for uid in range(nodes)]
     for message in said:
@@ -80,7 +80,7 @@ def test_what_waits_is_bounded_and_the_last_words_are_kept(ends: tuple[Pipe, Pip
 
 def test_starts_and_ends_of_thousands_of_nodes_in_one_process_are_kept(ends: tuple[Pipe, Pipe]) -> None:
     writer, reader = ends
-    writer.keep_for(2000)
+    writer.reserve_for(2000)
     sent = fill(writer) - KEPT_PER_NODE * 2000 // PROGRESS_SHARE
     for number in range(KEPT_PER_NODE * 2000):
         writer.send(PeerFailure(number, ""))

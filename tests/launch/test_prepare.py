@@ -16,7 +16,7 @@ from decentnode.launch.children.messages import ChildMessage, Facts, Failed, Hea
 from decentnode.launch.loading import load_request
 from decentnode.launch.supervising import prepare
 from decentnode.launch.supervising.local_nodes import LocalNodes
-from decentnode.launch.supervising.prepare import answer, facts, keep
+from decentnode.launch.supervising.prepare import facts, files_to_copy, load_and_send
 from decentnode.sharing import step_size
 from tests.launch.faults import experiment
 
@@ -37,7 +37,7 @@ def written(folder: Path, **sections: Any) -> str:
 
 def answered(request: Request) -> tuple[int, list[ChildMessage]]:
     channel = Channel()
-    return answer(request, channel), channel.said  # type: ignore[arg-type]
+    return load_and_send(request, channel), channel.said  # type: ignore[arg-type]
 
 
 def test_the_facts_come_before_the_header(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_small_inputs_are_kept_under_names_of_their_own_and_data_stays(tmp_path:
     n = experiment()["graph"]["nodes"]
     (other / "tiny.yaml").write_text(f"{n}\n" + "".join(f"{u} {(u + 1) % n}\n" for u in range(n)))
     loaded = load(written(tmp_path, graph={"file": "graphs/tiny.yaml"}), [])
-    inputs, kept = keep(loaded)
+    inputs, kept = files_to_copy(loaded)
     assert inputs == {"inputs/tiny.yaml": str(tmp_path / "tiny.yaml"),
                       "inputs/other_tiny.yaml": str(other / "tiny.yaml")}  # fmt: skip
     assert kept["graph.file"] == "inputs/other_tiny.yaml" and kept["run.dir"] == "../.."

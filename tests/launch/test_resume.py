@@ -19,7 +19,7 @@ from decentnode.checkpoint.store import Cut, Snapshot
 from decentnode.cli import start
 from decentnode.errors import DecentnodeError
 from decentnode.launch.children.messages import Request
-from decentnode.launch.files.resume import Found, _done_by_all
+from decentnode.launch.files.resume import ResumableRun, _done_by_all
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.reporting.outcome import Outcome
 from decentnode.launch.supervisor import supervise
@@ -261,8 +261,8 @@ def test_a_node_that_was_in_no_mapping_has_no_say_in_what_all_have(tmp_path: Pat
     for uid in range(2):
         store.write(tmp_path / "checkpoints", Snapshot(uid, cut, {}, {"progress": {"round": 20 + uid}}, {}))
     newest = store.scan([tmp_path / "checkpoints"], 0)[0][0]
-    assert _done_by_all(Found(tmp_path, (tmp_path,), ("ab",), newest), 2) == 21
-    assert _done_by_all(Found(tmp_path, (tmp_path,), ("ab",), newest), 3) is None
+    assert _done_by_all(ResumableRun(tmp_path, (tmp_path,), ("ab",), newest), 2) == 21
+    assert _done_by_all(ResumableRun(tmp_path, (tmp_path,), ("ab",), newest), 3) is None
 
 
 @pytest.mark.slow

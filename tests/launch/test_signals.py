@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from decentnode.launch.children.signals import StopSignals, held
+from decentnode.launch.children.signals import StopSignals, signals_blocked
 
 
 def test_signals_are_counted_and_wake_the_waiter() -> None:
@@ -21,7 +21,7 @@ def test_signals_are_counted_and_wake_the_waiter() -> None:
 
 def test_signals_of_a_held_block_are_not_lost() -> None:
     with StopSignals() as signals:
-        with held():
+        with signals_blocked():
             os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == [signal.SIGTERM]
 
@@ -37,7 +37,7 @@ print("alive", flush=True)
 
 def child(work: str) -> str:
     """What a process prints that starts in a held block, and to which signals come before it does `work`."""
-    with held():
+    with signals_blocked():
         process = subprocess.Popen([sys.executable, "-c", CHILD.format(work=work)], text=True, stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE)  # fmt: skip
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -46,12 +46,12 @@ def child(work: str) -> str:
 
 
 def test_a_process_that_starts_in_a_held_block_is_not_ended_before_it_can_ignore_signals() -> None:
-    assert child("signals.ignore(); os.kill(os.getpid(), signal.SIGTERM)") == "alive\n"
+    assert child("signals.ignore_signals(); os.kill(os.getpid(), signal.SIGTERM)") == "alive\n"
 
 
 def test_a_termination_that_comes_too_early_is_obeyed_later() -> None:
     work = """
-signals.ignore()
+signals.ignore_signals()
 signals.note_termination()
 os.kill(os.getpid(), signal.SIGTERM)
 asked = []
@@ -66,7 +66,7 @@ assert asked == [1, 1]
 def test_a_termination_that_comes_before_a_run_stops_it() -> None:
     """Of a sweep's point, whose parent ignores the signal: the point ignored it, too, and ran on to its end."""
     work = """
-signals.ignore()
+signals.ignore_signals()
 signals.note_termination()
 os.kill(os.getpid(), signal.SIGTERM)
 with signals.StopSignals() as stop:

@@ -17,7 +17,7 @@ from decentnode.communication.inproc import Inproc
 from decentnode.errors import EnvironmentFault, NodeFailed, UsageError
 from decentnode.launch.reporting.checked import told
 from decentnode.launch.reporting.outcome import Outcome
-from decentnode.launch.supervising.deadlines import BACK_SECONDS
+from decentnode.launch.supervising.deadlines import REJOIN_SECONDS
 from decentnode.metrics.reader import read_kind
 from decentnode.payload import Payload
 from tests.launch.faults import experiment
@@ -175,7 +175,7 @@ def test_models_that_faults_strike_go_through_sockets_on_every_transport_and_arr
 
 
 class Waker(Listener):
-    """Wakes nodes 3 and 4 once the others have ended, and have been gone for longer than BACK_SECONDS."""
+    """Wakes nodes 3 and 4 once the others have ended, and have been gone for longer than REJOIN_SECONDS."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "none")
@@ -184,7 +184,7 @@ class Waker(Listener):
     def tick(self) -> None:
         if not self._ended and len(list(self._folder.glob("runs/tiny/latest/models/00[012].safetensors"))) == 3:
             self._ended = clock.now()
-        if self._ended and not self.woken and clock.now() > self._ended + BACK_SECONDS + 3:
+        if self._ended and not self.woken and clock.now() > self._ended + REJOIN_SECONDS + 3:
             self.woken = True
             for pid_file in self._folder.glob("pid[34]"):
                 os.kill(int(pid_file.read_text()), signal.SIGCONT)

@@ -74,12 +74,12 @@ def test_messages_are_those_that_came_and_what_was_said_before_the_end_is_read()
 def test_a_child_with_several_nodes_is_over_when_all_of_them_are() -> None:
     worker = made(0, 1)[0]
     worker.finished = {0}
-    assert not worker.over
+    assert not worker.is_done
     worker.finished = {0, 1}
-    assert worker.over
+    assert worker.is_done
     failed = made(2)[0]
     failed.failed = {2}
-    assert failed.over and failed.alive
+    assert failed.is_done and failed.alive
 
 
 def test_who_is_late_depends_on_the_phase() -> None:
@@ -120,7 +120,7 @@ def test_what_a_killed_process_was_about_to_write_is_removed(tmp_path: Path) -> 
         for code, found in ((0, True), (-signal.SIGKILL, False)):
             worker = Worker((0,), SimpleNamespace(pid=7), SimpleNamespace())  # type: ignore[arg-type]
             worker.exit_code = code
-            nodes.reaped(worker)
+            nodes.remove_temporaries_of(worker)
             assert left.exists() is found and of_another.exists()
     finally:
         nodes.close()
@@ -129,9 +129,9 @@ def test_what_a_killed_process_was_about_to_write_is_removed(tmp_path: Path) -> 
 def test_all_are_killed_and_waited_for_in_one_deadline() -> None:
     """Also the one that does not go, which counts as killed: nothing waits for it again."""
     children = [made(uid, obeys=uid != 1) for uid in range(3)]
-    over = children[2][0]
+    is_done = children[2][0]
     children[2][1].end(0)
-    over.reap()
+    is_done.reap()
     with clock.use(clock.VirtualClock()):
         end_all([worker for worker, _, _ in children])
     assert [worker.exit_code for worker, _, _ in children] == [-signal.SIGKILL, -signal.SIGKILL, 0]
@@ -292,7 +292,7 @@ def late(process: Unstarted, monkeypatch: pytest.MonkeyPatch) -> Worker:
     monkeypatch.setattr(workers.forkserver, "start", lambda: None)
     context = ForkServerContext()
     context.Process = lambda **_: process  # type: ignore[method-assign,assignment]
-    return workers.start_later(context, SimpleNamespace(uids=[3]))  # type: ignore[arg-type]
+    return workers.start_deferred(context, SimpleNamespace(uids=[3]))  # type: ignore[arg-type]
 
 
 def test_a_node_is_started_again_without_a_wait_for_its_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from decentnode.trackers import follow
 from decentnode.trackers.follow import Follower
-from decentnode.trackers.points import HOLD_SECONDS, MOST_HELD, Points
+from decentnode.trackers.points import MOST_PENDING, PENDING_SECONDS, Points
 
 
 def trained(number: int, **more: float) -> dict[str, object]:
@@ -23,7 +23,7 @@ def test_a_round_is_told_when_all_nodes_have_recorded_it() -> None:
     (point,) = points.take(1, trained(0, loss=2.0, gradient_norm=5.0, data_bytes_sent=300), 0.0)
     assert (point.round, point.time, point.values["train/loss"], point.values["bytes_sent/data"]) == (1, 10.0, 1.5, 400)
     assert point.values["nodes"] == 2 and point.values["train/gradient_norm"] == 4.0
-    assert [each.round for each in points.rest()] == [2]
+    assert [each.round for each in points.remaining()] == [2]
 
 
 def test_an_evaluation_has_the_whole_run_s_figures_and_this_machine_s_extremes() -> None:
@@ -42,12 +42,12 @@ def test_a_dead_node_holds_nothing_up_and_no_round_waits_in_memory_for_ever() ->
     points = Points([0, 1])
     for number in range(3):
         assert not list(points.take(0, trained(number), float(number)))
-    assert not list(points.overdue(HOLD_SECONDS))
-    (first,) = points.overdue(HOLD_SECONDS + 0.5)
+    assert not list(points.overdue(PENDING_SECONDS))
+    (first,) = points.overdue(PENDING_SECONDS + 0.5)
     assert first.round == 1 and first.values["nodes"] == 1
     assert not list(points.take(1, trained(0), 20.0)) and points.late == 1, "its round has been told"
-    told = [each.round for number in range(3, 10 * MOST_HELD) for each in points.take(0, trained(number), 3.0)]
-    assert told == list(range(2, 9 * MOST_HELD + 1)) and len(points._held) == MOST_HELD
+    told = [each.round for number in range(3, 10 * MOST_PENDING) for each in points.take(0, trained(number), 3.0)]
+    assert told == list(range(2, 9 * MOST_PENDING + 1)) and len(points._pending) == MOST_PENDING
 
 
 def test_bytes_count_on_when_a_node_is_gone_or_began_anew() -> None:
@@ -58,7 +58,7 @@ def test_bytes_count_on_when_a_node_is_gone_or_began_anew() -> None:
                 of_process = number + 1 if uid == 0 or number < 2 else number - 4  # node 1 came back in round 5
                 record = trained(number, data_bytes_sent=100 * of_process, control_bytes_sent=of_process)
                 told += [each.values["bytes_sent/data"] for each in points.take(uid, record, float(number))]
-        told += [each.values["bytes_sent/data"] for each in points.overdue(number + HOLD_SECONDS)]
+        told += [each.values["bytes_sent/data"] for each in points.overdue(number + PENDING_SECONDS)]
     assert told == [400, 600, 600 + 200 + 100, 800 + 200 + 300]
 
 

@@ -84,8 +84,8 @@ export class Run {
     return Boolean(status) && (status.doing === "gone" || status.doing === "failed");
   }
 
-  /** Newest values in a column, of the nodes that have made a round and are not gone, or where none is left of all that
-   * have made one: at a moment few nodes are in the same round. */
+  /** Returns the latest values in a column of all nodes that have made a round and are still in the run; if none is, of
+   * all that have made a round. A frame would not do, because at any moment few nodes are in the same round. */
   newest(name) {
     const at = this.about.node_columns.indexOf(name), made = this.uids.map((_, i) => i).filter((i) => this.nodes[i] && this.rounds[i] > 0);
     const left = made.filter((i) => !this.isGone(i));

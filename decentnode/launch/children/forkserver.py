@@ -17,10 +17,10 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.util import Finalize
 
 from decentnode.launch.children.messages import Request
-from decentnode.launch.children.signals import held
+from decentnode.launch.children.signals import signals_blocked
 from decentnode.launch.children.sockets import SocketDir
 
-PRELOAD = ["decentnode.launch.children.server_end", "decentnode.launch.children.preload"]
+PRELOAD = ["decentnode.launch.children.server_cleanup", "decentnode.launch.children.preload"]
 
 MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
@@ -48,7 +48,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
             del os.environ[key]
 
 
-def _take_folder() -> None:
+def _use_private_folder() -> None:
     """Puts the server's socket into a folder that is removed even if this process is killed; multiprocessing removes
     its own folder (pymp-...) only at a regular exit. Does nothing if the process already has such a folder.
     """
@@ -71,11 +71,11 @@ def may_compile(request: Request) -> bool:
     for _ in range(8):  # the file and the files that it extends
         try:
             with open(path, encoding="utf-8") as file:
-                found = file.read(1 << 20)
+                content = file.read(1 << 20)
         except (OSError, ValueError):
             break
-        text += "\n" + re.sub(r"#.*", "", found)
-        extends = re.search(r"^extends:\s*['\"]?([^'\"\s]+)", found, re.MULTILINE)
+        text += "\n" + re.sub(r"#.*", "", content)
+        extends = re.search(r"^extends:\s*['\"]?([^'\"\s]+)", content, re.MULTILINE)
         if extends is None:
             break
         path = os.path.join(os.path.dirname(path), extends[1])
@@ -90,21 +90,22 @@ def start(request: Request | None = None) -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    _take_folder()
+    _use_private_folder()
     resource_tracker.ensure_running()  # before signals are blocked below, because starting it unblocks them
     compiles = {COMPILES: "1"} if request is not None and may_compile(request) else {}
-    with _environment(MALLOC | THREADS | compiles), held():
+    with _environment(MALLOC | THREADS | compiles), signals_blocked():
         multiprocessing.forkserver.ensure_running()
-    if not _taken:
-        _taken.update(os.environ)
+    if not _server_environment:
+        _server_environment.update(os.environ)
     return context
 
 
-_taken: dict[str, str] = {}
+_server_environment: dict[str, str] = {}
 """The environment variables at the start of the server."""
 
 
 def changed_variables() -> dict[str, str | None]:
     """Returns the environment variables that changed since the server was started; None for one that was removed."""
-    names = {*os.environ, *_taken} if _taken else set()
-    return {name: os.environ.get(name) for name in sorted(names) if os.environ.get(name) != _taken.get(name)}
+    before = _server_environment
+    names = {*os.environ, *before} if before else set()
+    return {name: os.environ.get(name) for name in sorted(names) if os.environ.get(name) != before.get(name)}

@@ -75,7 +75,7 @@ class Facts:
     own_rounds: bool = False
     """Whether nodes make their rounds without waiting for each other, and the first one that has made all its rounds
     ends the run."""
-    sides: bool = False
+    continues_on_partition: bool = False
     """Whether all sides of a network partition continue."""
     restarts: int = 0
     """How many times a node that died is restarted."""
@@ -89,7 +89,7 @@ class Facts:
     """Ids of these runs."""
     faults: list[dict[str, Any]] = field(default_factory=list)
     """The faults of the experiment, resolved (`Experiment.make_faults`)."""
-    checked: bool = False
+    checks_records: bool = False
     """Whether the records of all nodes are checked when the run is over."""
     min_nodes: int = 1
     """The least number of nodes of a generation."""
@@ -99,7 +99,7 @@ class Facts:
     """The sections of `run.trackers`."""
     finished: str = ""
     """A sentence that says that the run to resume has nothing left to do; "" if it has, or the run is new."""
-    meets: bool = False
+    pauses_before_stop: bool = False
     """Whether a stop pauses all nodes before the same round first, so that their last checkpoints are of one cut."""
 
     @property
@@ -203,7 +203,7 @@ class Finished:
     """The user's own modules that the node had imported by its end: name -> path."""
     left: bool = False
     """Whether only this node was asked to leave before its last round, and the others continue."""
-    struck: dict[str, int] = field(default_factory=dict)
+    injected_faults: dict[str, int] = field(default_factory=dict)
     """Number of process faults injected in a simulated run, by kind; the same in the message of each node."""
 
 

@@ -27,7 +27,7 @@ class _OwnModules:
     def files(self) -> dict[str, str]:
         """Returns the user's own modules: name -> real path."""
         with self._lock:
-            new = self._new()
+            new = self._new_modules()
             for name, module in reversed(new):
                 self._found.pop(name, None)
                 path = getattr(module, "__file__", None)
@@ -37,7 +37,7 @@ class _OwnModules:
             self._last = new[0][1] if new else self._last
             return {name: path for name, path in self._found.items() if name in sys.modules and os.path.isfile(path)}
 
-    def _new(self) -> list[tuple[str, ModuleType]]:
+    def _new_modules(self) -> list[tuple[str, ModuleType]]:
         """Returns the modules imported since the last call, the latest first."""
         while True:
             with contextlib.suppress(RuntimeError):  # another thread has imported a module meanwhile
@@ -55,14 +55,15 @@ def local_modules() -> dict[str, str]:
 
 def _own_file(path: str) -> str:
     """Returns the real path of the file if it is the user's own, else ""."""
-    if os.path.abspath(path).startswith(_elsewhere()):  # before links are resolved: Debian's sitecustomize.py is a link
+    # Before links are resolved: Debian's sitecustomize.py is a link to a file in /etc.
+    if os.path.abspath(path).startswith(_foreign_folders()):
         return ""
     if os.path.islink(path):
         real = os.path.realpath(path)
     else:  # resolve each folder only once: resolving 3,000 files took 200 ms
         real = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
     folders = real.split(os.sep)
-    installed = real.startswith(_elsewhere()) or "site-packages" in folders or "dist-packages" in folders
+    installed = real.startswith(_foreign_folders()) or "site-packages" in folders or "dist-packages" in folders
     return "" if installed else real
 
 
@@ -72,7 +73,7 @@ def _real_folder(path: str) -> str:
 
 
 @functools.cache
-def _elsewhere() -> tuple[str, ...]:
+def _foreign_folders() -> tuple[str, ...]:
     """Returns the folders of Python's, installed, and decentnode's own files."""
     folders = [*(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
                os.path.dirname(version.__file__)]  # fmt: skip

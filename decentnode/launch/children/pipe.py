@@ -39,7 +39,7 @@ class Pipe:
         self._writable = select.poll()
         self._writable.register(connection.fileno(), select.POLLOUT)
 
-    def keep_for(self, nodes: int) -> None:
+    def reserve_for(self, nodes: int) -> None:
         """Enlarges the queue for a process with this many nodes, so that none of their starts and ends is lost."""
         with self._lock:
             self._room = max(KEPT_MESSAGES, KEPT_PER_NODE * nodes)

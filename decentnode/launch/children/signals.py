@@ -14,45 +14,45 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 """The signals by which a terminal stops processes: on Ctrl-Z, and when a background process reads or writes."""
 
-OF_THE_SUPERVISOR = (*STOPPING, *SUSPENDING)
+SUPERVISOR_SIGNALS = (*STOPPING, *SUSPENDING)
 """Signals that a terminal, a scheduler or `kill` may send to all processes of a run at once; only the supervisor obeys
 them."""
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
-    """Blocks the signals of OF_THE_SUPERVISOR in this thread during a block; they are delivered after it, or to another
-    thread. Processes that the thread starts in the block begin with these signals blocked and must call `ignore` or
-    `note_termination`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_SUPERVISOR)
+def signals_blocked() -> Iterator[None]:
+    """Blocks the signals of SUPERVISOR_SIGNALS in this thread during a block; they are delivered after it, or to
+    another thread. Processes that the thread starts in the block begin with these signals blocked and must call
+    `ignore_signals` or `note_termination`."""
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def ignore() -> None:
-    """Ignores the signals of OF_THE_SUPERVISOR from now on, including those that arrived while they were blocked. Main
+def ignore_signals() -> None:
+    """Ignores the signals of SUPERVISOR_SIGNALS from now on, including those that arrived while they were blocked. Main
     thread only."""
-    for number in OF_THE_SUPERVISOR:
+    for number in SUPERVISOR_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_THE_SUPERVISOR)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISOR_SIGNALS)
 
 
-_noted: list[int] = []
+_kept_signals: list[int] = []
 
 
 def note_termination() -> None:
     """Keeps a SIGTERM until `on_termination` is called or `StopSignals` is entered, in a process that cannot end
     regularly yet. Main thread only."""
-    signal.signal(signal.SIGTERM, lambda number, _: _noted.append(number))
+    signal.signal(signal.SIGTERM, lambda number, _: _kept_signals.append(number))
 
 
 def on_termination(ask: Callable[[], object]) -> None:
     """Calls `ask` on SIGTERM from now on, and at once if one was kept by `note_termination`. Main thread only."""
     signal.signal(signal.SIGTERM, lambda *_: ask())
-    if _noted:
-        _noted.clear()
+    if _kept_signals:
+        _kept_signals.clear()
         ask()
 
 
@@ -65,7 +65,7 @@ class StopSignals:
         self.received: list[int] = []
         self.suspend = False
         """Whether the terminal asked this process to suspend itself (Ctrl-Z), and it has not done so yet."""
-        self._before: dict[int, object] = {}
+        self._previous_handlers: dict[int, object] = {}
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
@@ -80,11 +80,11 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in STOPPING:
                 if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGINT:
-                    self._before[number] = signal.signal(number, self._on_signal)
+                    self._previous_handlers[number] = signal.signal(number, self._on_signal)
             if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
-                self._before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
-            while _noted:
-                self._on_signal(_noted.pop(), None)
+                self._previous_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
+            while _kept_signals:
+                self._on_signal(_kept_signals.pop(), None)
         return self
 
     def _on_suspend(self, _: int, __: FrameType | None) -> None:
@@ -110,7 +110,7 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         os.close(self._read)
         os.close(self._write)

@@ -1,5 +1,6 @@
 """Makes private folders for Unix sockets, for a run and for the fork server, and removes them at the end. If a process
-is killed, the fork server removes its folder as the last process of the run (server_end.py), or else the next run does.
+is killed, the fork server removes its folder as the last process of the run (server_cleanup.py), or else the next run
+does.
 
 With a folder, publish buffers in shared memory that have its name are removed
 (communication/shared_memory/publish_buffer.py); nodes that were killed leave them. The folders are where every user of
@@ -91,31 +92,31 @@ def _own_folders(base: Path) -> Iterator[Path]:
     with os.scandir(base) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX) and _RANDOM.fullmatch(entry.name[len(PREFIX) :]):
-                found = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
                     yield base / entry.name
 
 
 def _remove_if_stale(folder: Path) -> None:
     """Removes a folder if its run has ended. Raises OSError if the run is alive, or if the folder is not one that
     `SocketDir` makes."""
-    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.fstat(inside).st_uid != os.getuid():
+        if os.fstat(folder_fd).st_uid != os.getuid():
             return
         try:
-            lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=inside)
+            lock = os.open(LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
         except FileNotFoundError:
-            if clock.wall() - os.fstat(inside).st_mtime > UNFINISHED_SECONDS:
+            if clock.wall() - os.fstat(folder_fd).st_mtime > UNFINISHED_SECONDS:
                 _remove(folder)
             return
         try:
-            found = os.fstat(lock)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid():
+            status = os.fstat(lock)
+            if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(lock).st_nlink:  # else another run removed it first, and the name may be a new run's by now
                     _remove(folder)
         finally:
             os.close(lock)
     finally:
-        os.close(inside)
+        os.close(folder_fd)

@@ -26,7 +26,7 @@ from decentnode.launch.files import supervisor_file
 from decentnode.metrics.machines import FILES, FOLDER
 from decentnode.metrics.run_folder import node_dir
 
-OF_ALL = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more in ((), ("ema",))
+RUN_FILES = (("summary.json",), *(("models", *more, f"{name}.safetensors") for more in ((), ("ema",))
                                for name in ("merged", "adapters", "folded")))  # fmt: skip
 """Files about the whole run, which only one of its machines writes."""
 CUT = re.compile(r"\d{8,12}-[0-9a-f]{12}")
@@ -36,7 +36,7 @@ MAX_DIGITS = 7
 
 
 @dataclass
-class Taken:
+class CopiedShare:
     """What was copied from one folder."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Collected:
     """What `collect` copied, and what the run's folder still lacks."""
 
     run: Path
-    taken: list[Taken]
+    taken: list[CopiedShare]
     """One entry for every folder of the run that was found, even if nothing in it was new."""
     missing: dict[int, list[int]]
     """machine -> nodes in the mapping that have no files in the run's folder."""
@@ -76,18 +76,18 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
     """
     run = run.resolve()
     with contextlib.ExitStack() as stack:
-        own = _opened(run, stack)
-        wanted = _run_of(own)
+        own = _open_share(run, stack)
+        run_id = _run_id(own)
         found: dict[Path, Share] = {}
         for given in others:
-            for share in _shares(given, run, wanted, stack):
+            for share in _find_shares(given, run, run_id, stack):
                 found.setdefault(share.path, share)
         shares = list(found.values())
         _refuse_conflicts(run, own, shares)
         with _temporary(run) as place:
             copy = _Copy(run, own, place)
             try:
-                taken = [copy.take(share, wanted) for share in shares]
+                taken = [copy.take(share, run_id) for share in shares]
             except OSError as error:
                 raise EnvironmentFault(f"cannot copy into {run}: {error.strerror or error}") from error
         left_out = [f"{share.path / name}: not a regular file" for share in shares for name in sorted(share.left_out)]
@@ -97,7 +97,7 @@ def collect(run: Path, others: Sequence[Path]) -> Collected:
 # -- finding the folders of the run -------------------------------------------------------------------------------
 
 
-def _opened(path: Path, stack: contextlib.ExitStack) -> Share:
+def _open_share(path: Path, stack: contextlib.ExitStack) -> Share:
     try:
         share = Share(path)
     except OSError as error:
@@ -106,37 +106,37 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> Share:
     return share
 
 
-def _run_of(share: Share, into: Path | None = None) -> str:
+def _run_id(share: Share, into: Path | None = None) -> str:
     """Returns the id of a folder's run. Raises UsageError if its nodes have none, or several. into: the folder to copy
     into, for the text of the error."""
-    found = share.runs()
-    if len(found) == 1:
-        return found.pop()
-    if found:
-        raise UsageError(f"{share.path} must hold one run, got the nodes of {', '.join(sorted(found))}")
+    run_ids = share.runs()
+    if len(run_ids) == 1:
+        return run_ids.pop()
+    if run_ids:
+        raise UsageError(f"{share.path} must hold one run, got the nodes of {', '.join(sorted(run_ids))}")
     raise UsageError(f"no status.json in {share.path / 'nodes'} has the run's id: its nodes never joined, or an "
                      "earlier version or a script (decentnode.parallel) wrote it. Only you can tell then which run "
                      "it belongs to. If all folders are of one run, copy the files that only this folder has by hand: "
                      f"cp -rn {share.path / 'nodes'} {share.path / 'models'} {into or 'RUN'}/")  # fmt: skip
 
 
-def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) -> list[Share]:
+def _find_shares(given: Path, run: Path, run_id: str, stack: contextlib.ExitStack) -> list[Share]:
     """Returns the folders of the run that are `given` itself or below it. Raises UsageError if there are none."""
     top = given.resolve()
     if top == run:
         return []
     if (top / "nodes").is_dir():
-        share = _opened(top, stack)
-        if (other := _run_of(share, run)) != wanted:
-            raise UsageError(f"{given} belongs to another run than {run}: run {other}, not {wanted}")
+        share = _open_share(top, stack)
+        if (other := _run_id(share, run)) != run_id:
+            raise UsageError(f"{given} belongs to another run than {run}: run {other}, not {run_id}")
         return [share]
     found, passed, nameless = [], 0, 0
-    for folder in _with_nodes(top):
+    for folder in _folders_with_nodes(top):
         if folder == run:
             continue
         with contextlib.suppress(UsageError):
-            share = _opened(folder, stack)
-            if share.runs() == {wanted}:
+            share = _open_share(folder, stack)
+            if share.runs() == {run_id}:
                 found.append(share)
                 continue
             nameless += not share.runs()
@@ -148,7 +148,7 @@ def _shares(given: Path, run: Path, wanted: str, stack: contextlib.ExitStack) ->
     return found
 
 
-def _with_nodes(top: Path) -> Iterator[Path]:
+def _folders_with_nodes(top: Path) -> Iterator[Path]:
     """Yields the folders below `top` that contain a folder `nodes`. Raises UsageError if `top` is not a folder."""
     if not top.is_dir():
         raise UsageError(f"there is no folder {top}")
@@ -170,19 +170,19 @@ def _mapping(run: Path) -> dict[int, int]:
         return {}
 
 
-def _missing(machine_of: Mapping[int, int], there: Sequence[int]) -> dict[int, list[int]]:
-    """Returns machine -> nodes of the run's mapping that are not in `there`."""
-    found: dict[int, list[int]] = {}
+def _missing(machine_of: Mapping[int, int], present: Sequence[int]) -> dict[int, list[int]]:
+    """Returns machine -> nodes of the run's mapping that are not in `present`."""
+    missing: dict[int, list[int]] = {}
     for uid, machine in machine_of.items():
-        if uid not in there:
-            found.setdefault(machine, []).append(uid)
-    return found
+        if uid not in present:
+            missing.setdefault(machine, []).append(uid)
+    return missing
 
 
 # -- comparing files ----------------------------------------------------------------------------------------------
 
 
-def _order(own: BinaryIO, other: BinaryIO) -> int | None:
+def _compare_contents(own: BinaryIO, other: BinaryIO) -> int | None:
     """Compares two files: returns 0 for the same bytes, 1 if `other` continues after the end of `own`, -1 if it ends
     earlier, None if their common bytes differ."""
     sizes = [os.fstat(file.fileno()).st_size for file in (own, other)]
@@ -197,24 +197,24 @@ def _order(own: BinaryIO, other: BinaryIO) -> int | None:
     return (sizes[1] > sizes[0]) - (sizes[1] < sizes[0])
 
 
-def _compared(own: Share, other: Share, parts: Parts) -> int | None:
-    """Compares the files at `parts` in two folders as `_order` does; 1 if `own` lacks the file, -1 if `other` does."""
+def _compare(own: Share, other: Share, parts: Parts) -> int | None:
+    """Compares a file in two folders as `_compare_contents` does; 1 if only `own` lacks it, -1 if `other` does."""
     if not other.has(parts):
         return -1
     if not own.has(parts):
         return 1
     with own.open(parts) as mine, other.open(parts) as theirs:
-        return _order(mine, theirs)
+        return _compare_contents(mine, theirs)
 
 
-def _models(uid: int) -> list[Parts]:
+def _model_files(uid: int) -> list[Parts]:
     return [("models", f"{uid:03d}.safetensors"), ("models", "ema", f"{uid:03d}.safetensors")]
 
 
-def _time(share: Share, uid: int) -> float:
+def _status_time(share: Share, uid: int) -> float:
     """Returns when a node's status.json was written; 0 if unknown."""
-    found = share.status(uid).get("time")
-    return float(found) if isinstance(found, int | float) else 0.0
+    seconds = share.status(uid).get("time")
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
 
 
 def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
@@ -235,11 +235,11 @@ def _refuse_conflicts(run: Path, own: Share, shares: Sequence[Share]) -> None:
 def _conflicts(one: Share, other: Share, uid: int) -> Iterator[Parts]:
     for name in RECORDS:
         parts: Parts = ("nodes", f"{uid:03d}", name)
-        if _compared(one, other, parts) is None:
+        if _compare(one, other, parts) is None:
             yield parts
-    if _time(one, uid) == _time(other, uid):
-        for parts in _models(uid):
-            if one.has(parts) and other.has(parts) and _compared(one, other, parts) != 0:
+    if _status_time(one, uid) == _status_time(other, uid):
+        for parts in _model_files(uid):
+            if one.has(parts) and other.has(parts) and _compare(one, other, parts) != 0:
                 yield parts
 
 
@@ -266,59 +266,60 @@ class _Copy:
 
     def __init__(self, run: Path, own: Share, place: Path) -> None:
         """place: an empty temporary folder on the same disk."""
-        self._run, self._own, self._place = run, own, place
+        self._run, self._own, self._temporary_dir = run, own, place
         self._machine_of = _mapping(run)
         self.problems: list[str] = []
 
-    def take(self, share: Share, run_id: str) -> Taken:
+    def take(self, share: Share, run_id: str) -> CopiedShare:
         """Copies the new files of one share. Raises OSError."""
-        taken = Taken(share.path)
-        self._machines(share, taken)
+        taken = CopiedShare(share.path)
+        self._copy_environments(share, taken)
         for uid in share.uids:
             # The node's own folder is copied last: without it the node counts as missing, so a repeat completes it.
-            newer = _time(share, uid) > _time(self._own, uid)
-            size = sum(self._file(share, parts) for parts in _models(uid) if self._is_new(share, parts, newer))
-            size += self._checkpoints(share, uid, run_id, newer)
-            size += self._records(share, uid, newer)
+            newer = _status_time(share, uid) > _status_time(self._own, uid)
+            models = [parts for parts in _model_files(uid) if self._is_new(share, parts, newer)]
+            size = sum(self._copy_file(share, parts) for parts in models)
+            size += self._copy_checkpoints(share, uid, run_id, newer)
+            size += self._copy_records(share, uid, newer)
             if size:
                 taken.uids.append(uid)
             taken.size += size
-        for parts in OF_ALL:
+        for parts in RUN_FILES:
             if share.has(parts) and not self._own.has(parts):
-                taken.size += self._file(share, parts)
+                taken.size += self._copy_file(share, parts)
                 taken.whole.append("/".join(parts))
         return taken
 
-    def _machines(self, share: Share, taken: Taken) -> None:
+    def _copy_environments(self, share: Share, taken: CopiedShare) -> None:
         """Copies the environment files of a share's machine, and of machines whose shares were merged into it before.
         """
         uids = share.uids
-        number = _number_in(share)
+        number = _machine_of_share(share)
         if number is None and uids:
-            number = self._number(uids[0])
+            number = self._machine_of_node(uids[0])
         folders = {number: ()} if number is not None and share.has(("env.json",)) else {}
         others = [name for name in share.names(FOLDER) if name.isdecimal() and len(name) <= MAX_DIGITS]
         found: dict[int, Parts] = {**{int(name): (FOLDER, name) for name in others}, **folders}
-        newer = any(_time(share, uid) > _time(self._own, uid) for uid in uids)
+        newer = any(_status_time(share, uid) > _status_time(self._own, uid) for uid in uids)
         for machine, place in sorted(found.items()):
-            if self._own.has(("env.json",)) and machine == self._own_number:
+            if self._own.has(("env.json",)) and machine == self._own_machine:
                 continue
             size = 0
             for name in FILES:
                 there: Parts = (FOLDER, str(machine), name)
                 if share.has((*place, name)) and (newer or not self._own.has(there)):
-                    size += self._file(share, (*place, name), there)
+                    size += self._copy_file(share, (*place, name), there)
             if size:
                 taken.machines.append(machine)
                 taken.size += size
 
     @functools.cached_property
-    def _own_number(self) -> int | None:
+    def _own_machine(self) -> int | None:
         """The machine that the run's folder is from. It is read from env.json, because `collect` adds nodes of other
         machines to the folder."""
-        return _number_in(self._own)
+        return _machine_of_share(self._own)
 
-    def _number(self, uid: int) -> int | None:
+    def _machine_of_node(self, uid: int) -> int | None:
         """Returns the machine of a node; each newcomer has its own. None if the mapping cannot be read."""
         if not self._machine_of:
             return None
@@ -329,15 +330,15 @@ class _Copy:
         """Returns whether to copy a file of the kind that is replaced if the share's state of the node is newer."""
         if not share.has(parts):
             return False
-        return not self._own.has(parts) or (newer and _compared(self._own, share, parts) != 0)
+        return not self._own.has(parts) or (newer and _compare(self._own, share, parts) != 0)
 
-    def _records(self, share: Share, uid: int, newer: bool) -> int:
+    def _copy_records(self, share: Share, uid: int, newer: bool) -> int:
         """Copies a node's folder, or what is new in it. Returns the number of bytes."""
         name = f"{uid:03d}"
         files = [parts for parts in share.files("nodes", name)
                  if not parts[-1].startswith(".") and parts[-1] != supervisor_file.FILE]  # fmt: skip
         new = [parts for parts in files
-               if (_compared(self._own, share, parts) == 1 if parts[2:] in [(each,) for each in RECORDS]
+               if (_compare(self._own, share, parts) == 1 if parts[2:] in [(each,) for each in RECORDS]
                    else self._is_new(share, parts, newer))]  # fmt: skip
         new.sort(key=lambda parts: parts[-1] == STATUS)  # status.json last: its time says how new the other files are
         folder = node_dir(self._run, uid)
@@ -345,59 +346,60 @@ class _Copy:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # succeeds only if the folder is empty; it then appears with all its files at once
         if folder.exists():
-            return sum(self._file(share, parts) for parts in new)
+            return sum(self._copy_file(share, parts) for parts in new)
         size = 0
         for parts in new:
-            (target := self._place.joinpath(*parts[1:])).parent.mkdir(parents=True, exist_ok=True)
-            size += self._to(share, parts, target)
+            (target := self._temporary_dir.joinpath(*parts[1:])).parent.mkdir(parents=True, exist_ok=True)
+            size += self._copy_bytes(share, parts, target)
         if new:
             folder.parent.mkdir(exist_ok=True)
-            os.rename(self._place / name, folder)
+            os.rename(self._temporary_dir / name, folder)
         return size
 
-    def _checkpoints(self, share: Share, uid: int, run_id: str, newer: bool) -> int:
+    def _copy_checkpoints(self, share: Share, uid: int, run_id: str, newer: bool) -> int:
         """Copies a node's valid checkpoints of this run. Returns the number of bytes."""
         size = 0
         for cut in share.names("checkpoints"):
             parts: Parts = ("checkpoints", cut, f"{uid:03d}.json")
             if CUT.fullmatch(cut) and share.has(parts) and not self._own.has(parts):
-                size += self._checkpoint(share, parts, run_id)
+                size += self._copy_checkpoint(share, parts, run_id)
         best: Parts = ("checkpoints", f"best-{uid:03d}.json")
-        return size + (self._file(share, best) if self._is_new(share, best, newer) else 0)
+        return size + (self._copy_file(share, best) if self._is_new(share, best, newer) else 0)
 
-    def _checkpoint(self, share: Share, parts: Parts, run_id: str) -> int:
+    def _copy_checkpoint(self, share: Share, parts: Parts, run_id: str) -> int:
         from decentnode.checkpoint import store
 
         tensors: Parts = (*parts[:-1], parts[-1].removesuffix(".json") + ".safetensors")
-        there = self._place / "checkpoint"
-        there.mkdir(exist_ok=True)
+        staging = self._temporary_dir / "checkpoint"
+        staging.mkdir(exist_ok=True)
         if not share.has(tensors):
             self.problems.append(f"{share.path.joinpath(*tensors)} is missing: its checkpoint was left out")
             return 0
-        size = sum(self._to(share, each, there / each[-1]) for each in (tensors, parts))
+        size = sum(self._copy_bytes(share, each, staging / each[-1]) for each in (tensors, parts))
         try:
-            found = store.read_manifest(there / parts[-1])
+            manifest = store.read_manifest(staging / parts[-1])
         except CheckpointError as error:
             self.problems.append(f"{share.path.joinpath(*parts)} was left out: {error}")
             return 0
-        if (found.cut.run, found.cut.folder, found.uid) != (run_id, parts[1], int(parts[-1].removesuffix(".json"))):
+        uid = int(parts[-1].removesuffix(".json"))
+        if (manifest.cut.run, manifest.cut.folder, manifest.uid) != (run_id, parts[1], uid):
             self.problems.append(f"{share.path.joinpath(*parts)} was left out: it belongs to another run, time or node")
             return 0
         target = self._run.joinpath(*parts[:-1])
         target.mkdir(parents=True, exist_ok=True)
         for each in (tensors, parts):  # the manifest last: it marks a complete checkpoint
-            os.replace(there / each[-1], target / each[-1])
+            os.replace(staging / each[-1], target / each[-1])
         return size
 
-    def _file(self, share: Share, parts: Parts, place: Parts | None = None) -> int:
+    def _copy_file(self, share: Share, parts: Parts, place: Parts | None = None) -> int:
         """Copies one file to the same path in the run's folder, or to `place`, atomically. Returns its bytes."""
         target = self._run.joinpath(*(place or parts))
         target.parent.mkdir(parents=True, exist_ok=True)
-        size = self._to(share, parts, self._place / "file")
-        os.replace(self._place / "file", target)
+        size = self._copy_bytes(share, parts, self._temporary_dir / "file")
+        os.replace(self._temporary_dir / "file", target)
         return size
 
-    def _to(self, share: Share, parts: Parts, target: Path) -> int:
+    def _copy_bytes(self, share: Share, parts: Parts, target: Path) -> int:
         """Copies as many bytes as a file has now, as it may still grow. Returns how many."""
         with share.open(parts) as source, open(target, "wb") as file:
             left = size = os.fstat(source.fileno()).st_size
@@ -407,7 +409,7 @@ class _Copy:
         return size - left
 
 
-def _number_in(share: Share) -> int | None:
+def _machine_of_share(share: Share) -> int | None:
     """Returns the number of a share's machine from its env.json; None if there is no valid one."""
     try:
         with share.open(("env.json",)) as file:

@@ -41,15 +41,15 @@ class Share:
     @contextlib.contextmanager
     def _folder(self, parts: Parts) -> Iterator[int]:
         """Yields a file descriptor of a folder below. Raises OSError, for example for a link in the path."""
-        found = os.dup(self._root)
+        descriptor = os.dup(self._root)
         try:
             for part in parts:
-                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=found)
-                os.close(found)
-                found = below
-            yield found
+                below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
+                os.close(descriptor)
+                descriptor = below
+            yield descriptor
         finally:
-            os.close(found)
+            os.close(descriptor)
 
     def names(self, *parts: str) -> list[str]:
         """Returns the sorted names in a folder; empty if there is no such folder."""
@@ -109,5 +109,5 @@ class Share:
 
     def runs(self) -> set[str]:
         """Returns the run ids in the nodes' status.json. All machines agree on a run's id at its start."""
-        told = (self.status(uid).get("run") for uid in self.uids)
-        return {each for each in told if isinstance(each, str) and RUN_ID.fullmatch(each)}
+        ids = (self.status(uid).get("run") for uid in self.uids)
+        return {each for each in ids if isinstance(each, str) and RUN_ID.fullmatch(each)}

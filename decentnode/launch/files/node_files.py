@@ -33,7 +33,7 @@ Send = Callable[[ChildMessage], None]
 
 
 @contextlib.contextmanager
-def blamed_on(uid: int) -> Iterator[None]:
+def errors_attributed_to(uid: int) -> Iterator[None]:
     """Sets the attribute `uid` of any exception raised in the block, so that its node is known."""
     try:
         yield
@@ -71,7 +71,7 @@ class Reporter:
                     self._send(Progress(self.uid, finite(each)))
         self._unsent = None
 
-    def take_over(self, path: Path, round: int) -> None:
+    def import_earlier(self, path: Path, round: int) -> None:
         """Copies the records of rounds below `round` from another run's metrics.jsonl, without sending them. Does
         nothing if there is no such file."""
         if self._writer is None:
@@ -152,11 +152,11 @@ class NodeRecords:
             trace.close()
 
 
-def recorded(experiment: Experiment) -> bool | Literal["auto"]:
+def resolve_recording(experiment: Experiment) -> bool | Literal["auto"]:
     """Returns `run.record`, with "auto" resolved to True for a run with faults, because its records are checked at the
     end."""
-    found = experiment.run.record
-    return True if found == "auto" and experiment.faults else found
+    setting = experiment.run.record
+    return True if setting == "auto" and experiment.faults else setting
 
 
 def _is_recorded(node: Node) -> bool:
@@ -228,20 +228,20 @@ def save_node(node: Node, run_dir: Path) -> None:
     model, lowest = node.training.model, node.uid == node.generation.members[0]
     kept = set(model.names_from(node.shared))
     save(model.module, model_path(run_dir, node.uid))
-    whole = run_dir / "models"
+    merged_folder = run_dir / "models"
     if node.config.on_partition == "both" and node.uid:
-        whole /= f"{APART}{node.uid:03d}"
+        merged_folder /= f"{APART}{node.uid:03d}"
     if lowest and node.merged is not None:
         load_merged(model, node.merged)
-        save_merged(model.module, whole, kept)
+        save_merged(model.module, merged_folder, kept)
     if node.averages is None:
         return
     own, merged = node.averages
-    place = run_dir / "models" / "ema"
-    place.mkdir(parents=True, exist_ok=True)
+    averages_folder = run_dir / "models" / "ema"
+    averages_folder.mkdir(parents=True, exist_ok=True)
     load_merged(model, own)
-    save(model.module, place / f"{node.uid:03d}.safetensors")
+    save(model.module, averages_folder / f"{node.uid:03d}.safetensors")
     if lowest and merged is not None:
         load_merged(model, merged)
-        (whole / "ema").mkdir(parents=True, exist_ok=True)
-        save(model.module, whole / "ema" / "merged.safetensors", without=kept)
+        (merged_folder / "ema").mkdir(parents=True, exist_ok=True)
+        save(model.module, merged_folder / "ema" / "merged.safetensors", without=kept)

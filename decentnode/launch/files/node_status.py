@@ -33,7 +33,7 @@ class StatusWriter(threading.Thread):
         super().__init__(name="status", daemon=True)
         self._nodes = dict(nodes)
         self._over = threading.Event()
-        self._before = {path: found for path in nodes if (found := written(path))}
+        self._earlier_counts = {path: found for path in nodes if (found := read_status(path))}
         self._last: dict[Path, dict[str, Any]] = {}
         self._ends: dict[int, str] = {}
         """uid -> how the node ended."""
@@ -48,13 +48,13 @@ class StatusWriter(threading.Thread):
 
     def _write(self) -> None:
         for path, node in self._nodes.items():
-            found, last = snapshot(node, self._ends.get(node.uid, "")), self._last.get(path, {})
-            if before := self._before.get(path):
-                found |= {counts: added(before[counts], found[counts]) for counts in ("edges", "faults")}
-            if {k: v for k, v in found.items() if k != "time"} != {k: v for k, v in last.items() if k != "time"}:
-                self._last[path] = found
+            status, last = snapshot(node, self._ends.get(node.uid, "")), self._last.get(path, {})
+            if before := self._earlier_counts.get(path):
+                status |= {counts: add_counts(before[counts], status[counts]) for counts in ("edges", "faults")}
+            if {k: v for k, v in status.items() if k != "time"} != {k: v for k, v in last.items() if k != "time"}:
+                self._last[path] = status
                 with contextlib.suppress(OSError):
-                    write_atomic(path, encode(found).decode())
+                    write_atomic(path, encode(status).decode())
 
     def close(self, ends: Mapping[int, str]) -> None:
         """Writes a last time, with how each node ended (uid -> finished, stopped, left or failed), and ends the thread.
@@ -70,22 +70,22 @@ def pause_after(seconds: float) -> float:
     return min(max(STATUS_SECONDS, seconds / STATUS_SHARE), MAX_STATUS_SECONDS)
 
 
-def written(path: Path) -> dict[str, Any]:
+def read_status(path: Path) -> dict[str, Any]:
     """Returns the last status that was written to `path`; empty if there is none that can be read."""
     try:
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) and found.keys() >= {"edges", "faults"} else {}
+        status = json.loads(path.read_text())
+        return status if isinstance(status, dict) and status.keys() >= {"edges", "faults"} else {}
     except (OSError, ValueError):
         return {}
 
 
-def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def add_counts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the nested sums of two nested mappings of numbers, key by key."""
-    found = dict(before)
+    sums = dict(before)
     for key, value in now.items():
         nested = isinstance(value, Mapping)
-        found[key] = added(found.get(key, {}), value) if nested else round(found.get(key, 0) + value, 3)
-    return found
+        sums[key] = add_counts(sums.get(key, {}), value) if nested else round(sums.get(key, 0) + value, 3)
+    return sums
 
 
 def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
@@ -93,13 +93,13 @@ def snapshot(node: Node, doing: str = "") -> dict[str, Any]:
     not what it says itself."""
     communication = node.communication
     waiting = communication.waiting
-    whom, since = waiting if waiting is not None else ((), 0.0)
+    peers, since = waiting if waiting is not None else ((), 0.0)
     run = communication.run_id
     return {
         **({"run": run.hex()} if any(run) else {}),  # once agreed on; identifies the run across machines
         "uid": node.uid, "pid": os.getpid(), "time": clock.wall(), "round": node.round, "rounds": node.config.rounds,
-        "doing": doing or node.doing, "waiting_for": list(whom),
-        "waiting_seconds": round(clock.now() - since, 1) if whom else 0.0,
+        "doing": doing or node.doing, "waiting_for": list(peers),
+        "waiting_seconds": round(clock.now() - since, 1) if peers else 0.0,
         "edges": {
             str(uid): {
                 "sent": edge.payload_bytes_sent, "received": edge.payload_bytes_received,

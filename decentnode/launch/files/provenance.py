@@ -72,10 +72,10 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
 def source_hash() -> str:
     """Returns the SHA-256 of decentnode's installed source files, as hex."""
     root = Path(__file__).parents[1]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".c")):
-        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def usable_cores() -> int:
@@ -85,8 +85,8 @@ def usable_cores() -> int:
 
 def pip_freeze() -> str:
     """Returns a sorted line name==version for every installed distribution."""
-    found = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
-    return "".join(f"{line}\n" for line in sorted(found, key=str.lower))
+    lines = {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()}
+    return "".join(f"{line}\n" for line in sorted(lines, key=str.lower))
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -141,9 +141,9 @@ def begin_writing(run_dir: Path, facts: Mapping[str, Any], config_dir: Path) -> 
         except OSError as error:
             logger.warning("the environment could not be written: %s", error)
 
-    made = threading.Thread(target=attempt, name="environment", daemon=True)
-    made.start()
-    return made
+    thread = threading.Thread(target=attempt, name="environment", daemon=True)
+    thread.start()
+    return thread
 
 
 def keep_modules(modules: Mapping[str, str], run_dir: Path) -> dict[str, dict[str, str]]:

@@ -77,7 +77,7 @@ class Requests:
         self._run, self._kind, self._next = run, kind, 0.0
         self._name = re.compile(rf"{kind}-({key})\.request")
 
-    def taken(self, now: float) -> list[tuple[str, Content]]:
+    def take_new(self, now: float) -> list[tuple[str, Content]]:
         """Returns (key, content) of the requests since the last call, sorted by file name, and removes their files.
         Looks at most every LOOK_SECONDS. Invalid content is returned as empty."""
         if self._run is None or now < self._next:
@@ -98,8 +98,8 @@ class Requests:
             with contextlib.suppress(OSError):
                 write_atomic(self._run / f"{self._kind}-{key}.answer", json.dumps(content) + "\n")
 
-    def refuse_the_rest(self) -> None:
+    def refuse_remaining(self) -> None:
         """Refuses all requests that are left, because the run is over."""
-        while asked := self.taken(self._next):
+        while asked := self.take_new(self._next):
             for key, _ in asked:
                 self.answer(key, {"refusal": "the run is over"})

@@ -24,7 +24,7 @@ from decentnode.node.schedules.dumps import Dumps
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumableRun:
     """The checkpoints on this machine from which a run is resumed."""
 
     run: Path
@@ -36,7 +36,7 @@ class Found:
     newest: Manifest
 
 
-def find(experiment: Experiment, wanted: str) -> Found | None:
+def find(experiment: Experiment, wanted: str) -> ResumableRun | None:
     """Finds the checkpoints of a run. Returns None if this machine has none.
 
     wanted: the folder of a run or its experiment's name; "" for the latest run of this name that has checkpoints.
@@ -50,19 +50,19 @@ def find(experiment: Experiment, wanted: str) -> Found | None:
         if not runs:
             return None
         folder = runs[0]
-    own = list(_manifests(folder))
-    if not own:
+    manifests = list(_manifests(folder))
+    if not manifests:
         return None
-    ids = {each.cut.run for each in own}
-    beside = [other for other in sorted(folder.parent.iterdir())
+    ids = {each.cut.run for each in manifests}
+    siblings = [other for other in sorted(folder.parent.iterdir())
               if other != folder and not other.is_symlink() and any(each.cut.run in ids for each in _manifests(other))]
-    newest = max(own, key=lambda each: (*each.cut.age, each.time))
+    newest = max(manifests, key=lambda each: (*each.cut.age, each.time))
     lines = store.differences(compared(newest.config), identity(experiment))
     if lines:
         raise UsageError("\n".join([
             f"{folder} must be resumed with its own experiment; these keys differ:", *lines,
         ]))  # fmt: skip
-    return Found(folder, (folder, *beside), tuple(sorted(ids)), newest)
+    return ResumableRun(folder, (folder, *siblings), tuple(sorted(ids)), newest)
 
 
 def _manifests(run: Path) -> Iterator[Manifest]:
@@ -76,7 +76,7 @@ def _manifests(run: Path) -> Iterator[Manifest]:
             break
 
 
-def finished(found: Found, experiment: Experiment) -> str:
+def finished(found: ResumableRun, experiment: Experiment) -> str:
     """Returns a sentence that says so if the run has already done the requested number of rounds, or ended early for
     good, and has written its results; else ""."""
     try:
@@ -96,17 +96,18 @@ def finished(found: Found, experiment: Experiment) -> str:
     return f"{found.run} is finished: it has done {done} of {rounds} rounds; --set node.rounds=N continues it to N"
 
 
-def _done_by_all(found: Found, num_nodes: int) -> int | None:
+def _done_by_all(found: ResumableRun, num_nodes: int) -> int | None:
     """Returns how many rounds the most advanced node had done at the newest cut of which all members in the mapping
     have a checkpoint; None without such a cut."""
     folders = [folder / FOLDER for folder in found.folders]
-    whole = [{each.cut: each.round for each in store.scan(folders, uid, found.runs)[0]} for uid in range(num_nodes)]
-    complete = [cut for cut in set().union(*whole)
-                if all(cut in whole[uid] for uid in cut.members if uid < num_nodes)]  # fmt: skip
+    manifests = [store.scan(folders, uid, found.runs)[0] for uid in range(num_nodes)]
+    rounds_by_cut = [{each.cut: each.round for each in own} for own in manifests]
+    complete = [cut for cut in set().union(*rounds_by_cut)
+                if all(cut in rounds_by_cut[uid] for uid in cut.members if uid < num_nodes)]  # fmt: skip
     if not complete:
         return None
     newest = max(complete, key=lambda cut: cut.age)
-    return max(whole[uid][newest] for uid in newest.members if uid < num_nodes)
+    return max(rounds_by_cut[uid][newest] for uid in newest.members if uid < num_nodes)
 
 
 def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -> None:
@@ -125,7 +126,7 @@ def attach(node: Node, experiment: Experiment, task: Task, reporter: Reporter) -
     def resumed(manifest: Manifest | None, round: int) -> None:
         if manifest is not None:
             before = run_dir.node_dir(manifest.path.parents[2], node.uid)
-            reporter.take_over(before / "metrics.jsonl", round)
+            reporter.import_earlier(before / "metrics.jsonl", round)
 
     # Through JSON, as it will be read from the file, so that it compares equal with the next run's.
     plain = json.loads(json.dumps(identity(experiment)))

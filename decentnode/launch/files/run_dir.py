@@ -72,26 +72,26 @@ def resolve(path: str | Path, runs: Path | None = None) -> Path:
     for candidate in candidates:
         if (candidate / "nodes").is_dir():
             return candidate.resolve()
-    there = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
+    hint = "" if given.exists() or given.suffix not in (".yaml", ".yml") else ", and there is no such file"
     for folder in (given / "sweep", runs / given / "sweep", given, runs / given):
         if (folder / "points").is_dir():
-            there = f"; {folder} is a sweep: name a run in {folder / 'points'}, or use --all-runs with plot and " \
+            hint = f"; {folder} is a sweep: name a run in {folder / 'points'}, or use --all-runs with plot and " \
                     "report"  # fmt: skip
             break
-    if not there and not given.exists() and not (runs / given).exists():
+    if not hint and not given.exists() and not (runs / given).exists():
         names = [link.parent.name for link in runs.glob("*/latest*")]
-        there = f", and {runs}/ has none of that name{did_you_mean(str(given), names)}"
-    raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{there}")
+        hint = f", and {runs}/ has none of that name{did_you_mean(str(given), names)}"
+    raise UsageError(f"no run in {given}: a run directory holds a folder 'nodes'{hint}")
 
 
 def refuse_script(run: Path) -> None:
     """Raises UsageError for the run of a script (`decentnode.parallel.train`), because its config is the script's own
     and not an experiment."""
     try:
-        told = json.loads((run / "task.json").read_text(encoding="utf-8"))["name"]
+        name = json.loads((run / "task.json").read_text(encoding="utf-8"))["name"]
     except (OSError, ValueError, TypeError, KeyError):
         return
-    if told == SCRIPT:
+    if name == SCRIPT:
         raise UsageError(
             f"{run} is the run of a script: its config is not an experiment, and its models are in its checkpoints. "
             f"To continue it, start the script again with resume=True, as in {run / 'command.txt'}"
@@ -205,14 +205,14 @@ def has_checkpoint(run: Path, num_nodes: int) -> bool:
     return False
 
 
-def take_merged(run_dir: Path) -> None:
+def promote_merged_model(run_dir: Path) -> None:
     """Moves the merged model of the first APART folder to models/, unless there is a merged model already. Raises
     OSError."""
     models = run_dir / "models"
-    beside = sorted(models.glob(f"{APART}*"))
-    if not beside or (models / "merged.safetensors").exists():
+    separate = sorted(models.glob(f"{APART}*"))
+    if not separate or (models / "merged.safetensors").exists():
         return
-    for each in beside[0].iterdir():
+    for each in separate[0].iterdir():
         if each.is_dir():
             (models / each.name).mkdir(exist_ok=True)
             for file in each.iterdir():
@@ -220,4 +220,4 @@ def take_merged(run_dir: Path) -> None:
             each.rmdir()
         else:
             each.replace(models / each.name)
-    beside[0].rmdir()
+    separate[0].rmdir()

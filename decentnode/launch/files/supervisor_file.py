@@ -34,12 +34,12 @@ class Supervisor:
         """Whether the process is known to have ended; False for a process on another machine."""
         if self.host != socket.gethostname():
             return False
-        return self.boot != _boot() or not _runs(self.pid) or self.began != process_began(self.pid)
+        return self.boot != _boot_id() or not _is_running(self.pid) or self.began != process_began(self.pid)
 
 
 def write(run: Path) -> None:
     """Writes the file for this process. If the disk refuses, only `died` cannot tell later."""
-    own = Supervisor(os.getpid(), process_began(os.getpid()), socket.gethostname(), _boot())
+    own = Supervisor(os.getpid(), process_began(os.getpid()), socket.gethostname(), _boot_id())
     with contextlib.suppress(OSError):
         write_atomic(run / FILE, json.dumps(asdict(own)) + "\n")
 
@@ -52,20 +52,20 @@ def remove(run: Path) -> None:
 
 def died(run: Path) -> str:
     """Returns a sentence if the run's supervisor was killed before it could end the run, else ""."""
-    found = _of(run)
-    if found is None or not found.gone:
+    supervisor = _read(run)
+    if supervisor is None or not supervisor.gone:
         return ""
-    return f"the run ended without a result: its supervisor, process {found.pid}, is gone"
+    return f"the run ended without a result: its supervisor, process {supervisor.pid}, is gone"
 
 
 def ended(run: Path, node: Path) -> str:
     """Returns a sentence if no process runs a node of a run any more, else "". node: the node's folder, which has the
     file if the node runs without a supervisor."""
-    there = [folder for folder in (node, run) if (folder / FILE).exists()]
-    return died(there[0]) if there else "the run is over"
+    folders = [folder for folder in (node, run) if (folder / FILE).exists()]
+    return died(folders[0]) if folders else "the run is over"
 
 
-def _of(run: Path) -> Supervisor | None:
+def _read(run: Path) -> Supervisor | None:
     try:
         fields = json.loads((run / FILE).read_text(encoding="utf-8"))
         return Supervisor(int(fields["pid"]), str(fields["began"]), str(fields["host"]), str(fields["boot"]))
@@ -73,7 +73,7 @@ def _of(run: Path) -> Supervisor | None:
         return None
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -83,7 +83,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         return boot_id()
     except OSError:

@@ -68,9 +68,9 @@ def own_address(host: str, port: int) -> tuple[str, int]:
     """Returns the local address from which this machine reaches `host`, and the first of two free ports on it.
     Blocking while a name is looked up. Raises UsageError if there is no route, or no two free ports are found."""
     try:
-        family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(there)  # of a datagram socket: only chooses the route, sends nothing
+            probe.connect(address)  # of a datagram socket: only chooses the route, sends nothing
             own = str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(f"--seed: no route to {host}: {error.strerror}; use --listen to say where this "
@@ -101,10 +101,10 @@ Tell = Callable[[str], None]
 def experiment_of(request: Request, timeout_seconds: float, tell: Tell = lambda _: None) -> Described:
     """Returns the experiment as a member describes it, without asking for a uid. Blocking. tell and errors: as for
     `admitted`."""
-    found = _answer(request, Inquiry(NO_RUN, 0, 0, request.invitation), timeout_seconds, tell)
-    if not isinstance(found, Described):
+    described = _ask_until_answered(request, Inquiry(NO_RUN, 0, 0, request.invitation), timeout_seconds, tell)
+    if not isinstance(described, Described):
         raise AssemblyError(f"the run at {request.seed} did not send its experiment", [])
-    return found
+    return described
 
 
 def admitted(request: Request, timeout_seconds: float, tell: Tell = lambda _: None) -> Granted:
@@ -113,21 +113,22 @@ def admitted(request: Request, timeout_seconds: float, tell: Tell = lambda _: No
     Raises AssemblyError if the request is refused for good, or after timeout_seconds; EnvironmentFault for broken keys;
     UsageError for an address that cannot be used.
     """
-    own = [endpoint(request.host, request.port + plane) for plane in (0, 1)]
-    if not all(ENDPOINT.fullmatch(each) for each in own):
-        raise UsageError(f"--listen must be ADDRESS:PORT with an IP address that members reach, got {own[0][6:]}")
-    knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, own[0], own[1], request.reach, request.invitation)
-    found = _answer(request, knock, timeout_seconds, tell)
-    if not isinstance(found, Granted):
+    endpoints = [endpoint(request.host, request.port + plane) for plane in (0, 1)]
+    if not all(ENDPOINT.fullmatch(each) for each in endpoints):
+        raise UsageError(f"--listen must be ADDRESS:PORT with an IP address that members reach, got {endpoints[0][6:]}")
+    knock = Knock(NO_RUN, 0, 0, PROTOCOL_VERSION, endpoints[0], endpoints[1], request.reach, request.invitation)
+    granted = _ask_until_answered(request, knock, timeout_seconds, tell)
+    if not isinstance(granted, Granted):
         raise AssemblyError(f"the run at {request.seed} did not send the uid of this node", [])
-    return found
+    return granted
 
 
 def resign(request: Request, granted: Granted) -> bool:
     """Gives up the granted uid, so that the run can grant it to another node at once instead of after a time-out.
     Blocking for up to ANSWER_SECONDS. Returns whether a member acknowledged it."""
     try:
-        _answer(request, Resign(granted.run, 0, 0, granted.uid, granted.seat), ANSWER_SECONDS, lambda _: None)
+        message = Resign(granted.run, 0, 0, granted.uid, granted.seat)
+        _ask_until_answered(request, message, ANSWER_SECONDS, lambda _: None)
     except AssemblyError as refused:
         return isinstance(refused, _RefusedForGood)
     return False
@@ -137,7 +138,7 @@ class _RefusedForGood(AssemblyError):
     """A refusal that asking again would not change."""
 
 
-def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) -> Granted | Described:
+def _ask_until_answered(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) -> Granted | Described:
     """Sends `asked` to members until one grants or describes something. Blocking. Raises as `admitted`."""
     keyring = None if request.keys is None else load_newcomer(request.keys)
     seed = at, uid = f"tcp://{request.seed}", request.seed_uid
@@ -145,7 +146,7 @@ def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) 
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         while True:
-            answer = _asked(context, request, asked, at, uid, keyring=keyring, deadline=deadline)
+            answer = _ask_once(context, request, asked, at, uid, keyring=keyring, deadline=deadline)
             if isinstance(answer, Granted | Described):
                 return answer
             found = f"no answer from {at}" if answer is None else answer.reason
@@ -164,7 +165,7 @@ def _answer(request: Request, asked: Asked, timeout_seconds: float, tell: Tell) 
         context.destroy(linger=0)
 
 
-def _asked(
+def _ask_once(
     context: zmq.Context[zmq.Socket[bytes]], request: Request, asked: Asked, at: str, uid: int, *,
     keyring: Keyring | None, deadline: float,
 ) -> Granted | Described | Turned | None:
@@ -211,11 +212,11 @@ def checked_text(text: bytes) -> str:
         raise AssemblyError(f"the experiment that the run sent is not YAML: {str(error)[:200]}", []) from error
     if not isinstance(plain, dict):
         raise AssemblyError("the experiment that the run sent has no sections", [])
-    _look(plain, "", 0)
+    _check_value(plain, "", 0)
     return text.decode("utf-8")
 
 
-def _look(value: Any, at: str, depth: int) -> None:
+def _check_value(value: Any, at: str, depth: int) -> None:
     """Raises AssemblyError if `value`, found under the dotted key `at`, is nested too deeply, extends a file or names
     code outside of this package."""
     if depth > MAX_DEPTH:
@@ -224,10 +225,10 @@ def _look(value: Any, at: str, depth: int) -> None:
         if "extends" in value and not at:
             raise AssemblyError("the experiment that the run sent extends another file", [])
         for key, each in value.items():
-            _look(each, f"{at}.{key}".lstrip("."), depth + 1)
+            _check_value(each, f"{at}.{key}".lstrip("."), depth + 1)
     elif isinstance(value, list):
         for index, each in enumerate(value):
-            _look(each, f"{at}.{index}", depth + 1)
+            _check_value(each, f"{at}.{index}", depth + 1)
     elif isinstance(value, str) and re.fullmatch(r"\s*[A-Za-z_][\w.]*:[A-Za-z_]\w*\s*", value):
         raise AssemblyError(f"the run's experiment uses its own code, {at}: {value[:80]}; for security, a newcomer "
                             "does not import code that the run names", [])  # fmt: skip

@@ -33,7 +33,7 @@ def check(
 
         experiment = found(chosen, environ)
         if experiment.digest() != digest:
-            _tell_apart(found([], {}).digest() == digest, [
+            _raise_difference(found([], {}).digest() == digest, [
                 *(f"--set {each}" for each in chosen if found([each], {}).digest() != digest),
                 *(key for key, value in environ.items() if found([], {key: value}).digest() != digest),
             ])  # fmt: skip
@@ -42,7 +42,7 @@ def check(
         experiment.measured()
 
 
-def _tell_apart(same_without: bool, changing: Sequence[str]) -> None:
+def _raise_difference(same_without: bool, changing: Sequence[str]) -> None:
     """Raises the error for an experiment whose digest is not the run's: UsageError if it is `same_without` the values
     of this machine, of which `changing` change it, else AssemblyError."""
     if same_without:

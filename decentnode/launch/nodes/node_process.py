@@ -58,7 +58,7 @@ from decentnode.launch.children.messages import (
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import on_termination
-from decentnode.launch.files.node_files import NodeRecords, Reporter, recorded, save_node
+from decentnode.launch.files.node_files import NodeRecords, Reporter, resolve_recording, save_node
 from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.loading import load_request
@@ -77,10 +77,10 @@ PEERS_SECONDS = 300.0
 """Longest wait for the supervisor to send the addresses of the other local nodes; the supervisor gives up first."""
 ABSENT_SECONDS = 1.0
 """Time between two reports of which nodes are not connected yet."""
-TOLD_SECONDS = 3.0
+REPORT_TERMINATION_SECONDS = 3.0
 """A scheduler ends a run by SIGTERM to all of its processes, and the supervisor then stops all nodes with checkpoints
 before the same round. It may not have received the signal itself, so after this time the nodes report theirs to it."""
-OBEYED_SECONDS = 20.0
+FORCED_STOP_SECONDS = 20.0
 """Time from SIGTERM after which nodes with checkpoints stop even if the supervisor has not stopped them: schedulers
 kill after 30 s (Slurm, Kubernetes)."""
 CLOSE_SECONDS = 2.0
@@ -97,7 +97,7 @@ class Commands:
         self._channel, self._join = channel, join
         self._peers: queue.SimpleQueue[Peers | PeerFailure | StopRun] = queue.SimpleQueue()
         self._nodes: dict[int, Node] = {}
-        self._early: list[PeerFailure | StopRun] = []
+        self._earlier: list[PeerFailure | StopRun] = []
         """Failures and stops received so far, for nodes that are attached later."""
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, name="commands", daemon=True).start()
@@ -115,9 +115,9 @@ class Commands:
                 self._peers.put(message)
             with self._lock:
                 if isinstance(message, PeerFailure | StopRun):
-                    self._early.append(message)
+                    self._earlier.append(message)
                 for node in self._nodes.values():
-                    self._obey(node, message)
+                    self._deliver(node, message)
                 if isinstance(message, OrderRun) and self._nodes:
                     self._nodes[min(self._nodes)].order(cast(Action, message.action))
                 if isinstance(message, LeaveRun):
@@ -133,7 +133,7 @@ class Commands:
             self._channel.send(LeaveAnswer(asked.uid, refusal))
 
     @staticmethod
-    def _obey(node: Node, message: ChildMessage) -> None:
+    def _deliver(node: Node, message: ChildMessage) -> None:
         if isinstance(message, StopRun):
             node.ask_stop()
         elif isinstance(message, PeerFailure) and message.uid != node.uid:
@@ -143,8 +143,8 @@ class Commands:
         """Passes stops and failures to the node from now on, and those received before."""
         with self._lock:
             self._nodes[node.uid] = node
-            for message in self._early:
-                self._obey(node, message)
+            for message in self._earlier:
+                self._deliver(node, message)
 
     def detach(self, uid: int) -> None:
         """Stops passing messages to a node, because it has ended."""
@@ -176,13 +176,13 @@ def remote_endpoints(experiment: Experiment, machine: int) -> dict[int, tuple[st
     }
 
 
-def bind_plan(experiment: Experiment, uid: int, socket_dir: str, again: Sequence[str] = ()) -> BindPlan:
+def bind_plan(experiment: Experiment, uid: int, socket_dir: str, earlier_endpoints: Sequence[str] = ()) -> BindPlan:
     """Returns where a node listens: on Unix sockets for the same machine unless tcp is asked for, and on tcp ports for
-    other machines or where the mapping has a port. again: the endpoints at which the node listened before it was
+    other machines or where the mapping has a port. earlier_endpoints: where the node listened before it was
     restarted."""
     place = experiment.make_mapping().place(uid)
     ipc = Path(socket_dir) if experiment.communication.unix_sockets and socket_dir else None
-    return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(again))
+    return BindPlan(ipc_dir=ipc, host=place.bind, port=place.port, again=tuple(earlier_endpoints))
 
 
 def transport_maker(
@@ -200,9 +200,9 @@ def transport_maker(
         torch.cuda.set_device(device)
 
     def make(schemas: tuple[Schema, ...]) -> Communication:
-        found = digests or experiment.digests()
+        known = digests or experiment.digests()
         return transport.make(config, TransportParts(
-            uid=uid, schemas=schemas, digest=found.whole, sections=found.sections, base_dir=experiment.base_dir,
+            uid=uid, schemas=schemas, digest=known.whole, sections=known.sections, base_dir=experiment.base_dir,
             device=device,
             machine_of={u: mapping.place(u).machine if u < mapping.num_nodes else machine_of(u, mapping)
                         for u in range(mapping.num_nodes + experiment.node.newcomers)},
@@ -239,7 +239,7 @@ def link_faults(experiment: Experiment) -> LinkFaults | None:
     return LinkFaults(plan, experiment.seed) if between else None
 
 
-def give_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
+def attach_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
     """Attaches the experiment's fault plan to a node. Its faults take effect once `node.rounds.faults.begin` is called.
     """
     plan = experiment.make_faults()
@@ -247,12 +247,12 @@ def give_faults(node: Node, experiment: Experiment, send: Callable[[ChildMessage
         node.rounds.faults = NodeFaults(plan, node.communication, lambda index: send(FaultDue(node.uid, index)))
 
 
-def begin_faults(node: Node, task: Task) -> None:
+def activate_faults(node: Node, task: Task) -> None:
     """Activates the faults of a node that has joined. Faults of rounds that an earlier process of the node made, in
     this run or in the one it is resumed from, are not repeated."""
     if node.rounds.faults is not None:
-        again = task.join or task.resume is not None
-        node.rounds.faults.begin(clock.now() if task.began is None else task.began, again)
+        is_rejoining = task.join or task.resume is not None
+        node.rounds.faults.begin(clock.now() if task.began is None else task.began, is_rejoining)
 
 
 def run_task(task: Task, channel: Pipe) -> int:
@@ -289,13 +289,13 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
         reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, send, task.progress_seconds)
         node = build(experiment, uid, transport_maker(experiment, task, uid), reporter.record)
         experiment.forget_data()
-        records = NodeRecords([node], task.run_dir, recorded(experiment), experiment.run)
+        records = NodeRecords([node], task.run_dir, resolve_recording(experiment), experiment.run)
         attach(node, experiment, task, reporter)
-        give_faults(node, experiment, send)
-        give_back_memory()
+        attach_faults(node, experiment, send)
+        release_freed_memory()
         _join(node, experiment, task, link)
         records.joined(uid)
-        begin_faults(node, task)
+        activate_faults(node, task)
         node.run()
         if node.checkpoints is not None:
             node.checkpoints.close(node.communication.config.timeout_seconds)
@@ -320,7 +320,7 @@ def run_node(task: Task, link: Link, newcomer: Newcomer | None = None) -> int:
 
 def set_up(task: Task, uid: int) -> None:
     """Sets the threads, the limit of open files, the log file and the crash traceback of this process."""
-    allow_files()
+    raise_open_files_limit()
     keep_freed_memory()  # for a node in the foreground; a forked one inherits the setting from the fork server
     torch.set_num_threads(task.threads)
     os.environ["OMP_NUM_THREADS"] = str(task.threads)
@@ -329,7 +329,7 @@ def set_up(task: Task, uid: int) -> None:
         logs.set_up(f"node {uid:03d}", node_dir(task.run_dir, uid) / "log.txt")
 
 
-def allow_files() -> None:
+def raise_open_files_limit() -> None:
     """Raises this process's limit of open files, which include sockets, to the hard limit: many systems start with
     1,024. A node has about 30, plus one per connection that a stranger opens to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -338,7 +338,7 @@ def allow_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def give_back_memory() -> None:
+def release_freed_memory() -> None:
     """Returns to the system the memory that was freed after reading the data. Memory freed later is kept for reuse
     (see forkserver.MALLOC)."""
     with contextlib.suppress(AttributeError, OSError):
@@ -350,7 +350,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     AssemblyError and the errors of `Link.peers`."""
     transport, send = node.communication, link.send
     if threading.current_thread() is threading.main_thread():
-        on_termination(node.ask_leave if experiment.newcomer else stopping(send, node))
+        on_termination(node.ask_leave if experiment.newcomer else termination_handler(send, node))
     bound = transport.bind()
     if bound is not None:
         send(Bound(node.uid, *bound))
@@ -365,7 +365,7 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     link.attach(node)
     joined = threading.Event()
     if node.uid == 0:
-        threading.Thread(target=tell_absent, args=(transport, send, joined), daemon=True).start()
+        threading.Thread(target=report_absent_nodes, args=(transport, send, joined), daemon=True).start()
     started = clock.now()
     try:
         transport.start(transport.config.start_timeout_seconds)
@@ -375,9 +375,9 @@ def _join(node: Node, experiment: Experiment, task: Task, link: Link) -> None:
     send(NodeJoined(node.uid))
 
 
-def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[], None]:
+def termination_handler(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[], None]:
     """Returns the SIGTERM handler of the nodes' process. It stops the nodes at once; nodes with checkpoints only after
-    OBEYED_SECONDS, if the supervisor has not stopped them all before the same round by then."""
+    FORCED_STOP_SECONDS, if the supervisor has not stopped them all before the same round by then."""
 
     def stop() -> None:
         for node in nodes:
@@ -389,7 +389,7 @@ def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[],
 
     def later() -> None:
         # not in the handler itself: the signal may have interrupted code that holds the pipe's lock while it sends
-        for seconds, act in ((TOLD_SECONDS, tell), (OBEYED_SECONDS, stop)):
+        for seconds, act in ((REPORT_TERMINATION_SECONDS, tell), (FORCED_STOP_SECONDS, stop)):
             timer = threading.Timer(seconds, act)
             timer.daemon = True
             timer.start()
@@ -397,7 +397,9 @@ def stopping(send: Callable[[ChildMessage], None], *nodes: Node) -> Callable[[],
     return stop if nodes[0].checkpoints is None else later
 
 
-def tell_absent(transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event) -> None:
+def report_absent_nodes(
+    transport: Communication, send: Callable[[ChildMessage], None], joined: threading.Event
+) -> None:
     """Reports the nodes that are not connected yet to the supervisor every ABSENT_SECONDS, until `joined` is set.
     Blocking."""
     while not joined.wait(ABSENT_SECONDS):
@@ -412,11 +414,11 @@ def _fail(
     failed = describe_failure(uid, error)
     with contextlib.suppress(OSError):
         send(failed)
-    let_go(failed, error, node, reporter)
+    close_failed_node(failed, error, node, reporter)
     return failed.exit_code
 
 
-def let_go(failed: Failed, error: BaseException, node: Node | None, reporter: Reporter | None) -> None:
+def close_failed_node(failed: Failed, error: BaseException, node: Node | None, reporter: Reporter | None) -> None:
     """Reports a node's failure to the log and the other nodes, and closes the node's sockets and files. Blocking for
     some seconds."""
     cause = error.__cause__ if isinstance(error, DecentnodeError) else None  # e.g. an exception of the user's own code

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from decentnode import clock
 from decentnode.faults import Kill, Pause, Plan
-from decentnode.launch.files.strike_notes import note_strike
+from decentnode.launch.files.fault_events import record_fault
 
 WAKES = 'kill -STOP "$0"; sleep "$1"; kill -CONT "$0"'
 """Shell command that suspends a process and resumes it later; a suspended process cannot resume itself."""
@@ -59,7 +59,7 @@ class OwnStrikes:
             if left <= 0:
                 return
         self._tell(f"node {self._uid}: {fault.do}, as `faults` says")
-        note_strike(self._directory, self._uid, fault.model_dump(mode="json", exclude_none=True))
+        record_fault(self._directory, self._uid, fault.model_dump(mode="json", exclude_none=True))
         if isinstance(fault, Kill):
             os.kill(os.getpid(), signal.SIGKILL)
         else:

@@ -20,22 +20,22 @@ from decentnode.launch.children.messages import Bound, Closed, Failed, Finished,
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import on_termination
-from decentnode.launch.files.node_files import NodeRecords, Reporter, blamed_on, recorded, save_node
+from decentnode.launch.files.node_files import NodeRecords, Reporter, errors_attributed_to, resolve_recording, save_node
 from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.loading import load_request
 from decentnode.launch.nodes.node_process import (
     PEERS_SECONDS,
     Commands,
-    begin_faults,
+    activate_faults,
+    attach_faults,
+    close_failed_node,
     describe_failure,
-    give_back_memory,
-    give_faults,
-    let_go,
+    release_freed_memory,
     remote_endpoints,
+    report_absent_nodes,
     set_up,
-    stopping,
-    tell_absent,
+    termination_handler,
     transport_maker,
 )
 from decentnode.node.node import Node
@@ -49,13 +49,13 @@ LEAVE_SECONDS = 20.0
 sockets. Each takes a few seconds at most."""
 
 
-REPORTING = 8
+FULL_RATE_NODES = 8
 """A process reports rounds to the supervisor at most as often as this many nodes in their own processes would: a report
 takes tenths of a millisecond on either side, and nobody reads hundreds per second."""
 
 
 @dataclass
-class _Hosted:
+class _HostedNode:
     """A node of this process and its state."""
 
     node: Node
@@ -77,9 +77,9 @@ class _SeveralNodes:
         self._task, self._channel, self._send = task, channel, channel.send
         self._commands = Commands(channel, task.join)
         self._process = SharedProcess(tuple(task.uids))
-        self._hosted: dict[int, _Hosted] = {}
+        self._hosted: dict[int, _HostedNode] = {}
         self._records: NodeRecords | None = None
-        self._leaving: list[threading.Thread] = []
+        self._closing_threads: list[threading.Thread] = []
         """Threads in which the transports of ended nodes are closed."""
 
     def run(self) -> int:
@@ -109,30 +109,30 @@ class _SeveralNodes:
 
     def _build(self, experiment: Experiment) -> None:
         task, digests = self._task, experiment.digests()
-        progress_seconds = task.progress_seconds * max(1.0, len(task.uids) / REPORTING)
+        progress_seconds = task.progress_seconds * max(1.0, len(task.uids) / FULL_RATE_NODES)
         for uid in task.uids:
             folder = node_dir(task.run_dir, uid) if task.run_dir else None
             reporter = Reporter(uid, folder / "metrics.jsonl" if folder else None, self._send, progress_seconds)
             make = transport_maker(experiment, task, uid, self._process, digests)
-            with logs.of_node(uid), blamed_on(uid):
-                self._hosted[uid] = _Hosted(build(experiment, uid, make, reporter.record), reporter)
+            with logs.of_node(uid), errors_attributed_to(uid):
+                self._hosted[uid] = _HostedNode(build(experiment, uid, make, reporter.record), reporter)
         experiment.forget_data()
         nodes = [each.node for each in self._hosted.values()]
-        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment), experiment.run)
+        self._records = NodeRecords(nodes, task.run_dir, resolve_recording(experiment), experiment.run)
         for uid, each in self._hosted.items():
-            with logs.of_node(uid), blamed_on(uid):
+            with logs.of_node(uid), errors_attributed_to(uid):
                 attach(each.node, experiment, task, each.reporter)
-                give_faults(each.node, experiment, self._send)
-        give_back_memory()
+                attach_faults(each.node, experiment, self._send)
+        release_freed_memory()
 
     def _join(self, experiment: Experiment) -> None:
         """Opens the sockets of all nodes, receives the endpoints of the others and connects. Blocking. A single node
         that cannot join is marked as failed; raises only what keeps all nodes from joining."""
         nodes = [each.node for each in self._hosted.values()]
-        on_termination(stopping(self._send, *nodes))
+        on_termination(termination_handler(self._send, *nodes))
         bound = []
         for node in nodes:
-            with blamed_on(node.uid):
+            with errors_attributed_to(node.uid):
                 endpoints_here = node.communication.bind()
             assert endpoints_here is not None, "nodes of several processes listen"
             bound.append(Bound(node.uid, *endpoints_here))
@@ -144,13 +144,13 @@ class _SeveralNodes:
         joined = threading.Event()
         if 0 in self._hosted and not self._task.join:
             absent = (self._hosted[0].node.communication, self._send, joined)
-            threading.Thread(target=tell_absent, args=absent, daemon=True).start()
+            threading.Thread(target=report_absent_nodes, args=absent, daemon=True).start()
         try:
-            together([functools.partial(self._join_node, each) for each in self._hosted.values()])
+            run_concurrently([functools.partial(self._join_node, each) for each in self._hosted.values()])
         finally:
             joined.set()
 
-    def _join_node(self, hosted: _Hosted) -> None:
+    def _join_node(self, hosted: _HostedNode) -> None:
         """Joins one node, in its own thread, because joining blocks until the other nodes join."""
         node, started = hosted.node, clock.now()
         with logs.of_node(node.uid):
@@ -168,7 +168,7 @@ class _SeveralNodes:
                 return
             if self._records is not None:
                 self._records.joined(node.uid)
-            begin_faults(node, self._task)
+            activate_faults(node, self._task)
             self._send(NodeJoined(node.uid))
 
     # -- the end ----------------------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ class _SeveralNodes:
             return
         hosted.stopped = not node.over and not node.left
         self._commands.detach(uid)
-        self._leave(uid, functools.partial(self._finish, hosted))
+        self._close_in_thread(uid, functools.partial(self._finish, hosted))
 
-    def _finish(self, hosted: _Hosted) -> None:
+    def _finish(self, hosted: _HostedNode) -> None:
         node = hosted.node
         node.communication.close()
         hosted.reporter.close()
@@ -202,7 +202,7 @@ class _SeveralNodes:
         with contextlib.suppress(OSError):
             self._send(Finished(node.uid, node.figures(), hosted.stopped, reports, local_modules(), node.left))
 
-    def _fail(self, hosted: _Hosted, error: BaseException) -> None:
+    def _fail(self, hosted: _HostedNode, error: BaseException) -> None:
         """Handles the failure of one node; the other nodes of the process continue."""
         node = hosted.node
         self._process.uids.discard(node.uid)
@@ -213,57 +213,59 @@ class _SeveralNodes:
         failed = hosted.failed
 
         def leave() -> None:
-            let_go(failed, error, node, hosted.reporter)
+            close_failed_node(failed, error, node, hosted.reporter)
             with contextlib.suppress(OSError):
                 self._send(Closed(node.uid))
 
         with contextlib.suppress(OSError):
             self._send(failed)
-        self._leave(node.uid, leave)
+        self._close_in_thread(node.uid, leave)
 
     def _fail_all(self, error: BaseException) -> None:
         """Reports that the process cannot run its nodes. The node that caused it is named if that is known."""
         cause = getattr(error, "uid", self._task.uids[0])
         failed = describe_failure(cause, error)
         for uid in (cause, *(each for each in self._task.uids if each != cause)):
-            told = failed if uid == cause else Failed(uid, failed.exit_code, failed.title, failed.title, follower=True)
+            follower = Failed(uid, failed.exit_code, failed.title, failed.title, follower=True)
+            result = failed if uid == cause else follower
             hosted = self._hosted.get(uid)
             with contextlib.suppress(OSError):
-                self._send(told)
+                self._send(result)
             if self._records is not None:
                 self._records.failed(uid, error, alone=True)
             if hosted is not None and hosted.failed is None:
-                hosted.failed = told
-                self._leave(uid, functools.partial(let_go, told, error, hosted.node, hosted.reporter))
+                hosted.failed = result
+                close = functools.partial(close_failed_node, result, error, hosted.node, hosted.reporter)
+                self._close_in_thread(uid, close)
         if cause not in self._hosted:
             logger.error("%s", failed.text)
-        self._code = failed.exit_code
+        self._start_exit_code = failed.exit_code
 
-    def _leave(self, uid: int, work: Callable[[], None]) -> None:
+    def _close_in_thread(self, uid: int, work: Callable[[], None]) -> None:
         def run() -> None:
             with logs.of_node(uid):
                 work()
 
         thread = threading.Thread(target=run, name=f"leave-{uid}", daemon=True)
-        self._leaving.append(thread)
+        self._closing_threads.append(thread)
         thread.start()
 
-    _code = 0
+    _start_exit_code = 0
     """Exit code of the failure that kept all nodes from starting."""
 
     def _conclude(self) -> int:
         deadline = clock.now() + LEAVE_SECONDS
-        for thread in self._leaving:
+        for thread in self._closing_threads:
             thread.join(max(0.0, deadline - clock.now()))
         if self._records is not None:
             self._records.close()
         self._process.close()
         codes = [each.failed.exit_code for each in self._hosted.values() if each.failed is not None]
         stopped = any(each.stopped for each in self._hosted.values())
-        return self._code or next(iter(codes), Interrupted.exit_code if stopped else 0)
+        return self._start_exit_code or next(iter(codes), Interrupted.exit_code if stopped else 0)
 
 
-def together(works: Sequence[Callable[[], None]]) -> None:
+def run_concurrently(works: Sequence[Callable[[], None]]) -> None:
     """Runs the functions concurrently, each in its own thread. Blocking until all have returned; none may raise."""
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:

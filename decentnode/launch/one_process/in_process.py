@@ -19,13 +19,13 @@ from decentnode.launch.children.messages import ChildMessage, Engine, Finished, 
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.children.signals import on_termination
-from decentnode.launch.files.node_files import NodeRecords, Reporter, blamed_on, recorded, save_node
+from decentnode.launch.files.node_files import NodeRecords, Reporter, errors_attributed_to, resolve_recording, save_node
 from decentnode.launch.files.resume import attach
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.loading import load_request
-from decentnode.launch.nodes.node_process import begin_faults, describe_failure, give_faults, set_up
-from decentnode.launch.one_process.simulated import Files, Stoppable, run_batched
-from decentnode.launch.one_process.simulated_faults import in_world, run_struck
+from decentnode.launch.nodes.node_process import activate_faults, attach_faults, describe_failure, set_up
+from decentnode.launch.one_process.batched_run import BatchedOutput, Stoppable, run_batched
+from decentnode.launch.one_process.world_run import needs_world, run_in_world
 from decentnode.metrics.figures import VIRTUAL
 from decentnode.node.faults import NodeFaults
 from decentnode.node.node import Node
@@ -67,14 +67,14 @@ def run_in_process(
     return nodes
 
 
-class NodesFiles:
+class StepwiseOutput:
     """Writes the files of all nodes of a task that one process steps: metrics, events, checkpoints and models."""
 
     def __init__(self, task: Task, experiment: Experiment, send: Callable[[ChildMessage], None]) -> None:
         self._task, self._experiment, self._send = task, experiment, send
         self.reporters: dict[int, Reporter] = {}
         self._records: NodeRecords | None = None
-        self._struck: list[NodeFaults] = []
+        self._process_faults: list[NodeFaults] = []
 
     def open(self) -> None:
         """Opens the metrics.jsonl of each node, before the nodes are built."""
@@ -87,7 +87,7 @@ class NodesFiles:
         """Opens the other records, attaches checkpoints to resume from, and activates faults, before the first step.
         ready: called as soon as the nodes can be asked to stop."""
         task, experiment = self._task, self._experiment
-        self._records = NodeRecords(nodes, task.run_dir, recorded(experiment) is True, experiment.run)
+        self._records = NodeRecords(nodes, task.run_dir, resolve_recording(experiment) is True, experiment.run)
         ready(nodes)
         for node in nodes:
             assert isinstance(node.communication, Inproc)
@@ -95,9 +95,9 @@ class NodesFiles:
             attach(node, experiment, task, self.reporters[node.uid])
             self._records.joined(node.uid)
             if not experiment.communication.networked:  # else it is a dry run
-                give_faults(node, experiment, self._send)
-                begin_faults(node, task)
-                self._struck.extend([node.rounds.faults] if node.rounds.faults is not None else [])
+                attach_faults(node, experiment, self._send)
+                activate_faults(node, task)
+                self._process_faults.extend([node.rounds.faults] if node.rounds.faults is not None else [])
             self._send(NodeJoined(node.uid))
 
     def finish(self, node: Node, virtual: VirtualTime | OwnRounds | None) -> None:
@@ -106,7 +106,7 @@ class NodesFiles:
         if node.checkpoints is not None:
             node.checkpoints.close(node.communication.config.timeout_seconds)
         if self._task.run_dir:
-            with blamed_on(node.uid):
+            with errors_attributed_to(node.uid):
                 save_node(node, Path(self._task.run_dir))
         self.reporters[node.uid].close()
         stopped = not node.over
@@ -120,7 +120,7 @@ class NodesFiles:
             self._records.failed(getattr(error, "uid", self._task.uids[0]), error)
 
     def close(self) -> None:
-        for faults in self._struck:
+        for faults in self._process_faults:
             faults.close()
         if self._records is not None:
             self._records.close()
@@ -136,18 +136,18 @@ def run_nodes(
     code. Blocking; raises what a node raises, with the node's `uid` as an attribute of the error."""
     logs.set_level(experiment.run.log_level)
     take_cudnn(experiment.training)
-    if task.request.simulate and in_world(experiment):
+    if task.request.simulate and needs_world(experiment):
         torch.set_num_threads(task.threads)
-        return run_struck(task, experiment, send, ready, tick)
+        return run_in_world(task, experiment, send, ready, tick)
     virtual = _virtual_time(experiment) if task.request.simulate else None
     if task.request.simulate:
         choice = choose(experiment, resume=task.resume is not None)
         send(Engine(choice.name, choice.reason))
         if choice.batched is not None:
             assert not isinstance(virtual, OwnRounds), "such schedules have no common rounds"
-            return run_batched(choice.batched, Files(choice.batched, task, send, tick, virtual), ready)
+            return run_batched(choice.batched, BatchedOutput(choice.batched, task, send, tick, virtual), ready)
         torch.set_num_threads(task.threads)
-    files = NodesFiles(task, experiment, send)
+    files = StepwiseOutput(task, experiment, send)
 
     def record(uid: int, found: dict[str, Any]) -> None:
         files.reporters[uid].record(found if virtual is None else virtual.told(uid, found))
@@ -181,7 +181,7 @@ def run_task(task: Task, channel: Pipe) -> int:
     """Runs all nodes of a task in a child process. Returns the exit code. Blocking; never raises."""
     try:
         set_up(task, task.uids[0])
-        channel.keep_for(len(task.uids))
+        channel.reserve_for(len(task.uids))
 
         def listen(nodes: Sequence[Stoppable]) -> None:
             threading.Thread(target=_listen, args=(channel, nodes), daemon=True).start()

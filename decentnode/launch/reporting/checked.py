@@ -27,20 +27,20 @@ def check_run(
 ) -> dict[str, Any] | None:
     """Calls `check`, reports its result to the observer and returns it. A violation is added to the ledger as a failure
     of the run. Returns None if nothing was to be recorded, or no node finished. Blocking."""
-    if not facts.checked or run_dir is None or not ledger.finished:
+    if not facts.checks_records or run_dir is None or not ledger.finished:
         return None
-    found = check(run_dir, facts)
-    if "violation" in found:
-        ledger.failures.append(Failed(facts.local[0], NodeFailed.exit_code, told(found), told(found)))
+    result = check(run_dir, facts)
+    if "violation" in result:
+        ledger.failures.append(Failed(facts.local[0], NodeFailed.exit_code, told(result), told(result)))
     else:
-        observer.notice(told(found))
-    return found
+        observer.notice(told(result))
+    return result
 
 
 def check(run_dir: Path, facts: Facts) -> dict[str, Any]:
-    """Checks the nodes' records against each other. Returns the entry `checked` of summary.json: `payloads`, how many
-    payloads were mixed as their sources sent them, `generations`, and `unseen`, how many mixed payloads came from each
-    newcomer whose records are on another machine; or `violation`, the first record that contradicts another; or
+    """Checks the nodes' records against each other. Returns the entry `checked` of summary.json: `payloads`, how
+    many payloads were mixed as their sources sent them, `generations`, and `unseen`, how many mixed payloads came from
+    each newcomer whose records are on another machine; or `violation`, the first record that contradicts another; or
     `unchecked`, why the check is impossible. Blocking: a million records take some seconds."""
     if len(facts.machines) > 1:
         return {"unchecked": "the records are on several machines: use decentnode collect to copy them into one "
@@ -70,8 +70,8 @@ def told(checked: dict[str, Any]) -> str:
         return f"not checked: {checked['unchecked']}"
     if not checked["payloads"]:
         return f"not checked: {NOTHING}"
-    more = ""
+    suffix = ""
     if elsewhere := checked.get("unseen"):
-        more = f"; {sum(elsewhere.values()):,} more came from node {names(sorted(map(int, elsewhere)))}, whose " \
+        suffix = f"; {sum(elsewhere.values()):,} more came from node {names(sorted(map(int, elsewhere)))}, whose " \
                "records are on its machine: use decentnode collect, then decentnode replay --check"  # fmt: skip
-    return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them{more}"
+    return f"checked: {checked['payloads']:,} payloads were mixed as their sources sent them{suffix}"

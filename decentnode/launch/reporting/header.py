@@ -49,21 +49,22 @@ def header(experiment: Experiment, local: Sequence[int], connected: bool = True)
     partition = getattr(experiment.data, "partition", None)
     return [
         ["versions", _versions(experiment, local)],
-        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, {_degrees(neighbors)}{_gap(experiment)}"],
-        ["data", f"{experiment.data.name}, {_owned(data, len(sizes))}{sum(sizes):,} training samples, "
-                 f"{_section(partition)}: smallest node {min(sizes):,}, largest {max(sizes):,}"],
+        ["graph", f"{experiment.graph.name}, {graph.num_nodes} nodes, "
+                  f"{_degrees(neighbors)}{_spectral_gap(experiment)}"],
+        ["data", f"{experiment.data.name}, {_private_files(data, len(sizes))}{sum(sizes):,} training samples, "
+                 f"{_section_text(partition)}: smallest node {min(sizes):,}, largest {max(sizes):,}"],
         ["task", f"{experiment.measured().task}: {', '.join(each.text for each in experiment.measured().metrics)}"],
         ["model", f"{experiment.model.name}, {count:,} parameters: {size(count * 4)}"],
         *_parameters(experiment, module),
         *([["training", text]] if (text := by_default(experiment)) else []),
-        ["sharing", f"{_rule(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
+        ["sharing", f"{_rule_name(experiment)}: {_traffic(estimate_traffic(experiment, module), experiment)}"],
         *(["warning", doubt] for doubt in experiment.doubts),
         *([["warning", short]] if connected and (short := short_timeout(experiment)) else []),
-        *([["warning", exposed]] if connected and (exposed := exposure(experiment)) else []),
+        *([["warning", exposed]] if connected and (exposed := exposure_warning(experiment)) else []),
     ]  # fmt: skip
 
 
-def _owned(data: OpenedData, readable: int) -> str:
+def _private_files(data: OpenedData, readable: int) -> str:
     """Returns the beginning of the line about data if nodes have private files, else ""."""
     return f"private files of each node, those of {readable} on this machine, " if data.private else ""
 
@@ -87,21 +88,21 @@ def by_default(experiment: Experiment) -> str:
     return f"lr of optimizer {config.name} is {rate:g}, its default: none is given"
 
 
-def _rule(experiment: Experiment) -> str:
+def _rule_name(experiment: Experiment) -> str:
     """Returns the names of the sharing rule and its codec, such as "topk with int8"."""
     codec = getattr(experiment.sharing, "compression", None)
     return experiment.sharing.name + (f" with {codec.name}" if codec is not None else "")
 
 
-def _traffic(found: TrafficEstimate, experiment: Experiment) -> str:
+def _traffic(estimate: TrafficEstimate, experiment: Experiment) -> str:
     if experiment.node.schedule == "ad_psgd":  # independent of the degree
-        return f"{size(found.message)} per message, usually at most 2 per node per round (an offer and an answer)"
-    most = "" if found.exact else "at most "
-    when = "per round" if found.first == 0 else f"per exchange, the first in round {found.first}"
-    return f"{most}{size(found.message)} per message, {most}{size(found.sent)} sent per node {when}"
+        return f"{size(estimate.message)} per message, usually at most 2 per node per round (an offer and an answer)"
+    most = "" if estimate.exact else "at most "
+    frequency = "per round" if estimate.first == 0 else f"per exchange, the first in round {estimate.first}"
+    return f"{most}{size(estimate.message)} per message, {most}{size(estimate.sent)} sent per node {frequency}"
 
 
-def exposure(experiment: Experiment) -> str:
+def exposure_warning(experiment: Experiment) -> str:
     """Returns a warning if nodes listen on a non-loopback interface without security, else ""."""
     config, mapping = experiment.communication, experiment.make_mapping()
     if not config.networked or config.key_folder is not None:
@@ -137,9 +138,9 @@ def _is_loopback(host: str) -> bool:
 
 def _versions(experiment: Experiment, local: Sequence[int]) -> str:
     threads = threads_of(experiment, local[0])
-    where = " and ".join(_devices(devices_of(experiment.make_mapping(), local)))
+    devices = " and ".join(_devices(devices_of(experiment.make_mapping(), local)))
     per_node = f"{threads} thread{'s' if threads != 1 else ''} per node"
-    return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {where}, {per_node}"
+    return f"decentnode {__version__} · torch {torch.__version__} · zmq {zmq.zmq_version()} · {devices}, {per_node}"
 
 
 def _devices(found: Sequence[torch.device]) -> Iterator[str]:
@@ -156,7 +157,7 @@ def _degrees(neighbors: list[int]) -> str:
     return f"degree {low}" if low == high else f"degrees {low} to {high}"
 
 
-def _gap(experiment: Experiment) -> str:
+def _spectral_gap(experiment: Experiment) -> str:
     """Returns a text about the graph's spectral gap; "" above 256 nodes, where computing it takes long."""
     graph = experiment.make_graph()
     if not 1 < graph.num_nodes <= 256:
@@ -166,7 +167,7 @@ def _gap(experiment: Experiment) -> str:
     return f", spectral gap {spectrum.spectral_gap(graph):.3f}{about}"
 
 
-def _section(config: object) -> str:
+def _section_text(config: object) -> str:
     """Returns a section's name and values in one line, such as "dirichlet alpha 0.5"."""
     values = {key: value for key, value in dict(config or {}).items() if key != "name"}  # type: ignore[call-overload]
     return " ".join([str(getattr(config, "name", "iid")), *(f"{key} {value}" for key, value in values.items())])
@@ -176,10 +177,10 @@ def other_code(experiment: Experiment) -> list[list[str]]:
     """Returns a warning line if the experiment repeats a run that was made with another version of decentnode's code.
     """
     try:
-        then = json.loads((experiment.base_dir / "env.json").read_text())["source"]
+        recorded_hash = json.loads((experiment.base_dir / "env.json").read_text())["source"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    if then == source_hash():
+    if recorded_hash == source_hash():
         return []
     return [["warning", "the original run used a different version of decentnode's code: results may differ"]]
 
@@ -205,30 +206,31 @@ def estimate_traffic(experiment: Experiment, module: nn.Module) -> TrafficEstima
     shared = shared_model(experiment, module)
     rules, model, graph = shared.make_rules(), shared.model, experiment.make_graph()
     fragments = shared.fragments or (Fragment(0, model.num_parameters, graph),)
-    found = []
+    estimates = []
     for fragment, rule in zip(fragments, rules, strict=True):
         schema = payload_schema(experiment.node.schedule, rule, fragment.elements, model.dtype)
-        found.append(_of_fragment(fragment, rule, schema, experiment.seed))
+        estimates.append(_estimate_fragment(fragment, rule, schema, experiment.seed))
     buffers = model.buffers.nbytes if experiment.node.buffers == "average" else 0
-    first = min(each.first for each in found)
+    first = min(each.first for each in estimates)
     edges = sum(len(rule_view(rules[0], graph, uid, first).neighbors) for uid in range(graph.num_nodes))
-    sent = sum(each.sent for each in found) + buffers * edges / graph.num_nodes
-    return TrafficEstimate(max(each.message for each in found), sent, all(each.exact for each in found), first)
+    sent = sum(each.sent for each in estimates) + buffers * edges / graph.num_nodes
+    return TrafficEstimate(max(each.message for each in estimates), sent, all(each.exact for each in estimates), first)
 
 
-def _of_fragment(
+def _estimate_fragment(
     fragment: Fragment, rule: Sharing, schema: Mapping[str, TensorSpec], seed: int
 ) -> TrafficEstimate:
     """Returns the traffic of one fragment whose payloads have this schema. For a fragment that is exchanged every k-th
     round, `sent` is the k-th part of an exchange's bytes."""
     message = sum(spec.max_elements * spec.dtype.itemsize for spec in schema.values())
 
-    def messages(uid: int, turn: int) -> int:
-        seen = replace(rule_view(rule, fragment.graph, uid, turn, seed), fragment=fragment.index)
+    def messages(uid: int, exchange: int) -> int:
+        view = replace(rule_view(rule, fragment.graph, uid, exchange, seed), fragment=fragment.index)
         phases = range(rule.requirements.phases)
-        return sum(len(rule.plan(replace(seen, phase=phase)).neighbors) for phase in phases)
+        return sum(len(rule.plan(replace(view, phase=phase)).neighbors) for phase in phases)
 
     nodes = range(fragment.graph.num_nodes)
-    first = next((turn for turn in itertools.islice(exchange_rounds(rule), LOOKED_AT) if messages(0, turn)), 0)
+    candidates = itertools.islice(exchange_rounds(rule), LOOKED_AT)
+    first = next((exchange for exchange in candidates if messages(0, exchange)), 0)
     sent = message * sum(messages(uid, first) for uid in nodes) / len(nodes) / fragment.every
     return TrafficEstimate(message, sent, all(spec.exact for spec in schema.values()), fragment.round_of(first))

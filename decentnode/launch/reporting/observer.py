@@ -93,33 +93,32 @@ def waiting_for(facts: Facts, phase: str, late: Sequence[int], absent: NodesAbse
         if (missing := sorted(set(absent.uids).intersection(uids)))
     ]
     refused = [f"refused: {reason}" for reason in absent.refusals.values()]
-    told = "; ".join(filter(None, [", ".join(parts), *refused]))
-    return f"{told or 'every node to receive the start signal'} ({waited:.0f} s)"
+    text = "; ".join(filter(None, [", ".join(parts), *refused]))
+    return f"{text or 'every node to receive the start signal'} ({waited:.0f} s)"
 
 
 def resumed_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "resumed"."""
     without = record.get("without", [])
-    what = f"continues after round {record.get('round')}"
+    text = f"continues after round {record.get('round')}"
     if record.get("own_rounds"):
-        what = f"continues, each node after its own last round, the first node after round {record.get('round')}"
+        text = f"continues, each node after its own last round, the first node after round {record.get('round')}"
     if not without:
-        return what
-    return f"{what}; node {names(without)} has no checkpoint and starts from the mean of the others' models; the " \
+        return text
+    return f"{text}; node {names(without)} has no checkpoint and starts from the mean of the others' models; the " \
            "sharing rule starts anew"  # fmt: skip
 
 
-def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> str:
+def checkpoint_notice(uid: int, record: Mapping[str, Any], reported: set[str]) -> str:
     """Returns the sentence for a record of kind "checkpoint" about a failed or incomplete checkpoint; "" for others.
 
-    told: the problems reported before, to which this one is added. A problem that several nodes or checkpoints have is
-    reported only once: the closing lines count problems by node.
-    """
+    reported: the problems reported before, to which this one is added. A problem that several nodes or checkpoints have
+    is reported only once: the closing lines count problems by node. """
     lacking = ", ".join(record.get("left_out", ()))
     problem = str(record.get("problem", lacking))
-    if not problem or problem in told or len(told) >= MOST_PROBLEMS:
+    if not problem or problem in reported or len(reported) >= MOST_PROBLEMS:
         return ""
-    told.add(problem)
+    reported.add(problem)
     if lacking:
         return f"checkpoints lack {lacking}, because the rule has no state_dict: state that it keeps between rounds " \
                "is lost on resume"  # fmt: skip
@@ -130,11 +129,11 @@ def checkpoint_notice(uid: int, record: Mapping[str, Any], told: set[str]) -> st
 def apart_notice(record: Mapping[str, Any]) -> str:
     """Returns the sentence for a record of kind "apart"."""
     parts, edges = record.get("parts", []), record.get("edges", [])
-    told = f"generation {record.get('generation', 0)}: without the absent nodes, the graph is split into nodes " \
+    text = f"generation {record.get('generation', 0)}: without the absent nodes, the graph is split into nodes " \
            + " and ".join(names(part) for part in parts)  # fmt: skip
     if not edges:
-        return f"{told}, which continue separately; node.repair would connect them"
-    return f"{told}; edges added: {', '.join(f'{i} - {j}' for i, j in edges)}"
+        return f"{text}, which continue separately; node.repair would connect them"
+    return f"{text}; edges added: {', '.join(f'{i} - {j}' for i, j in edges)}"
 
 
 def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
@@ -148,14 +147,15 @@ def generation_notice(record: Mapping[str, Any], num_nodes: int) -> str:
     changes += [f"with node {names(back)} again"] if back else []
     changes += [f"with node {names(new)}, which is not in the mapping"] if new else []
     number = record.get("generation", 0)
-    more = sum(uid >= num_nodes for uid in members)
-    count = f"{len(members) - more} of {num_nodes} nodes{f' and {more} more' if more else ''}"
+    num_newcomers = sum(uid >= num_nodes for uid in members)
+    extra = f" and {num_newcomers} more" if num_newcomers else ""
+    count = f"{len(members) - num_newcomers} of {num_nodes} nodes{extra}"
     alone = len(members) == 1
-    round, own = record.get("round", 0), record.get("own_rounds")  # with own rounds it is only the reporting node's
-    what = f"{'continues' if alone else 'continue'}{'' if own else f' from round {round}'}"
+    round, has_own_rounds = record.get("round", 0), record.get("own_rounds")  # own rounds: only the reporting node's
+    text = f"{'continues' if alone else 'continue'}{'' if has_own_rounds else f' from round {round}'}"
     if record.get("stopping"):
-        what = f"{'ends' if alone else 'end'} the run{'' if own else f' after round {round}'}"
+        text = f"{'ends' if alone else 'end'} the run{'' if has_own_rounds else f' after round {round}'}"
     if not (changes or "merged" in record or record.get("stopping")):
         changes = ["the same as before"]
     merged = "; models that had been trained separately were replaced by their mean" if "merged" in record else ""
-    return ", ".join([f"generation {number}: {count} {what}", *changes]) + merged
+    return ", ".join([f"generation {number}: {count} {text}", *changes]) + merged

@@ -84,18 +84,18 @@ class Ledger:
     """uid -> members of the last generation in which this node took part; the node that reported last is last."""
     _generations: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     """number -> (first round, members) of every reported generation, as the first node reported it."""
-    _gone: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    _departed: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """uid -> (round from which the others continued without this node, whether it left gracefully), for nodes on all
     machines that are not back, as local nodes reported it."""
-    _earlier: Counter[str] = field(default_factory=Counter)
+    _earlier_bytes: Counter[str] = field(default_factory=Counter)
     """figure -> bytes that earlier processes of restarted nodes had sent."""
-    _before: dict[int, tuple[int, Figures]] = field(default_factory=dict)
+    _before_restart: dict[int, tuple[int, Figures]] = field(default_factory=dict)
     """uid of a restarted node -> (number of records of earlier processes in metrics.jsonl, figures until then)."""
 
     def done(self, local: Collection[int]) -> bool:
         """Returns whether every node of this machine ended regularly, or was lost while the others continued."""
-        gone = {*self.finished, *self.lost, *self.left}
-        return bool(self.finished or self.left) and gone.issuperset(local) and not self.stopped
+        ended = {*self.finished, *self.lost, *self.left}
+        return bool(self.finished or self.left) and ended.issuperset(local) and not self.stopped
 
     def followers(self, local: Iterable[int], cause: Failed | None) -> tuple[int, ...]:
         """Returns the local nodes that ended only because of `cause`, another node's failure."""
@@ -109,8 +109,8 @@ class Ledger:
         records = self._catch_up(uid)
         self.restarts[uid] = self.restarts.get(uid, 0) + 1
         known = self.latest.get(uid, {})
-        self._earlier.update({key: known.pop(key) for key in BYTES if key in known})
-        self._before[uid] = records, dict(known)
+        self._earlier_bytes.update({key: known.pop(key) for key in BYTES if key in known})
+        self._before_restart[uid] = records, dict(known)
 
     def catch_up(self) -> None:
         """Reads the last figures of nodes that have not reported closing ones from their files."""
@@ -120,26 +120,26 @@ class Ledger:
     def _catch_up(self, uid: int) -> int:
         """Replaces a node's figures by those of its metrics.jsonl, unless these are older (after a full disk). Returns
         the number of records in the file."""
-        count, (known_records, before) = 0, self._before.get(uid, (0, {"uid": uid, "rounds": 0}))
+        count, (known_records, before) = 0, self._before_restart.get(uid, (0, {"uid": uid, "rounds": 0}))
         found = dict(before)
         with contextlib.suppress(OSError):
             if self.directory is not None:
                 for record in reader.read(node_dir(self.directory, uid) / "metrics.jsonl"):
                     count += 1
                     if count > known_records:
-                        _add(found, record)
+                        _update_figures(found, record)
         known = self.latest.get(uid, {})
         newer = all(found.get(key, -1) >= known.get(key, -1) for key in ("rounds", "evaluated_round"))
         if count > known_records and newer:
             self.latest[uid] = found
         return count
 
-    def bytes_beside(self) -> Counter[str]:
+    def unreported_bytes(self) -> Counter[str]:
         """Returns the last known bytes that no node's closing figures include: those of earlier processes, and of nodes
         that are not among `figures`."""
-        told, found = self.figures(), Counter(self._earlier)
+        reported, found = self.figures(), Counter(self._earlier_bytes)
         for uid, figures in (self.latest | {uid: each.figures for uid, each in self.left.items()}).items():
-            if uid not in told:
+            if uid not in reported:
                 found.update({key: figures[key] for key in BYTES if key in figures})
         return found
 
@@ -160,18 +160,18 @@ class Ledger:
         known = self.latest.get(uid, {})
         if record.get("kind") == "round" and record.get("data_bytes_sent", 0) < known.get("bytes_data", 0):
             # A new process of the node, which counts from 0; in a simulated world no restart is reported.
-            self._earlier.update({key: known[key] for key in BYTES if key in known})
-        _add(self.latest.setdefault(uid, {"uid": uid, "rounds": 0}), record)
+            self._earlier_bytes.update({key: known[key] for key in BYTES if key in known})
+        _update_figures(self.latest.setdefault(uid, {"uid": uid, "rounds": 0}), record)
         if record.get("kind") == "generation":
             self._members.pop(uid, None)
             self._members[uid] = record.get("members", [])
-            told = int(record.get("round", 0)), self._members[uid]
-            self._generations.setdefault(int(record.get("generation", 0)), told)
+            first_report = int(record.get("round", 0)), self._members[uid]
+            self._generations.setdefault(int(record.get("generation", 0)), first_report)
             for member in self._members[uid]:
-                self._gone.pop(member, None)
+                self._departed.pop(member, None)
             for gone in record.get("left", []):
-                peace = gone in record.get("departed", []) or self._gone.get(gone, (0, False))[1]
-                self._gone[gone] = int(record.get("round", 0)), peace
+                is_graceful = gone in record.get("departed", []) or self._departed.get(gone, (0, False))[1]
+                self._departed[gone] = int(record.get("round", 0)), is_graceful
 
     def figures(self) -> dict[int, Figures]:
         """Returns uid -> closing figures of every node; the last known ones if it has not reported closing figures."""
@@ -202,40 +202,40 @@ class Ledger:
         """Returns uid -> what the node trained on in each generation, for all nodes known here; empty if the data of
         absent nodes is not redistributed."""
         known = {**self.latest, **self.figures()}
-        dealt = {uid: merged(self._before.get(uid, (0, {}))[1].get("dealt"), each["dealt"])
+        dealt = {uid: merged(self._before_restart.get(uid, (0, {}))[1].get("dealt"), each["dealt"])
                  for uid, each in sorted(known.items()) if "dealt" in each}  # fmt: skip
         return {str(uid): epochs(text) for uid, text in dealt.items()}
 
-    def outside(self, local: Collection[int], sides: bool = False) -> set[int]:
+    def excluded_nodes(self, local: Collection[int], continues_on_partition: bool = False) -> set[int]:
         """Returns the local nodes without which the others continued: lost ones, and, before a stop, those that are not
         members of the last generation. After a stop, only lost ones, because other nodes may still end with what they
         have. Nodes in a generation that is disjoint from the last one are not counted: they continue separately.
-        sides: whether all sides of a partition continue (node.on_partition: both); then also only lost ones, because
-        the others may still agree on a generation."""
-        if self.stopped or sides:
+        continues_on_partition: whether all sides of a partition continue (node.on_partition: both); then also only lost
+        ones, because the others may still agree on a generation."""
+        if self.stopped or continues_on_partition:
             return {*self.lost}
         last = {*(self.members or local)}
-        apart = {uid for uid, members in self._members.items() if uid in members and last.isdisjoint(members)}
-        return {*self.lost} | ({*local} - last - apart)
+        disjoint = {uid for uid, members in self._members.items() if uid in members and last.isdisjoint(members)}
+        return {*self.lost} | ({*local} - last - disjoint)
 
     @property
-    def apart(self) -> list[list[int]]:
+    def disjoint_generations(self) -> list[list[int]]:
         """The members of the disjoint generations in which nodes ended, sorted by lowest uid; empty if all nodes ended
         in the same generation."""
         found = sorted({tuple(sorted(self._members[uid])) for uid in self.finished if uid in self._members})
         uids = [uid for members in found for uid in members]
         return [list(members) for members in found] if len(found) > 1 and len(uids) == len({*uids}) else []
 
-    def gone_elsewhere(self, facts: Facts) -> tuple[dict[int, str], dict[int, int]]:
+    def gone_on_other_machines(self, facts: Facts) -> tuple[dict[int, str], dict[int, int]]:
         """Returns, for nodes in the mapping on other machines: (uid -> a sentence about a lost node; uid -> the round
         from which the others continued without a node that left gracefully)."""
         lost, left = {}, {}
-        told = {int(uid) for each in self.finished.values() for uid in each.reports}
+        reported = {int(uid) for each in self.finished.values() for uid in each.reports}
         last = max((int(each.figures.get("rounds", 0) or 0) for each in self.finished.values()), default=facts.rounds)
-        for uid, (round, peace) in sorted(self._gone.items()):
-            if uid in facts.local or uid in told or uid >= facts.num_nodes:
+        for uid, (round, is_graceful) in sorted(self._departed.items()):
+            if uid in facts.local or uid in reported or uid >= facts.num_nodes:
                 continue
-            if not peace:
+            if not is_graceful:
                 lost[uid] = f"node {uid}: the others continued without it from round {round}"
             elif round < last:  # else it left because it had finished
                 left[uid] = round
@@ -249,7 +249,7 @@ class Ledger:
         return bool(stopped) and (all(stopped) if self.own_rounds else any(stopped))
 
 
-def _add(known: Figures, record: Mapping[str, Any]) -> None:
+def _update_figures(known: Figures, record: Mapping[str, Any]) -> None:
     """Updates a node's figures, in place, with a record of its metrics.jsonl."""
     if record.get("kind") == "round":
         known["rounds"] = record.get("round", -1) + 1
@@ -270,17 +270,17 @@ def _add(known: Figures, record: Mapping[str, Any]) -> None:
 
 def _best(figures: Mapping[int, Figures]) -> dict[str, Any]:
     """Returns the best evaluation of nodes that evaluate together, from the lowest uid that reported one."""
-    told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
-    return {} if not told else {"best": {
-        "figure": told["best_figure"], "value": told["best_value"], "round": told["best_round"],
-        "evaluations_since": told.get("evaluations_since_best"),
+    evaluation = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
+    return {} if not evaluation else {"best": {
+        "figure": evaluation["best_figure"], "value": evaluation["best_value"], "round": evaluation["best_round"],
+        "evaluations_since": evaluation.get("evaluations_since_best"),
     }}  # fmt: skip
 
 
 def _end(figures: Mapping[int, Figures], status: str) -> dict[str, Any]:
     """Returns why the run ended, and its best evaluation if there is one."""
-    told = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
-    early = bool(told.get("stopped_early")) and status == "finished"
+    evaluation = next((each for _, each in sorted(figures.items()) if "best_figure" in each), {})
+    early = bool(evaluation.get("stopped_early")) and status == "finished"
     ended = {"finished": "early_stop" if early else "rounds", "interrupted": "stop", "failed": "failure"}[status]
     return {"ended": ended, **_best(figures)}
 
@@ -315,14 +315,15 @@ def summary(
         "start_seconds": durations.start,
         "wall_seconds": durations.wall,
         "task": facts.task,
-        **summaries.combine(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.bytes_beside()),
+        **summaries.combine(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.unreported_bytes()),
     }
     found |= _members(facts, ledger)
-    if ledger.apart:
-        sides = summaries.of_sides(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.apart)
+    if ledger.disjoint_generations:
+        sides = summaries.of_sides(ledger.figures(), TaskMetrics.from_plain(facts.task), ledger.disjoint_generations)
         for side in sides["sides"]:
             side |= _best({uid: each for uid, each in ledger.figures().items() if uid in side["nodes"]})
-        found = {**{key: value for key, value in found.items() if key != "best"}, **sides, "apart": ledger.apart}
+        found.pop("best", None)
+        found |= {**sides, "apart": ledger.disjoint_generations}
     if newcomers := ledger.newcomers(facts.num_nodes):
         found["newcomers"] = {str(uid): stays for uid, stays in newcomers.items()}
     if samples := ledger.samples():
@@ -341,7 +342,7 @@ def summary(
 def _members(facts: Facts, ledger: Ledger) -> dict[str, Any]:
     """Returns which nodes were members at the end, which were lost and which left before; empty if all nodes of the
     mapping took part throughout."""
-    lost, left = ledger.gone_elsewhere(facts)
+    lost, left = ledger.gone_on_other_machines(facts)
     found: dict[str, Any] = {"elsewhere": sorted({*lost, *left})} if lost or left else {}
     lost |= {uid: failed.title for uid, failed in ledger.lost.items()}
     left |= {uid: int(each.figures.get("rounds", 0) or 0) for uid, each in ledger.left.items()}

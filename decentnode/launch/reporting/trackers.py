@@ -23,7 +23,7 @@ CLOSE_SECONDS = 30.0
 """How long trackers may take after the end of the run to send the rest of the data."""
 TICK_SECONDS = 0.5
 """Least time between two checks of the trackers."""
-MOST_SAID = 20
+MOST_LINES = 20
 """How many lines of one tracker are shown to the user; later ones are not."""
 MOST_BYTES = 1 << 16
 """How many bytes are read from a tracker at a time."""
@@ -32,14 +32,14 @@ MOST_BYTES = 1 << 16
 class _Tracker:
     """One tracker's process."""
 
-    def __init__(self, section: dict[str, Any], run: Path, machine: int, beside: Path) -> None:
+    def __init__(self, section: dict[str, Any], run: Path, machine: int, experiment_dir: Path) -> None:
         """Starts the process. Raises OSError."""
         self.name = str(section["name"])
         self.log = run / "trackers" / f"{self.name.replace(':', '.')}.log"
         self.ended = False
         self.failed = False
         """Whether the user was already told why the tracker ended."""
-        self._said = 0
+        self._lines_shown = 0
         self._text = b""
         self.log.parent.mkdir(exist_ok=True)
         self._status, status = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -48,7 +48,7 @@ class _Tracker:
             with open(self.log, "ab") as log:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "decentnode.trackers.process", str(run), json.dumps(section),
-                     "--machine", str(machine), "--status", str(status), "--beside", str(beside)],
+                     "--machine", str(machine), "--status", str(status), "--beside", str(experiment_dir)],
                     stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(status,),
                     start_new_session=True,  # Ctrl-C goes only to the run, which then ends the tracker regularly
                 )  # fmt: skip
@@ -68,7 +68,7 @@ class _Tracker:
         *lines, self._text = self._text.split(b"\n")
         self._text = self._text[-MOST_BYTES:]
         for line in lines:
-            yield from self._told(line.decode(errors="replace"))
+            yield from self._messages_of(line.decode(errors="replace"))
         if gone:
             self.ended = True
             os.close(self._status)
@@ -78,15 +78,15 @@ class _Tracker:
             if self.process.returncode and not self.failed:
                 yield f"tracker {self.name} ended with exit code {self.process.returncode}: see {self.log}"
 
-    def _told(self, line: str) -> Iterator[str]:
-        self._said += 1
+    def _messages_of(self, line: str) -> Iterator[str]:
+        self._lines_shown += 1
         if line.startswith("! "):
             self.failed = True
             yield f"tracker {self.name} {line[2:]}; the run continues without it, its log is {self.log}"
-        elif self._said <= MOST_SAID:
+        elif self._lines_shown <= MOST_LINES:
             yield f"tracker {self.name}: {line[2:]}" if line.startswith("= ") else f"tracker {self.name} {line}"
 
-    def let_go(self) -> None:
+    def close_input(self) -> None:
         """Tells the tracker that the run is over, by closing its standard input."""
         if self.process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -103,19 +103,19 @@ class Trackers:
     """All trackers of a run on this machine. Not thread-safe; no method raises."""
 
     def __init__(
-        self, sections: Sequence[dict[str, Any]], run: Path | None, machine: int, beside: Path,
+        self, sections: Sequence[dict[str, Any]], run: Path | None, machine: int, experiment_dir: Path,
         notice: Callable[[str], None],
     ) -> None:
-        """Starts the trackers' processes. run: the run folder; None for a dry run, which is not tracked. beside: the
-        folder of the experiment's file, from which the user's own modules can be imported. notice: shows a text to the
-        user."""
+        """Starts the trackers' processes. run: the run folder; None for a dry run, which is not tracked.
+        experiment_dir: the folder of the experiment's file, from which the user's own modules can be imported. notice:
+        shows a text to the user."""
         self._notice = notice
         self._trackers: list[_Tracker] = []
         self._ticked = clock.now()
         for section in sections if run is not None else ():
             assert run is not None
             try:
-                self._trackers.append(_Tracker(section, run, machine, beside))
+                self._trackers.append(_Tracker(section, run, machine, experiment_dir))
             except OSError as error:
                 notice(f"tracker {section['name']} could not be started: {error.strerror}")
 
@@ -134,7 +134,7 @@ class Trackers:
         """Lets trackers send the rest of the data and end. Blocking for at most CLOSE_SECONDS, and only until
         `impatient` returns True; a tracker that has not ended by then is killed and reported. Idempotent."""
         for each in self._trackers:
-            each.let_go()
+            each.close_input()
         until = clock.now() + CLOSE_SECONDS
         self._listen()
         while any(not each.ended for each in self._trackers) and clock.now() < until and not impatient():

@@ -25,7 +25,7 @@ ACTIONS = {
 """The orders and what each does."""
 ANSWER_SECONDS = 10.0
 """How long the caller waits for the supervisor's answer."""
-TOLD_ORDERS = 64
+REMEMBERED_ORDERS = 64
 """How many executed orders are remembered, so that each is reported to the user only once."""
 KEY = "[0-9a-f]{16}"
 """Regular expression of the random key in the name of an order's file."""
@@ -41,18 +41,18 @@ def ask(run: Path, action: str, timeout_seconds: float = ANSWER_SECONDS) -> str:
     if action not in ACTIONS:
         raise UsageError(f"the action must be one of {', '.join(ACTIONS)}, got {action[:40]!r}"
                          + did_you_mean(action, ACTIONS))  # fmt: skip
-    if over := _over(run):
+    if over := _not_in_progress(run):
         raise UsageError(f"{run.name} cannot be asked to {action}: {over}")
-    found = request_files.ask(
-        run, f"control-{entropy.word(8)}", {"action": action}, f"the supervisor of {run.name}", lambda: _over(run),
-        timeout_seconds,
+    answer = request_files.ask(
+        run, f"control-{entropy.word(8)}", {"action": action}, f"the supervisor of {run.name}",
+        lambda: _not_in_progress(run), timeout_seconds,
     )  # fmt: skip
-    if found.get("refusal"):
-        raise UsageError(f"{run.name} refused to {action}: {found['refusal']}")
-    return str(found.get("said", ""))
+    if answer.get("refusal"):
+        raise UsageError(f"{run.name} refused to {action}: {answer['refusal']}")
+    return str(answer.get("said", ""))
 
 
-def _over(run: Path) -> str:
+def _not_in_progress(run: Path) -> str:
     """Returns why no process takes orders for the run; "" if one does."""
     if not (run / supervisor_file.FILE).exists() and any(run.glob(f"nodes/*/{supervisor_file.FILE}")):
         return "its nodes here have no supervisor (decentnode node); give the order on a machine that uses " \
@@ -61,7 +61,7 @@ def _over(run: Path) -> str:
 
 
 class ControlledRun(Protocol):
-    """The part of a machine's run that `Controlling` uses."""
+    """The part of a machine's run that `OrderHandler` uses."""
 
     @property
     def phase(self) -> str:
@@ -71,33 +71,33 @@ class ControlledRun(Protocol):
     def present(self) -> list[Worker]:
         """The processes whose nodes take part in the run."""
 
-    def stop_as_asked(self) -> bool:
+    def stop_after_round(self) -> bool:
         """Ends the run after the current round. Returns False if it is already ending."""
 
     def notice(self, text: str) -> None:
         """Shows `text` to the user."""
 
 
-class Controlling:
+class OrderHandler:
     """Takes orders from the folder of a run, passes them to a node, and reports their execution to the user."""
 
     def __init__(self, run: Path | None) -> None:
         """run: the run folder; None if nothing is written, and so no order can be given."""
         self._requests = request_files.Requests(run, "control", KEY)
-        self._told: deque[tuple[str, int]] = deque(maxlen=TOLD_ORDERS)
+        self._reported: deque[tuple[str, int]] = deque(maxlen=REMEMBERED_ORDERS)
 
     def tick(self, now: float, run: ControlledRun) -> None:
         """Executes the orders given since the last call."""
-        for key, asked in self._requests.taken(now):
-            self._requests.answer(key, self._obey(str(asked.get("action")), run))
+        for key, asked in self._requests.take_new(now):
+            self._requests.answer(key, self._execute(str(asked.get("action")), run))
 
-    def _obey(self, action: str, run: ControlledRun) -> dict[str, str]:
+    def _execute(self, action: str, run: ControlledRun) -> dict[str, str]:
         if action not in ACTIONS:
             return {"refusal": f"{action[:40]!r} is none of {', '.join(ACTIONS)}"}
         if run.phase != "running":
             return {"refusal": "the run has not begun"}
         if action == "stop":
-            stops = run.stop_as_asked()
+            stops = run.stop_after_round()
             return {"said": "the run stops after the current round"} if stops else {"refusal": "it is already ending"}
         workers = run.present
         if not workers:
@@ -107,17 +107,17 @@ class Controlling:
                 "evaluate": "all nodes evaluate before the same round"}  # fmt: skip
         return {"said": said[action]}
 
-    def told(self, record: Mapping[str, Any], run: ControlledRun) -> None:
+    def report_executed(self, record: Mapping[str, Any], run: ControlledRun) -> None:
         """Reports to the user that an order was executed, when the first node says so."""
         key = str(record.get("what")), int(record.get("round") or 0)
-        if key not in self._told:
-            self._told.append(key)
+        if key not in self._reported:
+            self._reported.append(key)
             words = {"paused": "paused", "resumed": "resumed", "evaluated": "evaluated on request"}
             run.notice(f"{words.get(key[0], key[0])} after round {key[1]}")
 
     def close(self) -> None:
         """Refuses the orders that are left when the run is over, so that no file remains."""
-        self._requests.refuse_the_rest()
+        self._requests.refuse_remaining()
 
 
 assert {*get_args(Action)} - {"meet"} < ACTIONS.keys()

@@ -14,7 +14,7 @@ from decentnode.launch.reporting.outcome import first_cause
 from decentnode.launch.supervising.local_run import LocalRun
 from decentnode.wire.orders import MEET_ROUNDS, MEET_SECONDS
 
-ECHO_SECONDS = 0.5
+CAUSE_WAIT_SECONDS = 0.5
 """After a failure that another node's failure caused: how long the run waits for the report of that one, the cause."""
 GRACE_SECONDS = 5.0
 """How long the other nodes may take after a failure to notify other machines and to close their files."""
@@ -27,22 +27,22 @@ class EarlyEnd:
         self.killed_by_user = False
         self.silent: list[int] = []
         """Nodes that were killed because they did not end after another node's failure."""
-        self._nodes, self._ledger, self._strikes = run.nodes, run.ledger, run.strikes
+        self._nodes, self._ledger, self._process_faults = run.nodes, run.ledger, run.process_faults
         self._observer, self._signals = run.command.observer, run.command.signals
         self._signals_seen = 0
         self._asked_to_stop = False
-        self._cause_told = False
-        self._meets = run.facts.meets
-        self._meet_until: float | None = None
+        self._cause_reported = False
+        self._pauses_before_stop = run.facts.pauses_before_stop
+        self._meet_deadline: float | None = None
         """Deadline by which all nodes are to be paused before the same round; they are then stopped in any case. None
         while there is no such wait."""
-        self._standing: set[int] = set()
+        self._paused_nodes: set[int] = set()
         self._round_seconds: dict[int, float] = {}
         self._kill_at: float | None = None
         """When all children are killed; None until the run has failed or the user asked for it."""
 
     @property
-    def near(self) -> bool:
+    def kills_soon(self) -> bool:
         """Whether the time is set at which all remaining children are killed."""
         return self._kill_at is not None
 
@@ -51,10 +51,10 @@ class EarlyEnd:
         end."""
         self._ledger.failures.append(failed)
         if len(self._ledger.failures) == 1:
-            self._nodes.tell_all(PeerFailure(failed.uid, failed.title))
+            self._nodes.send_to_all(PeerFailure(failed.uid, failed.title))
             self._kill_at = clock.now() + (GRACE_SECONDS if self._nodes.phase == "running" else 1.0)
         if not failed.follower:
-            self.tell_cause()
+            self.report_cause()
 
     def fail_at_once(self, failed: Failed) -> None:
         """Fails the run like `fail`, but without time for the other nodes to end."""
@@ -66,33 +66,33 @@ class EarlyEnd:
         title = f"node {names(late)}: {what}"
         self.fail(Failed(late[0], exit_code, title, title))
 
-    def tell_cause(self) -> None:
+    def report_cause(self) -> None:
         """Reports the cause of the failure to the user, once."""
         cause = first_cause(self._ledger.failures)
-        if cause is None or self._cause_told:
+        if cause is None or self._cause_reported:
             return
-        self._cause_told = True
+        self._cause_reported = True
         directory = self._ledger.directory
         log = node_dir(directory, cause.uid) if directory else None
         self._observer.failed(cause, log if log is not None and log.is_dir() else None)
 
-    def stop_as_asked(self, how: str = "asked to stop") -> bool:
+    def stop_after_round(self, how: str = "asked to stop") -> bool:
         """Ends the run after the current round. Returns False if it is already ending. how: the reason shown to the
         user."""
-        if self._asked_to_stop or self._signals_seen or self.near:
+        if self._asked_to_stop or self._signals_seen or self.kills_soon:
             return False
         self._asked_to_stop = True
         self._observer.notice(f"{how}: the nodes finish their round and write their results")
         self._stop()
         return True
 
-    def obey_signals(self) -> None:
+    def handle_signals(self) -> None:
         """Handles received signals: the first ends the run after the current round; a second one, or one before the
         first round, ends it at once."""
         while self._signals_seen < len(self._signals.received):
             number = self._signals.received[self._signals_seen]
             self._signals_seen += 1
-            if self._signals_seen > 1 or self._nodes.phase != "running" or self.near:
+            if self._signals_seen > 1 or self._nodes.phase != "running" or self.kills_soon:
                 self.killed_by_user = True
                 self._kill_at = clock.now()
             else:
@@ -103,47 +103,49 @@ class EarlyEnd:
         """Reports the cause and kills all children when their times have come."""
         if self._kill_at is None:
             return
-        if now >= self._kill_at - GRACE_SECONDS + ECHO_SECONDS:
-            self.tell_cause()
+        if now >= self._kill_at - GRACE_SECONDS + CAUSE_WAIT_SECONDS:
+            self.report_cause()
         if now >= self._kill_at:
             self._kill_all()
 
     @property
-    def stops(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a user or a signal has asked for the end of the run."""
         return self._asked_to_stop or self._signals_seen > 0
 
-    def told(self, uid: int, record: Mapping[str, Any]) -> None:
+    def take_record(self, uid: int, record: Mapping[str, Any]) -> None:
         """Takes from a node's record how long its round took, and whether it is paused."""
         if record.get("kind") == "round":
             self._round_seconds[uid] = float(record.get("seconds") or 0.0)
         elif record.get("kind") == "control" and record.get("what") in ("paused", "resumed"):
-            (self._standing.add if record["what"] == "paused" else self._standing.discard)(uid)
+            (self._paused_nodes.add if record["what"] == "paused" else self._paused_nodes.discard)(uid)
 
-    def meet(self, now: float) -> None:
+    def stop_once_paused(self, now: float) -> None:
         """Stops the nodes once all are paused before the same round, or the deadline for that has passed."""
-        if self._meet_until is not None and (now >= self._meet_until or self._standing >= {*self._left()}):
-            self._meet_until = None
-            self._nodes.tell_all(StopRun())
+        if self._meet_deadline is None:
+            return
+        if now >= self._meet_deadline or self._paused_nodes >= {*self._running_nodes()}:
+            self._meet_deadline = None
+            self._nodes.send_to_all(StopRun())
 
     def _stop(self) -> None:
-        self._strikes.stop()
-        left = self._left()
-        if not self._meets or not left:
-            self._nodes.tell_all(StopRun())
+        self._process_faults.stop()
+        running = self._running_nodes()
+        if not self._pauses_before_stop or not running:
+            self._nodes.send_to_all(StopRun())
             return
         longest = max(self._round_seconds.values(), default=0.0)
-        self._meet_until = clock.now() + MEET_SECONDS + MEET_ROUNDS * longest
-        if not self._standing >= {*left}:
-            next(worker for worker in self._nodes.workers if left[0] in worker.uids).send(OrderRun("meet"))
+        self._meet_deadline = clock.now() + MEET_SECONDS + MEET_ROUNDS * longest
+        if not self._paused_nodes >= {*running}:
+            next(worker for worker in self._nodes.workers if running[0] in worker.uids).send(OrderRun("meet"))
 
-    def _left(self) -> list[int]:
+    def _running_nodes(self) -> list[int]:
         """Returns the nodes of this machine that take part in the run."""
         lost = self._ledger.lost.keys()
-        return [uid for worker in self._nodes.workers if worker.alive for uid in worker.left if uid not in lost]
+        return [uid for worker in self._nodes.workers if worker.alive for uid in worker.unfinished if uid not in lost]
 
     def _kill_all(self) -> None:
         for worker in self._nodes.workers:
-            if worker.alive and not worker.over and not self.killed_by_user:
+            if worker.alive and not worker.is_done and not self.killed_by_user:
                 self.silent += [uid for uid in worker.uids if uid not in self.silent]
             worker.kill()

@@ -99,9 +99,9 @@ def prepare(request: Request, connection: Connection) -> None:
     surround(request)
 
     def work(channel: Pipe) -> int:
-        from decentnode.launch.supervising.prepare import answer
+        from decentnode.launch.supervising.prepare import load_and_send
 
-        return answer(request, channel)
+        return load_and_send(request, channel)
 
     leave(work, connection)
 

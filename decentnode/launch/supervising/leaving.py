@@ -38,9 +38,9 @@ class Requests:
         to this node."""
         self._files = request_files.Requests(run, "leave", "[0-9]{1,7}" if uid is None else str(uid))
 
-    def taken(self, now: float) -> list[int]:
+    def take_new(self, now: float) -> list[int]:
         """Returns the uids that were asked to leave since the last call."""
-        return [int(key) for key, _ in self._files.taken(now)]
+        return [int(key) for key, _ in self._files.take_new(now)]
 
     def answer(self, uid: int, refusal: str) -> None:
         """Answers that the node leaves, or, with a non-empty `refusal`, why it stays."""
@@ -48,11 +48,11 @@ class Requests:
 
     def clear(self) -> None:
         """Refuses the requests that are left when the run is over."""
-        self._files.refuse_the_rest()
+        self._files.refuse_remaining()
 
 
 class LeavingRun(Protocol):
-    """The part of a machine's run that `Leaving` uses."""
+    """The part of a machine's run that `LeaveHandler` uses."""
 
     @property
     def phase(self) -> str:
@@ -65,7 +65,7 @@ class LeavingRun(Protocol):
         """Shows `text` to the user."""
 
 
-class Leaving:
+class LeaveHandler:
     """Handles the requests to leave for the nodes of this machine."""
 
     def __init__(self, facts: Facts, run: Path | None) -> None:
@@ -74,7 +74,7 @@ class Leaving:
 
     def tick(self, now: float, run: LeavingRun) -> None:
         """Passes new requests to the nodes, or refuses them."""
-        for uid in self._requests.taken(now):
+        for uid in self._requests.take_new(now):
             refusal = self._refusal(uid, run)
             worker = run.worker_of(uid)
             if refusal or worker is None:
@@ -117,7 +117,7 @@ class Watch:
 
     def _look(self) -> None:
         while not self._over.wait(LOOK_SECONDS):
-            for uid in self._requests.taken(clock.now()):
+            for uid in self._requests.take_new(clock.now()):
                 self._requests.answer(uid, self._leave())
 
     def close(self) -> None:

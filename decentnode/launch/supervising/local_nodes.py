@@ -9,7 +9,7 @@ from decentnode import clock, entropy
 from decentnode.launch.children.messages import ChildMessage, Facts, Request, Task
 from decentnode.launch.children.sockets import SocketDir
 from decentnode.launch.files.provenance import usable_cores
-from decentnode.launch.supervising.workers import Context, Worker, end_all, start_later, start_node
+from decentnode.launch.supervising.workers import Context, Worker, end_all, start_deferred, start_node
 from decentnode.system import remove_temporaries
 
 
@@ -38,32 +38,32 @@ class LocalNodes:
             self.workers.append(start_node(context, self._task(uids, self._request.join, None)))
         self.enter("joining" if self._facts.in_process else "starting")
 
-    def start_again(self, uids: list[int], began: float | None) -> Worker:
+    def restart(self, uids: list[int], began: float | None) -> Worker:
         """Restarts nodes that have died, in one process, which asks the other nodes for readmission. Returns at once;
         the process is not in `workers` yet. began: when the run began (`clock.now()`), for its faults."""
-        return start_later(self._context, self._task(uids, True, began))
+        return start_deferred(self._context, self._task(uids, True, began))
 
     def worker_of(self, uid: int) -> Worker | None:
         """Returns the process of a node; None if it has ended."""
-        return next((each for each in self.workers if each.alive and uid in each.left), None)
+        return next((each for each in self.workers if each.alive and uid in each.unfinished), None)
 
     def replace(self, worker: Worker, by: Worker) -> None:
         """Replaces a process that has ended by the one that now runs its nodes."""
         self.workers[self.workers.index(worker)] = by
 
-    def add_apart(self, uid: int, worker: Worker) -> None:
+    def add_separate(self, uid: int, worker: Worker) -> None:
         """Adds a process for node `uid` alone, which was in a process that continues without it."""
         for each in self.workers:
             each.uids = tuple(other for other in each.uids if other != uid)
         self.workers.append(worker)
 
-    def tell_all(self, message: ChildMessage) -> None:
+    def send_to_all(self, message: ChildMessage) -> None:
         """Sends a message to all processes that still have unfinished nodes."""
         for worker in self.workers:
-            if worker.alive and not worker.over:
+            if worker.alive and not worker.is_done:
                 worker.send(message)
 
-    def reaped(self, *workers: Worker) -> None:
+    def remove_temporaries_of(self, *workers: Worker) -> None:
         """Removes the temporary files that ended processes left when they were killed during a write."""
         if self._directory is not None:
             pids = [pid for each in workers if each.exit_code and (pid := each.process.pid)]
@@ -73,7 +73,7 @@ class LocalNodes:
         """Kills and reaps every process, and removes the socket folder. Idempotent."""
         alive = [worker for worker in self.workers if worker.alive]
         end_all(alive)
-        self.reaped(*alive)
+        self.remove_temporaries_of(*alive)
         self._sockets.remove()
 
     def _task(self, uids: list[int], join: bool, began: float | None) -> Task:

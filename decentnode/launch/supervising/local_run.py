@@ -9,7 +9,7 @@ from decentnode.launch.children.signals import StopSignals
 from decentnode.launch.reporting.observer import Observer
 from decentnode.launch.reporting.outcome import Ledger
 from decentnode.launch.supervising.local_nodes import LocalNodes
-from decentnode.launch.supervising.strikes import Strikes
+from decentnode.launch.supervising.process_faults import ProcessFaults
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Command:
 
 @dataclass(frozen=True)
 class LocalRun:
-    """The parts of one run on this machine that `EarlyEnd`, `Losses` and `Deadlines` share."""
+    """The parts of one run on this machine that `EarlyEnd`, `LostNodes` and `Deadlines` share."""
 
     command: Command
     facts: Facts
     nodes: LocalNodes
     ledger: Ledger
-    strikes: Strikes
+    process_faults: ProcessFaults

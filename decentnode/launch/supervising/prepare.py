@@ -21,7 +21,7 @@ from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.children.pipe import Pipe
 from decentnode.launch.files import resume
 from decentnode.launch.loading import load_request
-from decentnode.launch.one_process.simulated_faults import in_world, refused
+from decentnode.launch.one_process.world_run import needs_world, simulation_refusal
 from decentnode.launch.reporting.header import header, other_code
 from decentnode.launch.supervising.schedulers import detect, machine_of
 from decentnode.mapping.addresses import own_names
@@ -34,7 +34,7 @@ _DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """YAML dumper for the mapping's places: for thousands of nodes, the one in C takes milliseconds, the other seconds."""
 
 
-def answer(request: Request, channel: Pipe) -> int:
+def load_and_send(request: Request, channel: Pipe) -> int:
     """Loads the experiment and sends Facts and Header, or Failed. Returns the exit code; never raises."""
     try:
         experiment = load_request(request)
@@ -42,8 +42,8 @@ def answer(request: Request, channel: Pipe) -> int:
         found = facts(experiment, request)
         channel.send(found)
         here = found.local[:1] if request.simulate else found.local
-        lines = [*resumed(experiment, request), *header(experiment, here), *other_code(experiment),
-                 *doubts(experiment, request)]  # fmt: skip
+        lines = [*resume_lines(experiment, request), *header(experiment, here), *other_code(experiment),
+                 *address_warnings(experiment, request)]  # fmt: skip
         channel.send(Header(lines, local_modules()))
     except DecentnodeError as error:
         channel.send(Failed(-1, error.exit_code, type(error).__name__, str(error)))
@@ -54,21 +54,21 @@ def answer(request: Request, channel: Pipe) -> int:
     return 0
 
 
-def resumed(experiment: Experiment, request: Request) -> list[list[str]]:
+def resume_lines(experiment: Experiment, request: Request) -> list[list[str]]:
     """Returns header lines about the checkpoints from which the run is resumed; empty for a new run."""
     if request.resume is None:
         return []
-    found = resume.find(experiment, request.resume)
-    if found is None:
+    resumable = resume.find(experiment, request.resume)
+    if resumable is None:
         return [["resume", "no checkpoint on this machine: its nodes start from the mean of the others' models"]]
-    lines = [["resume", f"{found.run}, newest checkpoint here after round {found.newest.round}"]]
+    lines = [["resume", f"{resumable.run}, newest checkpoint here after round {resumable.newest.round}"]]
     if experiment.faults:
-        struck = "`faults` of later rounds apply to it, and timed ones count from its start"
-        lines.append(["", f"{struck}; --set 'faults=[]' continues without any"])
+        note = "`faults` of later rounds apply to it, and timed ones count from its start"
+        lines.append(["", f"{note}; --set 'faults=[]' continues without any"])
     return lines
 
 
-def doubts(experiment: Experiment, request: Request) -> list[list[str]]:
+def address_warnings(experiment: Experiment, request: Request) -> list[list[str]]:
     """Returns a warning line if this machine may be unable to reach another one at the mapping's addresses, else
     nothing. Blocking while names are looked up, for a few seconds at most."""
     mapping = experiment.make_mapping()
@@ -100,27 +100,27 @@ def choose_machine(mapping: Mapping, wanted: int | str | None, config: str) -> i
     return machine
 
 
-def _check_request(experiment: Experiment, request: Request, struck: bool) -> None:
-    """Raises UsageError if the experiment does not support the request. struck: whether its faults or newcomers are
+def _check_request(experiment: Experiment, request: Request, in_world: bool) -> None:
+    """Raises UsageError if the experiment does not support the request. in_world: whether its faults or newcomers are
     simulated."""
     if request.join and experiment.node.missing != "regroup":
         raise UsageError(f"{request.shown}: --join needs node.missing: regroup, with which the run must have been "
                          "started")
-    if struck and (why := refused(experiment, request.resume is not None)):
+    if in_world and (why := simulation_refusal(experiment, request.resume is not None)):
         raise UsageError(f"{request.shown}: {why}, or simulate it with --set 'faults=[]' --set "
                          "'simulate.newcomers=[]'")  # fmt: skip
 
 
-def _resumed_runs(experiment: Experiment, request: Request, num_machines: int) -> resume.Found | None:
+def _resumed_runs(experiment: Experiment, request: Request, num_machines: int) -> resume.ResumableRun | None:
     """Returns the runs to resume from; None if none are requested, or if there are none here but other machines may
     have them. Raises CheckpointError if there are none on the only machine."""
     if request.resume is None:
         return None
-    found = resume.find(experiment, request.resume)
-    if found is None and num_machines == 1:
+    resumable = resume.find(experiment, request.resume)
+    if resumable is None and num_machines == 1:
         raise CheckpointError(f"{request.shown}: no checkpoint of a run named {experiment.name} in "
                               f"{experiment.run_dir}; node.checkpoint (such as {{every: 20}}) makes them")  # fmt: skip
-    return found
+    return resumable
 
 
 def facts(experiment: Experiment, request: Request) -> Facts:
@@ -128,8 +128,8 @@ def facts(experiment: Experiment, request: Request) -> Facts:
     or EnvironmentFault if it cannot run on this machine."""
     mapping, graph = experiment.make_mapping(), experiment.make_graph()
     machine = 0 if request.in_process else choose_machine(mapping, request.machine, request.shown)
-    struck = request.simulate and in_world(experiment)
-    _check_request(experiment, request, struck)
+    in_world = request.simulate and needs_world(experiment)
+    _check_request(experiment, request, in_world)
     machines = [list(uids) for uids in mapping.nodes_by_machine()]
     in_process = request.in_process or experiment.communication.name == "inproc"
     if in_process and len(machines) > 1 and not request.in_process:
@@ -138,12 +138,12 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         machine, machines = 0, [list(range(graph.num_nodes))]
     elif unreachable_here := unreachable(mapping, machine)[0]:
         raise EnvironmentFault(f"{request.shown}: {unreachable_here}")
-    found = _resumed_runs(experiment, request, len(machines))
+    resumable = _resumed_runs(experiment, request, len(machines))
     if not request.simulate:
         devices_of(mapping, machines[machine])
     experiment.open_data().check_private_files(machines[machine])
     check_memory(experiment, machines[machine])
-    inputs, kept = keep(experiment)
+    inputs, kept = files_to_copy(experiment)
     places = [mapping.place(uid) for uid in range(mapping.num_nodes)]
     communication, lists = experiment.communication, getattr(graph, "lists", None)
     return Facts(
@@ -164,44 +164,44 @@ def facts(experiment: Experiment, request: Request) -> Facts:
         hosts=[mapping.place(uids[0]).host for uids in machines],
         threads={str(uid): 1 if request.forked else threads_of(experiment, uid)
                  for uid in machines[machine][: 1 if in_process else None]},
-        regroup=experiment.node.missing == "regroup" and (struck or not in_process),
+        regroup=experiment.node.missing == "regroup" and (in_world or not in_process),
         own_rounds=experiment.node.schedule not in ("sequential", "overlapped"),
-        sides=experiment.node.on_partition == "both",
+        continues_on_partition=experiment.node.on_partition == "both",
         restarts=experiment.node.restarts,
         task=experiment.measured().plain(),
         processes=[machines[0]] if in_process else [list(uids) for uids in processes_of(experiment, machine)],
         found=searched(experiment),
         inputs=inputs,
         faults=[fault.model_dump(mode="json", exclude_none=True) for fault in experiment.make_faults()],
-        checked=bool(experiment.faults) and experiment.run.record is not False,
+        checks_records=bool(experiment.faults) and experiment.run.record is not False,
         min_nodes=limits_of(experiment).min_nodes,
         newcomers=experiment.node.newcomers,
         trackers=[each.model_dump(mode="json") for each in experiment.run.trackers],
-        resume=None if request.resume is None else [] if found is None else [str(each) for each in found.folders],
-        resume_runs=[] if found is None else list(found.runs),
-        meets=experiment.node.checkpoint is not None and experiment.node.schedule in ("sequential", "overlapped")
-        and not in_process,
-        finished="" if found is None or len(machines) > 1 else resume.finished(found, experiment),
+        resume=None if request.resume is None else [] if resumable is None else [*map(str, resumable.folders)],
+        resume_runs=[] if resumable is None else list(resumable.runs),
+        pauses_before_stop=not in_process and experiment.node.checkpoint is not None
+        and experiment.node.schedule in ("sequential", "overlapped"),
+        finished="" if resumable is None or len(machines) > 1 else resume.finished(resumable, experiment),
     )
 
 
 def check_memory(experiment: Experiment, uids: Sequence[int]) -> None:
     """Raises EnvironmentFault if this machine's memory is too small for the models and gradients, which are the least
     that nodes need, of those `uids` that are not on a GPU. Allocates nothing."""
-    each = training_bytes(module_without_values(experiment, experiment.open_data().spec))
+    model_bytes = training_bytes(module_without_values(experiment, experiment.open_data().spec))
     memory = psutil.virtual_memory().total
-    if len(uids) * each <= memory:
+    if len(uids) * model_bytes <= memory:
         return
     count = sum(device.type == "cpu" for device in devices_of(experiment.make_mapping(), uids))
-    if count * each > memory:
+    if count * model_bytes > memory:
         nodes = f"{count} node{'s' if count > 1 else ''}"
         raise EnvironmentFault(
-            f"model {experiment.model.name}: the parameters and gradients of {nodes} take {size(count * each)}, this "
-            f"machine has {size(memory)} of memory; choose a smaller model, or fewer nodes per machine"
+            f"model {experiment.model.name}: the parameters and gradients of {nodes} take {size(count * model_bytes)}, "
+            f"this machine has {size(memory)} of memory; choose a smaller model, or fewer nodes per machine"
         )
 
 
-def keep(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
+def files_to_copy(experiment: Experiment) -> tuple[dict[str, str], dict[str, str]]:
     """Returns (name in the run directory -> path of the file to copy there; config key -> path to write in the copied
     configs).
 

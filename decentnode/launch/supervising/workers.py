@@ -46,12 +46,12 @@ class Worker:
     joined: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     failed: set[int] = field(default_factory=set)
-    leaving_since: float | None = None
+    last_message_time: float | None = None
     """When the last message of the process arrived; `clock.now()`. None before."""
     open: bool = True
     """Whether more messages may arrive on the pipe."""
     exit_code: int | None = None
-    struck: bool = False
+    killed_by_fault: bool = False
     """Whether an injected fault killed the process."""
 
     @property
@@ -59,12 +59,12 @@ class Worker:
         return self.exit_code is None
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether all nodes of the process have finished or failed, so that only the process has still to end."""
         return (self.failed | self.finished).issuperset(self.uids)
 
     @property
-    def left(self) -> list[int]:
+    def unfinished(self) -> list[int]:
         """The nodes of the process that have neither finished nor failed, ascending."""
         return sorted({*self.uids} - self.finished - self.failed)
 
@@ -99,7 +99,7 @@ class Worker:
         code = self.exit_code or 0
         if code >= 0:
             return f"ended with exit code {code} and no message"
-        if self.struck:
+        if self.killed_by_fault:
             return "was killed, as `faults` says"
         name = signal.Signals(-code).name
         hint = "; the system does this when memory runs out" if name == "SIGKILL" else ""
@@ -135,34 +135,34 @@ def start_child(
 
     daemon: False for a process that starts processes itself.
     """
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(work, theirs), daemon=daemon)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=target, args=(work, child_end), daemon=daemon)
     with _without_main():
         process.start()
-    theirs.close()
-    return Worker(uids, process, Pipe(ours))
+    child_end.close()
+    return Worker(uids, process, Pipe(parent_end))
 
 
-def start_later(context: Context, task: Task) -> Worker:
+def start_deferred(context: Context, task: Task) -> Worker:
     """Starts a process for nodes like `start_node`, but without waiting for the fork server: one that had died is
     started anew and answers only after it has imported torch, which takes seconds."""
     if not isinstance(context, ForkServerContext):
         return start_node(context, task)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=entry.node, args=(task, theirs), daemon=True)
-    return Worker(tuple(task.uids), cast("ForkServerProcess", LateProcess(process, theirs)), Pipe(ours))
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=entry.node, args=(task, child_end), daemon=True)
+    return Worker(tuple(task.uids), cast("ForkServerProcess", DeferredProcess(process, child_end)), Pipe(parent_end))
 
 
-class LateProcess:
+class DeferredProcess:
     """A process that is started in a thread, with the part of the process interface that `Worker` uses. A process that
     cannot be started counts as ended."""
 
-    def __init__(self, process: ForkServerProcess, theirs: connection.Connection) -> None:
-        """theirs: the child's end of the pipe, which is closed here once the child has it."""
-        self._process, self._theirs = process, theirs
+    def __init__(self, process: ForkServerProcess, child_end: connection.Connection) -> None:
+        """child_end: the child's end of the pipe, which is closed here once the child has it."""
+        self._process, self._child_end = process, child_end
         self._lock = threading.Lock()
         self._started = self._killed = False
-        self._begun, end = connection.Pipe(duplex=False)
+        self._ready, end = connection.Pipe(duplex=False)
         """Becomes readable once the process is started, or could not be."""
         threading.Thread(target=self._start, args=(end,), name="start", daemon=True).start()
 
@@ -178,14 +178,14 @@ class LateProcess:
         except Exception as error:
             logger.warning("a node could not be started again: %r", error)
         finally:
-            self._theirs.close()
+            self._child_end.close()
             end.close()
 
     @property
     def sentinel(self) -> Any:
         """An object for `multiprocessing.connection.wait`, ready once the process has started, and from then on another
         object, ready once the process has ended."""
-        return self._process.sentinel if self._started else self._begun
+        return self._process.sentinel if self._started else self._ready
 
     @property
     def pid(self) -> int | None:
@@ -214,7 +214,7 @@ def late_nodes(workers: Sequence[Worker], phase: str) -> list[int]:
         return [uid for w in workers for uid in w.uids if uid not in w.bound]
     if phase == "joining":
         return [uid for w in workers for uid in w.uids if uid not in w.joined]
-    return [uid for w in workers if w.alive for uid in w.left]
+    return [uid for w in workers if w.alive for uid in w.unfinished]
 
 
 def end_all(workers: list[Worker]) -> None:
@@ -257,7 +257,7 @@ class Loader:
         if not isinstance(context, ForkServerContext):  # a plain fork needs no wait, and copies only the calling thread
             self.worker = start_child(context, entry.prepare, request, ())
             return
-        self._begun, end = connection.Pipe(duplex=False)
+        self._ready, end = connection.Pipe(duplex=False)
         """Becomes readable once there is a worker or a problem."""
         self.started = threading.Thread(target=self._start, args=(context, request, end), name="start", daemon=True)
         self.started.start()
@@ -282,7 +282,7 @@ class Loader:
         started = clock.now()
         while True:
             worker = self.worker
-            awaited = [self._begun] if worker is None else [worker.channel.connection, worker.process.sentinel]
+            awaited = [self._ready] if worker is None else [worker.channel.connection, worker.process.sentinel]
             ready = wait([*awaited, signals.fileno()], timeout=1.0)
             signals.clear()
             if signals.suspend_if_asked(observer.suspending):

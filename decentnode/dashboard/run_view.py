@@ -19,22 +19,23 @@ READ_SECONDS = 0.15
 STATE_SECONDS = 1.0
 POLL_SECONDS = 0.15
 """Least time between two reads of the files of a run, for any number of pages."""
-NEWS = ("nodes", "edges", "points", "evaluations", "events", "status", "uids", "pairs")
+CHANGES = ("nodes", "edges", "points", "evaluations", "events", "status", "uids", "pairs")
 MOST_CONFIG_BYTES = 256 << 10
 
 Since = tuple[int, int, int, str]
-"""What a client has received: (how often the run's folder was replaced, version of the recording, version of the
+"""What a client has received: (incarnation of the run's folder, version of the recording, version of the
 status, state)."""
 
 
-class Shown:
+class RunView:
     """The data of one run that pages show. Not thread-safe. All methods are blocking."""
 
     def __init__(self, id: str, path: Path) -> None:
         self.id, self.path = id, path
         self.watchers = 0
         """Number of open streams."""
-        self._anew = 1
+        self._incarnation = 1
+        """Number of the run that the folder holds, from 1; a run that replaces another one there increments it."""
         self._begin()
 
     def _begin(self) -> None:
@@ -51,7 +52,7 @@ class Shown:
         try:
             self._more = self._recording.poll(READ_SECONDS)
         except Replaced:  # another run was written to the same folder
-            self._anew += 1
+            self._incarnation += 1
             self._begin()
             return
         if now - self._looked >= STATE_SECONDS:
@@ -61,25 +62,25 @@ class Shown:
             self._status.poll(self._recording.uids)
         self._polled = clock.now()
 
-    def news(self, since: Since) -> tuple[bytes | None, Since, bool]:
+    def next_line(self, since: Since) -> tuple[bytes | None, Since, bool]:
         """Returns (a line of JSON with the changes, or None without any; what the client has received with it; whether
         the files have more that was not read yet)."""
         self._poll()
-        anew = since[0] != self._anew
+        anew = since[0] != self._incarnation
         version, status = (0, 0) if anew else since[1:3]
         state = str(self._state.get("state"))
-        told = self._recording.changes(version)
+        changes = self._recording.changes(version)
         machines = self._machines.poll(self._status.pids)
-        told |= {
+        changes |= {
             "run": self.id, "anew": anew, "state": state, "status": self._status.changes(status),
             "machines": machines, "now": clock.wall(), "why": self._state.get("why", ""),
         }  # fmt: skip
         if anew:
-            told["about"] = self._about()
-        after = self._anew, self._recording.version, self._status.version, state
-        if not anew and state == since[3] != "running" and not any(told[key] for key in NEWS):
-            return None, after, self._more
-        return json.dumps(finite(told), separators=(",", ":")).encode() + b"\n", after, self._more
+            changes["about"] = self._about()
+        sent = self._incarnation, self._recording.version, self._status.version, state
+        if not anew and state == since[3] != "running" and not any(changes[key] for key in CHANGES):
+            return None, sent, self._more
+        return json.dumps(finite(changes), separators=(",", ":")).encode() + b"\n", sent, self._more
 
     def _about(self) -> dict[str, Any]:
         try:

@@ -8,7 +8,7 @@ from decentnode.errors import Diverged, Interrupted, NoGeneration, PeerLost
 from decentnode.launch.children.messages import Failed
 from decentnode.launch.nodes.node_process import describe_failure
 from decentnode.launch.supervising.early_end import EarlyEnd
-from decentnode.launch.supervising.losses import Losses
+from decentnode.launch.supervising.lost_nodes import LostNodes
 from tests.launch.stand_ins import local_run
 
 DEATH = Failed(1, 8, "node 1 was killed", "")
@@ -23,43 +23,43 @@ def test_the_others_go_on_where_the_config_allows_it(
 ) -> None:
     run, heard = local_run(phase, regroup=regroup)
     end = EarlyEnd(run)
-    Losses(run, end).died(Failed(1, exit_code, "node 1 was killed", ""))
-    assert end.near is not goes_on and (1 in run.ledger.lost) is goes_on
+    LostNodes(run, end).died(Failed(1, exit_code, "node 1 was killed", ""))
+    assert end.kills_soon is not goes_on and (1 in run.ledger.lost) is goes_on
     assert heard.notices == (["node 1 was killed: the others continue"] if goes_on else [])
 
 
 def test_of_a_node_that_misses_the_others_nobody_claims_that_they_go_on() -> None:
     run, heard = local_run(regroup=True)
-    Losses(run, EarlyEnd(run)).died(Failed(1, PeerLost.exit_code, "node 1: node 2 does not answer", ""))
+    LostNodes(run, EarlyEnd(run)).died(Failed(1, PeerLost.exit_code, "node 1: node 2 does not answer", ""))
     assert 1 in run.ledger.lost and heard.notices == ["node 1: node 2 does not answer"]
 
 
 def test_nodes_on_their_way_back_end_nothing_and_are_started_again_as_often_as_allowed() -> None:
     run, heard = local_run(regroup=True, restarts=1)
     end = EarlyEnd(run)
-    losses, first = Losses(run, end), run.nodes.workers[1]
+    losses, first = LostNodes(run, end), run.nodes.workers[1]
     losses.died(DEATH)
     losses.replace(first)
     second = run.nodes.workers[1]
     assert second is not first and second.uids == (1,)
     losses.died(Failed(1, Diverged.exit_code, "node 1 diverged", ""))
     losses.replace(second)
-    assert run.nodes.workers[1] is second and not end.near and run.ledger.restarts == {1: 1}
+    assert run.nodes.workers[1] is second and not end.kills_soon and run.ledger.restarts == {1: 1}
     assert [text for text in heard.notices if "again" in text] == ["node 1 is started again (1 of 1 times)"]
 
 
 def test_nobody_is_started_again_where_none_is_left_to_let_them_in_or_the_run_ends() -> None:
     run, heard = local_run(regroup=True, restarts=1)
-    losses, workers = Losses(run, EarlyEnd(run)), list(run.nodes.workers)
+    losses, workers = LostNodes(run, EarlyEnd(run)), list(run.nodes.workers)
     for uid, worker in enumerate(workers):
         losses.died(Failed(uid, 8, f"node {uid} was killed", ""))
         worker.exit_code = -9
-    assert losses.nobody_is_left
+    assert losses.no_member_left
     losses.replace(workers[0])
     assert run.nodes.workers == workers and "all nodes have died" in heard.notices[-1]
 
     run, _ = local_run(regroup=True, restarts=1)
-    losses, workers = Losses(run, EarlyEnd(run)), list(run.nodes.workers)
+    losses, workers = LostNodes(run, EarlyEnd(run)), list(run.nodes.workers)
     losses.died(DEATH)
     run.command.signals.received.append(2)
     losses.replace(workers[1])
@@ -76,7 +76,7 @@ def test_who_gave_up_is_started_again_where_others_of_the_machine_are_known_to_g
     members: list[int] | None, present: bool, again: bool
 ) -> None:
     run, heard = local_run(regroup=True, restarts=2)
-    losses, first = Losses(run, EarlyEnd(run)), run.nodes.workers[1]
+    losses, first = LostNodes(run, EarlyEnd(run)), run.nodes.workers[1]
     if members is not None:
         run.ledger.progress(0, {**GENERATION, "generation": 2, "members": members, "left": []})
     if not present:
@@ -89,7 +89,7 @@ def test_who_gave_up_is_started_again_where_others_of_the_machine_are_known_to_g
 
 def test_a_stop_on_the_way_back_keeps_why_the_node_was_lost() -> None:
     run, _ = local_run(regroup=True)
-    losses = Losses(run, EarlyEnd(run))
+    losses = LostNodes(run, EarlyEnd(run))
     losses.died(DEATH)
     losses.died(Failed(1, Interrupted.exit_code, "stopped", ""))
     assert run.ledger.lost == {1: DEATH}
@@ -97,7 +97,7 @@ def test_a_stop_on_the_way_back_keeps_why_the_node_was_lost() -> None:
 
 def test_the_user_hears_of_each_generation_once_and_who_is_in_it_is_not_lost() -> None:
     run, heard = local_run(regroup=True)
-    losses = Losses(run, EarlyEnd(run))
+    losses = LostNodes(run, EarlyEnd(run))
     losses.died(DEATH)
     record = {"generation": 2, "origin": "ab", "members": [0, 1], "joined": [1], "left": [], "round": 7}
     losses.generation(record)

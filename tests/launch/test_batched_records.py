@@ -13,9 +13,9 @@ import pytest
 from decentnode import clock
 from decentnode.launch.children.messages import Request, Task
 from decentnode.launch.files.run_dir import node_dir
-from decentnode.launch.one_process import simulated
-from decentnode.launch.one_process.simulated import Files
-from decentnode.launch.one_process.simulated_records import lines_of
+from decentnode.launch.one_process import batched_run
+from decentnode.launch.one_process.batched_records import lines_of
+from decentnode.launch.one_process.batched_run import BatchedOutput
 from decentnode.simulate.engines.batched import RoundOfAll
 from decentnode.simulate.engines.steps import Local
 
@@ -57,12 +57,12 @@ def test_no_rounds_are_no_lines() -> None:
     assert list(lines_of([])) == []
 
 
-def files(folder: Path, sent: list[Any]) -> Files:
+def files(folder: Path, sent: list[Any]) -> BatchedOutput:
     for uid in range(3):
         node_dir(folder, uid).mkdir(parents=True)
     engine: Any = SimpleNamespace(round=0, config=SimpleNamespace(rounds=10**6))
     task = Task(Request(""), [0, 1, 2], 0, str(folder), 1, "00" * 8, True, 2.0, "")
-    return Files(engine, task, sent.append, lambda: None)
+    return BatchedOutput(engine, task, sent.append, lambda: None)
 
 
 def lines_in(folder: Path) -> list[int]:
@@ -89,7 +89,7 @@ def test_slow_formatting_does_not_make_writing_rarer(tmp_path: Path, monkeypatch
         clock.sleep(0.2 * len(rounds))
         return lines_of(rounds)
 
-    monkeypatch.setattr(simulated, "lines_of", slow)
+    monkeypatch.setattr(batched_run, "lines_of", slow)
     with clock.use(clock.VirtualClock()):
         made = files(tmp_path, [])
         for number in range(40):
@@ -99,7 +99,7 @@ def test_slow_formatting_does_not_make_writing_rarer(tmp_path: Path, monkeypatch
 
 
 def test_records_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulated, "KEPT_RECORDS", 12)
+    monkeypatch.setattr(batched_run, "KEPT_RECORDS", 12)
     with clock.use(clock.VirtualClock()):  # in which no time passes
         made = files(tmp_path, [])
         for number in range(10):

@@ -21,101 +21,103 @@ from decentnode.launch.supervising.early_end import EarlyEnd
 from decentnode.launch.supervising.local_run import LocalRun
 from decentnode.launch.supervising.workers import Worker
 
-TOLD_GENERATIONS = 64
+REMEMBERED_GENERATIONS = 64
 """How many reported generations are remembered, so that each is shown once. Nodes report a generation within seconds of
 each other."""
-FOR_ALL = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
+FATAL_EXIT_CODES = (UsageError.exit_code, EnvironmentFault.exit_code, AssemblyError.exit_code, Diverged.exit_code)
 """Exit codes of a node that end the whole run even if the others could continue: they would fail in the same way."""
 
 
-class Losses:
+class LostNodes:
     """Decides whether a node's death ends the run, and restarts nodes as `node.restarts` says."""
 
     def __init__(self, run: LocalRun, end: EarlyEnd) -> None:
         self._run, self._end = run, end
         self._nodes, self._ledger, self._observer = run.nodes, run.ledger, run.command.observer
-        self._told_generations: deque[tuple[int, str]] = deque(maxlen=TOLD_GENERATIONS)
-        self._told_that_nobody_is_left = False
+        self._reported_generations: deque[tuple[int, str]] = deque(maxlen=REMEMBERED_GENERATIONS)
+        self._reported_no_member = False
 
-    def died(self, failed: Failed, told: bool = False) -> None:
-        """Handles a node's death: the others continue without it if the config allows it, else the run fails. told:
-        whether the observer was already notified of it together with other nodes of its process."""
+    def died(self, failed: Failed, is_reported: bool = False) -> None:
+        """Handles a node's death: the others continue without it if the config allows it, else the run fails.
+        is_reported: whether the observer was already notified of it together with other nodes of its process."""
         begun = any(worker.joined for worker in self._nodes.workers)
-        may = self._run.facts.regroup and begun and not self._end.near
-        comes_back = failed.uid in self._ledger.lost  # a restarted node that fails before it rejoins ends nothing else
-        if not may or (failed.exit_code in FOR_ALL and not comes_back):
+        may_continue = self._run.facts.regroup and begun and not self._end.kills_soon
+        # A restarted node that fails before it has rejoined does not end the run.
+        is_rejoining = failed.uid in self._ledger.lost
+        if not may_continue or (failed.exit_code in FATAL_EXIT_CODES and not is_rejoining):
             self._end.fail(failed)
             return
-        self._nodes.tell_all(PeerFailure(failed.uid, failed.title))
+        self._nodes.send_to_all(PeerFailure(failed.uid, failed.title))
         if failed.exit_code == Interrupted.exit_code:  # it was stopped before it had rejoined the run
             self._ledger.lost.setdefault(failed.uid, failed)
             return
         self._ledger.lost[failed.uid] = failed
         self._observer.lost(failed.uid)
-        never_in = self._run.command.request.join and not self._ledger.members
-        alone = failed.exit_code == PeerLost.exit_code  # it lost the others: whether they continue is unknown
-        if not told:
-            self._observer.notice(failed.title if never_in or alone else f"{failed.title}: the others continue")
+        was_never_member = self._run.command.request.join and not self._ledger.members
+        lost_others = failed.exit_code == PeerLost.exit_code  # it lost the others: whether they continue is unknown
+        if not is_reported:
+            others = "" if was_never_member or lost_others else ": the others continue"
+            self._observer.notice(f"{failed.title}{others}")
 
     def replace(self, worker: Worker) -> None:
         """Replaces a process that has ended by a new one for those of its nodes that are restarted."""
-        started = self._start_again(worker.uids)
+        started = self._restart(worker.uids)
         if started is not None:
             self._nodes.replace(worker, started)
 
-    def start_apart(self, uid: int) -> None:
+    def restart_separately(self, uid: int) -> None:
         """Restarts a node in its own process, after it failed while the other nodes of its process continue."""
-        started = self._start_again([uid])
+        started = self._restart([uid])
         if started is not None:
-            self._nodes.add_apart(uid, started)
+            self._nodes.add_separate(uid, started)
 
-    def restart_struck(self, uid: int) -> None:
+    def restart_for_fault(self, uid: int) -> None:
         """Restarts a node because a `restart` fault says so, however often it was restarted before (see
-        `Processes.restart_struck`)."""
+        `Processes.restart_for_fault`)."""
         if uid not in self._ledger.lost or self._run_ends:
             return
         self._ledger.restarted(uid)
         self._observer.restarted(uid)
         self._observer.notice(f"node {uid} is started again, as `faults` says")
-        self._nodes.add_apart(uid, self._nodes.start_again([uid], self._run.strikes.began))
+        self._nodes.add_separate(uid, self._nodes.restart([uid], self._run.process_faults.began))
 
-    def _start_again(self, uids: Sequence[int]) -> Worker | None:
+    def _restart(self, uids: Sequence[int]) -> Worker | None:
         """Restarts, in one process, those of `uids` that are lost and have restarts left. Returns the process; None if
         no node is restarted."""
-        restarts, lost, most = self._ledger.restarts, self._ledger.lost, self._run.facts.restarts
-        again = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < most]
+        restarts, lost, max_restarts = self._ledger.restarts, self._ledger.lost, self._run.facts.restarts
+        restarting = [uid for uid in uids if uid in lost and restarts.get(uid, 0) < max_restarts]
         if self._run_ends:
             return None
-        for uid in [uid for uid in again if lost[uid].gave_up and not self._others_go_on_without(uid)]:
-            again.remove(uid)
+        for uid in [uid for uid in restarting if lost[uid].gave_up and not self._others_continue_without(uid)]:
+            restarting.remove(uid)
             self._observer.notice(f"node {uid} is not started again: no other node here is known to be running, so it "
                                   "would time out again, and without its model")  # fmt: skip
-        if not again:
+        if not restarting:
             return None
-        if self.nobody_is_left and not any(worker.alive for worker in self._nodes.workers):
-            if not self._told_that_nobody_is_left:
-                self._told_that_nobody_is_left = True
+        if self.no_member_left and not any(worker.alive for worker in self._nodes.workers):
+            if not self._reported_no_member:
+                self._reported_no_member = True
                 self._observer.notice("all nodes have died: none is left to readmit them")
             return None
-        for uid in again:
+        for uid in restarting:
             self._ledger.restarted(uid)
             self._observer.restarted(uid)
-            self._observer.notice(f"node {uid} is started again ({restarts[uid]} of {most} times)")
-        return self._nodes.start_again(again, self._run.strikes.began)
+            self._observer.notice(f"node {uid} is started again ({restarts[uid]} of {max_restarts} times)")
+        return self._nodes.restart(restarting, self._run.process_faults.began)
 
     @property
     def _run_ends(self) -> bool:
         return bool(self._run.command.signals.received or self._ledger.finished)
 
-    def _others_go_on_without(self, uid: int) -> bool:
+    def _others_continue_without(self, uid: int) -> bool:
         """Returns whether the last generation that local nodes reported is without node `uid`, and a local node other
         than the lost ones still runs."""
         ledger, workers = self._ledger, self._nodes.workers
-        present = {other for each in workers if each.alive for other in each.left} - ledger.lost.keys()
+        present = {other for each in workers if each.alive for other in each.unfinished} - ledger.lost.keys()
         return bool(present) and bool(ledger.members) and uid not in ledger.members
 
     @property
-    def nobody_is_left(self) -> bool:
+    def no_member_left(self) -> bool:
         """Whether every node of the run has died or left, and no restarted node is a member again: then no node has the
         model any more, and none can readmit another. False if unknown, because nodes may run on other machines."""
         facts = self._run.facts
@@ -127,9 +129,9 @@ class Losses:
         """Handles the report that a node entered a generation. Only the first report of a generation is shown to the
         observer."""
         name = (record.get("generation", 0), record.get("origin", ""))
-        if name in self._told_generations:
+        if name in self._reported_generations:
             return
-        self._told_generations.append(name)
+        self._reported_generations.append(name)
         for uid in record.get("joined", []):
             self._ledger.lost.pop(uid, None)
         self._observer.notice(generation_notice(record, self._run.facts.num_nodes))

@@ -16,7 +16,7 @@ from decentnode.metrics.writer import MetricsWriter
 logger = logging.getLogger(__name__)
 
 
-def note_strike(directory: Path | None, uid: int, fault: Mapping[str, Any]) -> None:
+def record_fault(directory: Path | None, uid: int, fault: Mapping[str, Any]) -> None:
     """Appends a fault to the events.jsonl of node `uid`. directory: the run's; None if nothing is written."""
     if directory is None:
         return

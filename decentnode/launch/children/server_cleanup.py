@@ -12,7 +12,7 @@ import atexit
 import os
 
 from decentnode import clock
-from decentnode.launch.children.signals import ignore
+from decentnode.launch.children.signals import ignore_signals
 from decentnode.launch.children.sockets import base_folder, remove_stale
 
 WAIT_SECONDS = 5.0
@@ -42,5 +42,5 @@ def _children() -> bool:
     return True
 
 
-ignore()
+ignore_signals()
 atexit.register(clean_up, os.getpid(), os.getppid())

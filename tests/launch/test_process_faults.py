@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from decentnode import clock
-from decentnode.launch.supervising.strikes import Strikes
+from decentnode.launch.supervising.process_faults import ProcessFaults
 from decentnode.launch.supervising.workers import Worker
 
 
@@ -43,28 +43,28 @@ def test_of_two_pauses_at_once_the_longer_one_counts(worker: Worker) -> None:
     pause = {"do": "pause", "nodes": [3], "at_round": 1}
     plan: list[dict[str, Any]] = [{**pause, "seconds": each} for each in (60, 20, 90)]
     processes = SimpleNamespace(worker_of=lambda _uid: worker)
-    strikes = Strikes(plan, [3], None)
+    strikes = ProcessFaults(plan, [3], None)
     now = clock.now()
     strikes.begin(now)
     for index in (0, 1):
-        strikes.strike(3, index, processes)  # type: ignore[arg-type]
-    assert state(worker) == "T" and strikes.next == pytest.approx(now + 60, abs=1)
+        strikes.inject(3, index, processes)  # type: ignore[arg-type]
+    assert state(worker) == "T" and strikes.next_due_time == pytest.approx(now + 60, abs=1)
     strikes.tick(now + 30, processes)  # type: ignore[arg-type]
     assert state(worker) == "T", "the first one is not over"
-    strikes.strike(3, 2, processes)  # type: ignore[arg-type]
+    strikes.inject(3, 2, processes)  # type: ignore[arg-type]
     strikes.tick(now + 70, processes)  # type: ignore[arg-type]
-    assert state(worker) == "T" and strikes.next == pytest.approx(now + 90, abs=1)
+    assert state(worker) == "T" and strikes.next_due_time == pytest.approx(now + 90, abs=1)
     strikes.tick(now + 91, processes)  # type: ignore[arg-type]
     assert state(worker) == "S" and strikes.counts == {"pause": 3}
 
 
 def test_who_is_suspended_goes_on_as_the_run_ends(worker: Worker) -> None:
-    strikes = Strikes([{"do": "pause", "nodes": [3], "at_round": 1, "seconds": 60}], [3], None)
+    strikes = ProcessFaults([{"do": "pause", "nodes": [3], "at_round": 1, "seconds": 60}], [3], None)
     processes = SimpleNamespace(worker_of=lambda _uid: worker)
-    strikes.strike(3, 0, processes)  # type: ignore[arg-type]
+    strikes.inject(3, 0, processes)  # type: ignore[arg-type]
     assert state(worker) == "T"
     strikes.stop()
     assert state(worker) == "S"
-    strikes.strike(3, 0, processes)  # type: ignore[arg-type]
+    strikes.inject(3, 0, processes)  # type: ignore[arg-type]
     assert state(worker) == "S", "nobody is struck any more"
     worker.process.send_signal(signal.SIGKILL)  # type: ignore[union-attr]

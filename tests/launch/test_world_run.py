@@ -13,7 +13,7 @@ from decentnode.experiment import Experiment, load
 from decentnode.launch.children.messages import ChildMessage, Failed, Finished, Request, Task
 from decentnode.launch.files.run_dir import node_dir
 from decentnode.launch.one_process.in_process import run_nodes
-from decentnode.launch.one_process.simulated_faults import StruckRun, in_world
+from decentnode.launch.one_process.world_run import WorldRun, needs_world
 from decentnode.launch.reporting.checked import check
 from decentnode.launch.reporting.checked import told as sentence_of
 from decentnode.launch.supervising.prepare import facts
@@ -41,7 +41,7 @@ def of(*faults: dict[str, Any], **sections: Any) -> Experiment:
     return load(str(QUICKSTART), [], {}, True, [{**SECTIONS, **sections, "faults": list(faults)}])
 
 
-def run(experiment: Experiment, folder: Path) -> tuple[StruckRun, dict[type, list[Any]]]:
+def run(experiment: Experiment, folder: Path) -> tuple[WorldRun, dict[type, list[Any]]]:
     """Runs it, and returns what was told of it, by kind of message."""
     told: dict[type, list[Any]] = {}
 
@@ -53,7 +53,7 @@ def run(experiment: Experiment, folder: Path) -> tuple[StruckRun, dict[type, lis
     (folder / "models").mkdir()
     request = Request("", in_process=True, simulate=True)
     task = Task(request, list(range(NODES)), 0, str(folder), 1, "00" * 8, True, 2.0, "")
-    made = StruckRun(task, experiment, send, lambda: None)
+    made = WorldRun(task, experiment, send, lambda: None)
     made.run()
     return made, told
 
@@ -62,7 +62,7 @@ def test_a_simulated_run_is_struck_checked_and_repeated(tmp_path: Path) -> None:
     experiment = of(*ALL)
     _, told = run(experiment, tmp_path)
     assert {each.uid: each.figures["rounds"] for each in told[Finished]} == dict.fromkeys(range(NODES), ROUNDS)
-    assert told[Finished][0].struck == {"kill": 1, "pause": 1}
+    assert told[Finished][0].injected_faults == {"kill": 1, "pause": 1}
     lives = read_lives(tmp_path, NODES)
     assert [len(lives[uid]) for uid in range(NODES)] == [1, 2, 1, 1]
     assert check_payloads(lives) > 0 and check_generations(lives, min_nodes=3, rounds=ROUNDS) > 0
@@ -161,7 +161,7 @@ def test_newcomers_come_to_a_simulated_run_that_faults_strike(tmp_path: Path) ->
     )  # fmt: skip
     made, told = run(experiment, tmp_path)
     assert {each.uid: each.figures["rounds"] for each in told[Finished]} == dict.fromkeys(range(NODES), 60)
-    assert told[Finished][0].struck == {"kill": 2} and told[Finished][0].reports.keys() == {"4"}
+    assert told[Finished][0].injected_faults == {"kill": 2} and told[Finished][0].reports.keys() == {"4"}
     assert [process.uid for process in made.world.lives].count(5) == 1, "nobody starts a newcomer again"
     assert made.world.processes[6].node.left and 0 < made.world.processes[6].node.round < 60
     assert made.world.processes[4].node.training.num_samples == made.world.processes[2].node.training.num_samples
@@ -190,11 +190,11 @@ def test_a_run_without_faults_to_which_nodes_come_is_a_world_too(tmp_path: Path)
     node = {"rounds": 20, "evaluate_every": 0, "missing": "regroup", "newcomers": 1}
     mapping = {"name": "linear", "machines": 1, "nodes_per_machine": NODES, "base_port": 20000}
     experiment = of(node=node, mapping=mapping, simulate={"newcomers": [{"at_seconds": 0.3}]})
-    assert in_world(experiment) and not in_world(of())
+    assert needs_world(experiment) and not needs_world(of())
     made, _ = run(experiment, tmp_path)
     assert made.world.processes[4].node.round == 20 and made.world.processes[0].node.reports.keys() >= {0, 4}
     with pytest.raises(UsageError, match="cannot be resumed"):
-        StruckRun(Task(Request(""), [0], 0, None, 1, "", True, 2.0, "", resume=["x"]), experiment, print, print)
+        WorldRun(Task(Request(""), [0], 0, None, 1, "", True, 2.0, "", resume=["x"]), experiment, print, print)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from decentnode import clock
-from decentnode.launch.files.strike_notes import note_strike
+from decentnode.launch.files.fault_events import record_fault
 from decentnode.launch.supervising.workers import Worker
 
 KINDS = ("kill", "pause", "restart")
@@ -25,11 +25,11 @@ class Processes(Protocol):
     def worker_of(self, uid: int) -> Worker | None:
         """Returns the process that runs a node; None if it has ended."""
 
-    def restart_struck(self, uid: int) -> None:
+    def restart_for_fault(self, uid: int) -> None:
         """Restarts a node that has died."""
 
 
-class Strikes:
+class ProcessFaults:
     """Injects the process faults of a plan into the nodes of one machine."""
 
     def __init__(
@@ -57,30 +57,30 @@ class Strikes:
         self.began = now
 
     @property
-    def next(self) -> float:
+    def next_due_time(self) -> float:
         """When `tick` next has something to do (`clock.now()`); infinity if never."""
         due = math.inf if self.began is None or self._over or not self._due else self.began + self._due[0][0]
         return min((due, *(until for until, _ in self._paused)))
 
     def tick(self, now: float, processes: Processes) -> None:
         """Injects the faults that are due, and resumes processes whose pause is over."""
-        over = [worker for until, worker in self._paused if until <= now]
+        expired = [worker for until, worker in self._paused if until <= now]
         self._paused = [each for each in self._paused if each[0] > now]
-        for worker in over:
+        for worker in expired:
             _signal(worker, signal.SIGCONT)
         while self.began is not None and not self._over and self._due and self.began + self._due[0][0] <= now:
             _, index, uid = heapq.heappop(self._due)
-            self.strike(uid, index, processes)
+            self.inject(uid, index, processes)
 
-    def not_due(self, now: float) -> str:
+    def undue_notice(self, now: float) -> str:
         """Returns a sentence about the timed faults, of any kind, that are not due yet at `now`; "" if there are none,
         or the run did not begin."""
-        late = sorted(float(each.get("at_seconds", 0.0)) for each in self._plan)
-        late = [] if self.began is None else [at for at in late if at > now - self.began]
-        if not late or self.began is None:
+        undue = sorted(float(each.get("at_seconds", 0.0)) for each in self._plan)
+        undue = [] if self.began is None else [at for at in undue if at > now - self.began]
+        if not undue or self.began is None:
             return ""
-        return f"{len(late)} of {len(self._plan)} faults did not occur: the run ended after " \
-               f"{now - self.began:.1f} s, the first of them was due at {late[0]:g} s"  # fmt: skip
+        return f"{len(undue)} of {len(self._plan)} faults did not occur: the run ended after " \
+               f"{now - self.began:.1f} s, the first of them was due at {undue[0]:g} s"  # fmt: skip
 
     def stop(self) -> None:
         """Ends the injection of faults, because the run ends, and resumes suspended processes."""
@@ -88,7 +88,7 @@ class Strikes:
         while self._paused:
             _signal(self._paused.pop()[1], signal.SIGCONT)
 
-    def strike(self, uid: int, index: int, processes: Processes) -> None:
+    def inject(self, uid: int, index: int, processes: Processes) -> None:
         """Injects fault `index` of the plan into node `uid`. Does nothing if the node has ended (for a restart: if it
         runs), or once the run ends."""
         fault, worker = self._plan[index], processes.worker_of(uid)
@@ -96,13 +96,13 @@ class Strikes:
             return
         self.counts[fault["do"]] += 1
         if worker is None:
-            processes.restart_struck(uid)
+            processes.restart_for_fault(uid)
         elif fault["do"] == "kill":
-            worker.struck = True
+            worker.killed_by_fault = True
             worker.kill()
         else:
             self._pause(worker, clock.now() + float(fault["seconds"]))
-        note_strike(self._directory, uid, fault)
+        record_fault(self._directory, uid, fault)
 
     def _pause(self, worker: Worker, until: float) -> None:
         """Suspends a process until `until`; one that is already suspended, until the later of both times."""

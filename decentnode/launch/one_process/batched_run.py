@@ -16,7 +16,7 @@ from decentnode.launch.children.messages import ChildMessage, Finished, NodeJoin
 from decentnode.launch.children.own_modules import local_modules
 from decentnode.launch.files.node_files import model_path, save, save_merged
 from decentnode.launch.files.run_dir import node_dir
-from decentnode.launch.one_process.simulated_records import lines_of
+from decentnode.launch.one_process.batched_records import lines_of
 from decentnode.metrics.events import EventLog
 from decentnode.metrics.figures import VIRTUAL, overflowed
 from decentnode.metrics.writer import MetricsWriter, encode, finite
@@ -67,7 +67,7 @@ class _Pace:
         self._next = now + max(self._seconds, (now - self._started) / WRITE_SHARE)
 
 
-class Files(Sink):
+class BatchedOutput(Sink):
     """Collects the records of all nodes and writes them to each node's files periodically. A process that is killed
     loses the records of its last seconds."""
 
@@ -78,46 +78,46 @@ class Files(Sink):
         """tick: called after every round. virtual: the run's virtual time, if it has one."""
         self._engine, self.task, self.send, self._tick, self._virtual = engine, task, send, tick, virtual
         self._rounds: list[RoundOfAll] = []
-        self._untold: RoundOfAll | None = None
+        self._unreported: RoundOfAll | None = None
         """The last round, if it has not been reported yet."""
         self._lines: dict[int, list[bytes]] = {uid: [] for uid in task.uids}
-        self._told, self._records, self._states = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
+        self._report_pace, self._record_pace, self._status_pace = _Pace(0.0, task.progress_seconds), _Pace(), _Pace()
 
     def take_round(self, found: RoundOfAll) -> None:
         self._rounds.append(found)
-        self._untold = found
-        if self._told.is_due:
-            self._tell()
-        if self._records.is_due or len(self._rounds) * len(self._lines) >= KEPT_RECORDS:
+        self._unreported = found
+        if self._report_pace.is_due:
+            self._report()
+        if self._record_pace.is_due or len(self._rounds) * len(self._lines) >= KEPT_RECORDS:
             self._format()  # not timed: it grows with the number of rounds, and would delay the next write ever more
-            with self._records:
+            with self._record_pace:
                 self._write_records()
-        if self._states.is_due:
-            with self._states:
-                self._write_states("local steps")
+        if self._status_pace.is_due:
+            with self._status_pace:
+                self._write_status_files("local steps")
 
     def take_record(self, uid: int, record: dict[str, Any]) -> None:
-        self._tell()  # an evaluation is shown together with the loss and the bytes of its round
+        self._report()  # an evaluation is shown together with the loss and the bytes of its round
         self._format()
         if self._virtual is not None:
             record = self._virtual.told(uid, record)
         self._lines[uid].append(encode(record))
         self.send(Progress(uid, finite(record)))
-        if record["kind"] == "evaluation" and (told := overflowed(record, merged=uid == self.task.uids[0])):
-            logger.warning("node %d: evaluation after round %d: %s", uid, record["round"], told)
-            self.event(uid, "loss_overflowed", f"after round {record['round']}: {told}")
+        if record["kind"] == "evaluation" and (problem := overflowed(record, merged=uid == self.task.uids[0])):
+            logger.warning("node %d: evaluation after round %d: %s", uid, record["round"], problem)
+            self.event(uid, "loss_overflowed", f"after round {record['round']}: {problem}")
 
-    def ended(self, uid: int, rounds: int) -> dict[str, float]:
+    def closing_figures(self, uid: int, rounds: int) -> dict[str, float]:
         """Returns, as a closing figure, the virtual time at which the node ended; empty in a run without virtual time.
         """
         return {} if self._virtual is None else {VIRTUAL: self._virtual.ended(uid, rounds)}
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Reports the last round to the supervisor, unless it was reported before."""
-        found, self._untold = self._untold, None
+        found, self._unreported = self._unreported, None
         if found is None:
             return
-        with self._told:
+        with self._report_pace:
             for uid, line in enumerate(lines_of([found], self._virtual)):
                 self.send(Progress(uid, json.loads(line)))
 
@@ -138,7 +138,7 @@ class Files(Sink):
         full disk."""
         self._format()
         self._write_records()
-        self._write_states(doing)
+        self._write_status_files(doing)
 
     def _write_records(self) -> None:
         for uid, lines in self._lines.items():
@@ -148,7 +148,7 @@ class Files(Sink):
                 writer.close()
             lines.clear()
 
-    def _write_states(self, doing: str) -> None:
+    def _write_status_files(self, doing: str) -> None:
         if self.task.run_dir:
             for uid in self._lines:
                 status = encode(self._status(uid, doing)).decode()
@@ -169,7 +169,7 @@ class Files(Sink):
             log.close()
 
 
-def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppable]], None]) -> int:
+def run_batched(engine: Batched, files: BatchedOutput, ready: Callable[[Sequence[Stoppable]], None]) -> int:
     """Runs all nodes to their end, saves their results and reports them. Returns the exit code. Blocking; raises what a
     node raises, with the node's `uid` as an attribute of the error."""
     task, send = files.task, files.send
@@ -196,7 +196,7 @@ def run_batched(engine: Batched, files: Files, ready: Callable[[Sequence[Stoppab
         save_models(engine, Path(task.run_dir))
     for uid in task.uids:
         files.event(uid, "finished" if over else "stopped", f"{engine.round} rounds")
-        figures = {**engine.figures(uid), **files.ended(uid, engine.round)}
+        figures = {**engine.figures(uid), **files.closing_figures(uid, engine.round)}
         send(Finished(uid, figures, not over, modules=local_modules() if uid == task.uids[-1] else {}))
     return 0 if over else Interrupted.exit_code
 
