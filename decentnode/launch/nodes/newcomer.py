@@ -25,17 +25,17 @@ def check(
     overrides; EnvironmentFault for an unusable device.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "told.yaml")
+        path = os.path.join(folder, "experiment.yaml")
         Path(path).write_text(text, encoding="utf-8")
 
-        def found(overrides: Sequence[str], variables: Mapping[str, str]) -> Experiment:
-            return load(path, overrides, variables, False)
+        def load_with(overrides: Sequence[str], environment: Mapping[str, str]) -> Experiment:
+            return load(path, overrides, environment, False)
 
-        experiment = found(chosen, environ)
+        experiment = load_with(chosen, environ)
         if experiment.digest() != digest:
-            _raise_difference(found([], {}).digest() == digest, [
-                *(f"--set {each}" for each in chosen if found([each], {}).digest() != digest),
-                *(key for key, value in environ.items() if found([], {key: value}).digest() != digest),
+            _raise_difference(load_with([], {}).digest() == digest, [
+                *(f"--set {each}" for each in chosen if load_with([each], {}).digest() != digest),
+                *(key for key, value in environ.items() if load_with([], {key: value}).digest() != digest),
             ])  # fmt: skip
         check_samples_of(samples_of, experiment.make_mapping())
         device_of(device, key="--device")

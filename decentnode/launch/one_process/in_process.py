@@ -74,7 +74,7 @@ class StepwiseOutput:
         self._task, self._experiment, self._send = task, experiment, send
         self.reporters: dict[int, Reporter] = {}
         self._records: NodeRecords | None = None
-        self._process_faults: list[NodeFaults] = []
+        self._node_faults: list[NodeFaults] = []
 
     def open(self) -> None:
         """Opens the metrics.jsonl of each node, before the nodes are built."""
@@ -97,7 +97,7 @@ class StepwiseOutput:
             if not experiment.communication.networked:  # else it is a dry run
                 attach_faults(node, experiment, self._send)
                 activate_faults(node, task)
-                self._process_faults.extend([node.rounds.faults] if node.rounds.faults is not None else [])
+                self._node_faults.extend([node.rounds.faults] if node.rounds.faults is not None else [])
             self._send(NodeJoined(node.uid))
 
     def finish(self, node: Node, virtual: VirtualTime | OwnRounds | None) -> None:
@@ -120,7 +120,7 @@ class StepwiseOutput:
             self._records.failed(getattr(error, "uid", self._task.uids[0]), error)
 
     def close(self) -> None:
-        for faults in self._process_faults:
+        for faults in self._node_faults:
             faults.close()
         if self._records is not None:
             self._records.close()
